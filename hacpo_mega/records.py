@@ -1,0 +1,166 @@
+"""What travels between rooms: frozen records that check themselves.
+
+Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses agents) -> Pool (a lane's full cube)
+-> Sample (a trajectory as one learner sees it) -> MicroBatch (packed samples, see data/batches.py).
+"""
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+class Stop(enum.IntEnum):
+    """Why an answer ended: the end-of-sequence token, the length limit, or the engine gave up."""
+
+    EOS = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+class Verdict(enum.IntEnum):
+    """What the judge said. TIMEOUT and ERROR say nothing about the answer: it is unjudged, not wrong."""
+
+    CORRECT = 0
+    WRONG = 1
+    NO_ANSWER = 2
+    TIMEOUT = 3
+    ERROR = 4
+
+    @property
+    def is_judged(self) -> bool:
+        return self in (Verdict.CORRECT, Verdict.WRONG, Verdict.NO_ANSWER)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task of a step. `index` is its place in the step over all lanes; every agent sees the same `text`."""
+
+    index: int
+    id: str
+    text: str
+    answer: str
+    skill: str = ""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A fresh answer in the tokens of the agent that wrote it.
+
+    `token_ids` is int32 [num_tokens] and keeps the final EOS when there is one; `text` is without special tokens.
+    """
+
+    prompt_index: int
+    rollout_index: int
+    token_ids: np.ndarray
+    text: str
+    stop: Stop
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A judged and scored rollout.
+
+    `mean_logprob` (fp32 nats) is over the `num_scored` tokens that the source's own loss would train: without the final
+    EOS when `eos_in_loss` is off. `reward` is NaN exactly when the verdict is unjudged.
+    """
+
+    agent: int
+    rollout: Rollout
+    verdict: Verdict
+    reward: float
+    mean_logprob: float
+    num_scored: int
+
+    def __post_init__(self) -> None:
+        assert np.isnan(self.reward) == (not self.verdict.is_judged), (self.reward, self.verdict)
+        assert 0 <= self.num_scored <= len(self.rollout.token_ids), self.num_scored
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All answers to a lane's prompts: trajectories_PNG[p][n][g] for prompt p, agent n, rollout g."""
+
+    prompts: tuple[Prompt, ...]
+    trajectories_PNG: tuple[tuple[tuple[Trajectory, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = {(len(by_agent), len(group)) for by_agent in self.trajectories_PNG for group in by_agent}
+        assert len(self.prompts) == len(self.trajectories_PNG) and len(sizes) == 1, sizes
+
+    @property
+    def rewards_PNG(self) -> torch.Tensor:
+        """Rewards, float64 [P, N, G]; NaN where unjudged."""
+        return torch.tensor(
+            [[[t.reward for t in group] for group in by_agent] for by_agent in self.trajectories_PNG],
+            dtype=torch.float64,
+        )
+
+    def tally(self) -> torch.Tensor:
+        """Per agent (sum of rewards, number with reward > 0, number judged), float64 [N, 3], over judged answers only."""
+        rewards_PNG = self.rewards_PNG
+        judged_PNG = ~rewards_PNG.isnan()
+        sums_N = rewards_PNG.nan_to_num().sum(dim=(0, 2))
+        positive_N = (rewards_PNG > 0).sum(dim=(0, 2))
+        return torch.stack([sums_N, positive_N.double(), judged_PNG.sum(dim=(0, 2)).double()], dim=1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trajectory as one learner sees it: its own tokens, its own advantage.
+
+    prompt_ids, answer_ids    int32, the learner's tokens; answer_ids keeps a final EOS if the answer ended by itself
+    num_trained               how many leading answer tokens are trained (all, or all but the final EOS)
+    advantage                 omega already applied (ALGORITHM section 2, step 6)
+    source_logprob            the source's mean log-prob (nats), constant in the loss
+    length                    the token count the learner's log-prob sum is divided by (`ratio_length`)
+    """
+
+    source: int
+    is_self: bool
+    prompt_index: int
+    rollout_index: int
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+    num_trained: int
+    advantage: float
+    source_logprob: float
+    length: float
+
+    def __post_init__(self) -> None:
+        assert len(self.prompt_ids) >= 1, "a sample needs at least one prompt token to predict its answer from"
+        assert 0 <= self.num_trained <= len(self.answer_ids), (self.num_trained, len(self.answer_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples packed end to end (THD, no padding between them), as tensors on the CPU.
+
+    T tokens, B samples, R trained rows (tokens whose log-prob the loss needs).
+    tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
+    cu_seqlens                   int32 [B + 1, or B + 2 with the tail], starts of the packed sequences, ends at T
+    rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
+    row_cu_seqlens_B             int32 [B + 1]: rows of sample b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
+    advantage_B, source_logprob_B, length_B   float32;  is_self_B bool
+    samples                      the samples, in packed order
+    """
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    cu_seqlens: torch.Tensor
+    rows_R: torch.Tensor
+    targets_R: torch.Tensor
+    row_cu_seqlens_B: torch.Tensor
+    advantage_B: torch.Tensor
+    source_logprob_B: torch.Tensor
+    length_B: torch.Tensor
+    is_self_B: torch.Tensor
+    samples: tuple[Sample, ...]

@@ -1,0 +1,34 @@
+"""Packaging of hacpo_mega. The pinned environments are in launch/lock/; here are only the floors a user may vary."""
+
+from setuptools import find_packages, setup
+
+RUNTIME = [
+    "torch>=2.11",
+    "megatron-core>=0.16.1",
+    "transformers>=5.16",
+    "safetensors>=0.6",
+    "pydantic>=2.12",
+    "typer>=0.20",
+    "rich>=14",
+    "math-verify[antlr4_13_2]>=0.9",
+    "tensorboard>=2.20",
+    "matplotlib>=3.10",
+    "pyarrow>=20",
+    "triton>=3.6",
+]
+
+setup(
+    name="hacpo_mega",
+    version="0.1.0",
+    description="Different language models teach each other by reinforcement learning (HACPO), at Megatron scale",
+    python_requires=">=3.11",
+    packages=find_packages(include=["hacpo_mega", "hacpo_mega.*"]) + ["hacpo_kernels"],
+    package_dir={"hacpo_kernels": "kernels/hacpo_kernels"},
+    entry_points={"console_scripts": ["hacpo-mega = hacpo_mega.cli:main"]},
+    install_requires=RUNTIME,
+    extras_require={
+        "cuda": ["vllm>=0.25.1"],
+        "te": ["transformer-engine[pytorch]>=2.10"],
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"],
+    },
+)
