@@ -1,0 +1,90 @@
+"""Random Hugging Face folders, small enough for a CPU test: config.json and model.safetensors, no tokenizer.
+
+Every parameter is random, norms and biases too: a norm left at one or a bias left at zero would hide a wrong mapping.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+# As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def make_model(
+    folder: Path,
+    family: str,
+    *,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    ffn_size: int = 96,
+    vocab_size: int = 131,
+    tied: bool = True,
+    seed: int = 1,
+    rope_scaling: dict | None = None,
+    max_positions: int = 256,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a random model of `family` ("qwen2", "qwen3" or "llama") to `folder` and return the folder.
+
+    The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
+    Qwen2 derives its head size: hidden_size must then be num_heads * head_dim.
+    """
+    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads)
+    config.update(
+        dict(
+            num_hidden_layers=num_layers,
+            hidden_size=hidden_size,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            intermediate_size=ffn_size,
+            vocab_size=vocab_size,
+            tie_word_embeddings=tied,
+            max_position_embeddings=max_positions,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    if hasattr(config, "layer_types"):
+        config.layer_types = ["full_attention"] * num_layers
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _randomize(model, seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return Path(folder)
+
+
+def _config(family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int) -> PreTrainedConfig:
+    rope = {"rope_theta": 10_000.0, "rope_type": "default", **(rope_scaling or {})}
+    if family == "qwen2":
+        assert head_dim == derived_head_dim, (head_dim, derived_head_dim)
+        return Qwen2Config(rope_parameters=rope)
+    return CONFIGS[family](rope_parameters=rope, head_dim=head_dim)
+
+
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    """Normal draws, scaled so that logits are of the order of one and no parameter is trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draw = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                value = 1.0 + 0.3 * draw
+            elif name.endswith(".bias"):
+                value = 0.3 * draw
+            else:
+                value = draw * parameter.shape[-1] ** -0.5
+            parameter.copy_(value)
