@@ -1,15 +1,13 @@
-"""The configuration of a run: typed, frozen, every cross-check of the project in one place.
+"""The tables of a run's configuration: typed and frozen. `load.py` reads the file, `checks.py` holds every cross-check.
 
-A run is one TOML file plus `key=value` overrides. This file imports no torch and no model library, so that
-`hacpo-mega check` answers at once; what needs a model folder reads its `config.json` as plain JSON.
+Nothing in this package imports torch or a model library, so that `hacpo-mega check` answers at once.
 Not here: anything that acts on a configuration. Functions elsewhere get the numbers they need, not this object.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -25,6 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "cross_baseline": "source",
         "capability_metric": "mean_reward",
+        "capability_floor_per_step": False,
         "omega_clip": None,
         "baseline_guard": False,
         "aggregation": "sum",
@@ -35,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "authors": {
         "cross_baseline": "learner",
         "capability_metric": "positive_rate",
+        "capability_floor_per_step": True,
         "omega_clip": (0.1, 10.0),
         "baseline_guard": True,
         "aggregation": "mean",
@@ -60,6 +60,7 @@ class AlgorithmConfig(Section):
     capability_window: Count = 5
     capability_includes_current: bool = True
     capability_floor: float = Field(1e-8, gt=0.0)
+    capability_floor_per_step: bool = False
     omega_clip: tuple[float, float] | None = None
     uniform_group_is_zero: bool = True
     baseline_guard: bool = False
@@ -87,9 +88,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _ordered_bounds(self) -> Self:
         if self.omega_clip and not 0.0 < self.omega_clip[0] <= 1.0 <= self.omega_clip[1]:
-            raise ValueError(
-                f"omega_clip {self.omega_clip}: needs 0 < low <= 1 <= high, since omega of equals is 1"
-            )
+            raise ValueError(f"omega_clip {self.omega_clip}: needs 0 < low <= 1 <= high, since omega of equals is 1")
         return self
 
     @property

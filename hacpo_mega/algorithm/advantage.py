@@ -1,0 +1,84 @@
+"""Capability-aware advantages: HACPO, eq. 10 (project page and main text) and eq. 50 (appendix and the authors' code).
+
+mu_b[p]      = 1/(N G) sum_j sum_g omega(b, j) R[p, j, g]          agent b's baseline on prompt p
+sigma[p]     = sample std of all N G rewards of the prompt
+A_b[p, j, g] = (R[p, j, g] - mu_b[p]) / (sigma[p] + eps)
+learner k:     own answers A_k;  answers of j: omega(j, k) * A_x with x = j ("source") or k ("learner").
+
+The capability coefficient omega(j, k) is applied here, so the objective never sees capability.
+"""
+
+import torch
+from torch import Tensor
+
+from hacpo_mega.algorithm.capability import capability_ratios
+from hacpo_mega.config import AlgorithmConfig
+
+
+def hacpo_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
+    """The advantage with which `learner` trains on every answer, omega applied. float64 [P, N, G].
+
+    rewards_PNG   [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
+    capability_N  [N], P_hat > 0
+    Under `method = "gspo"` the group of a prompt is the learner's own G answers, and all others get 0.
+    Raises ValueError for shapes that do not fit.
+    """
+    num_agents = rewards_PNG.shape[1] if rewards_PNG.ndim == 3 else -1
+    if num_agents < 1 or tuple(capability_N.shape) != (num_agents,) or not 0 <= learner < num_agents:
+        raise ValueError(
+            f"rewards_PNG must be [P, N, G] with capability_N [N] and 0 <= learner < N, found rewards "
+            f"{tuple(rewards_PNG.shape)}, capability {tuple(capability_N.shape)}, learner {learner}"
+        )
+    rewards_PNG = rewards_PNG.detach().to("cpu", torch.float64)
+    if not config.shares_answers:
+        own_P1G = rewards_PNG[:, learner : learner + 1]
+        advantages_PNG = torch.zeros_like(rewards_PNG)
+        advantages_PNG[:, learner : learner + 1] = _shared_advantages(own_P1G, torch.ones(1), 0, config)
+        return advantages_PNG
+    return _shared_advantages(rewards_PNG, capability_N.detach().cpu(), learner, config)
+
+
+def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
+    omega_NN = capability_ratios(capability_N, config.omega_clip)
+    baseline_PN = joint_baselines(rewards_PNG, omega_NN, config.baseline_guard)
+    if config.cross_baseline == "learner":
+        baseline_PN = baseline_PN[:, learner : learner + 1].expand_as(baseline_PN)
+
+    deviation_P, uniform_P = _group_deviation(rewards_PNG)
+    scale_P11 = (deviation_P + config.advantage_eps)[:, None, None]
+    advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
+    # omega(k, k) = 1, so the own column is unchanged: one expression for own and cross answers.
+    advantages_PNG = omega_NN[:, learner][None, :, None] * advantages_PNG
+
+    silent_PNG = rewards_PNG.isnan()
+    if config.uniform_group_is_zero:
+        # Without this, omega != 1 pulls the baseline off a group in which nobody was better than anybody.
+        silent_PNG = silent_PNG | uniform_P[:, None, None]
+    return advantages_PNG.masked_fill(silent_PNG, 0.0)
+
+
+def joint_baselines(rewards_PNG: Tensor, omega_NN: Tensor, guard: bool) -> Tensor:
+    """mu_b[p] of every agent b: the mean over judged answers of omega(b, j) R[p, j, g]. float64 [P, N].
+
+    With `guard`, a baseline above 1 (no reward can reach it) falls back to the agent's own mean on that prompt.
+    """
+    sums_PN = rewards_PNG.nan_to_num().sum(dim=2)
+    count_P1 = (~rewards_PNG.isnan()).sum(dim=(1, 2))[:, None].clamp(min=1)
+    baseline_PN = sums_PN @ omega_NN.T / count_P1
+    if guard:
+        own_PN = rewards_PNG.nanmean(dim=2).nan_to_num()
+        baseline_PN = torch.where(baseline_PN > 1.0, own_PN, baseline_PN)
+    return baseline_PN
+
+
+def _group_deviation(rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample standard deviation over the judged rewards of each prompt, and where they are all equal. [P] each."""
+    flat_PM = rewards_PNG.flatten(1)
+    judged_PM = ~flat_PM.isnan()
+    count_P = judged_PM.sum(dim=1)
+    mean_P1 = flat_PM.nan_to_num().sum(dim=1, keepdim=True) / count_P[:, None].clamp(min=1)
+    squares_P = ((flat_PM - mean_P1).nan_to_num() ** 2).sum(dim=1)
+    deviation_P = (squares_P / (count_P - 1).clamp(min=1)).sqrt()
+    highest_P = flat_PM.nan_to_num(nan=-torch.inf).amax(dim=1)
+    lowest_P = flat_PM.nan_to_num(nan=torch.inf).amin(dim=1)
+    return deviation_P, highest_P <= lowest_P

@@ -1,0 +1,72 @@
+"""Capability of every agent and the ratio omega between two of them: HACPO, eq. 9 and the text below it.
+
+P_hat_k = mean over the last K steps of agent k's mean reward in that step;  omega(k, j) = P_hat_k / P_hat_j.
+Not here: where the rewards come from and how lanes add them up (trainer), or what omega is used for (advantage.py).
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from hacpo_mega.config import AlgorithmConfig
+
+
+class CapabilityTracker:
+    """The smoothed capability P_hat of `num_agents` agents over a window of `config.capability_window` steps."""
+
+    def __init__(self, num_agents: int, config: AlgorithmConfig) -> None:
+        self._num_agents = num_agents
+        self._config = config
+        # One entry more than the window: with capability_includes_current off, the newest one is left out.
+        self._history: deque[Tensor] = deque(maxlen=config.capability_window + 1)
+
+    def update(self, mean_reward_N: Tensor, positive_rate_N: Tensor) -> None:
+        """Adds one step. float64 [N] each; NaN where an agent had no judged answer in this step.
+
+        Raises ValueError for a wrong shape.
+        """
+        metric_N = mean_reward_N if self._config.capability_metric == "mean_reward" else positive_rate_N
+        if tuple(metric_N.shape) != (self._num_agents,):
+            raise ValueError(
+                f"capability needs one number for each of {self._num_agents} agents, found {tuple(metric_N.shape)}"
+            )
+        metric_N = metric_N.detach().to("cpu", torch.float64)
+        if self._config.capability_floor_per_step:
+            metric_N = metric_N.clamp(min=self._config.capability_floor)
+        self._history.append(metric_N)
+
+    def values(self) -> Tensor:
+        """P_hat, float64 [N], at least `capability_floor`.
+
+        Before any step it is all ones (every omega is 1). An agent without one judged answer in the window gets
+        the mean of the others: nothing is known of it, so nothing is claimed.
+        """
+        steps = list(self._history)
+        steps = steps[-self._config.capability_window :] if self._config.capability_includes_current else steps[:-1]
+        if not steps:
+            return torch.ones(self._num_agents, dtype=torch.float64)
+        capability_N = torch.stack(steps).nanmean(dim=0)
+        unknown_N = capability_N.isnan()
+        if unknown_N.all():
+            return torch.ones(self._num_agents, dtype=torch.float64)
+        capability_N = torch.where(unknown_N, capability_N.nanmean(), capability_N)
+        return capability_N.clamp(min=self._config.capability_floor)
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """The window as plain numbers, oldest step first; exact, since a float64 survives JSON."""
+        return {"history": [step.tolist() for step in self._history]}
+
+    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
+        """Restores `state_dict()`. Raises ValueError when it is of another number of agents."""
+        for step in state["history"]:
+            if len(step) != self._num_agents:
+                raise ValueError(f"capability state holds {len(step)} agents, this run has {self._num_agents}")
+        self._history.clear()
+        self._history.extend(torch.tensor(step, dtype=torch.float64) for step in state["history"])
+
+
+def capability_ratios(capability_N: Tensor, omega_clip: tuple[float, float] | None) -> Tensor:
+    """omega_NN[k, j] = P_hat_k / P_hat_j, clipped to `omega_clip` when given. float64 [N, N]."""
+    omega_NN = capability_N.double()[:, None] / capability_N.double()[None, :]
+    return omega_NN if omega_clip is None else omega_NN.clamp(*omega_clip)

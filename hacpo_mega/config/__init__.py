@@ -1,0 +1,31 @@
+"""The configuration of a run. Imports no torch and no model library, so that `hacpo-mega check` answers at once."""
+
+from hacpo_mega.config.load import load_config
+from hacpo_mega.config.schema import (
+    AgentConfig,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    InitConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainingConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "AgentConfig",
+    "AlgorithmConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "InitConfig",
+    "OptimizerConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "load_config",
+]
