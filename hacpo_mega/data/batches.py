@@ -1,0 +1,134 @@
+"""Samples -> optimizer updates -> packed micro-batches. Pure functions, no communication.
+
+Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, and there is no rectangle to pad.
+It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
+loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
+height), hence one rule: own samples are packed by themselves, so that scoring them before the update and learning
+from them repeat the same micro-batches, and the first update's own ratio is exactly 1.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from hacpo_mega.records import MicroBatch, Sample
+
+PADDING_TOKEN = 0
+
+
+def plan_updates(
+    samples: Iterable[Sample], prompt_indices: Sequence[int], prompts_per_update: int
+) -> list[tuple[Sample, ...]]:
+    """Split a step's samples into its optimizer updates: consecutive blocks of prompts, own answers first in each.
+
+    `prompt_indices` are the prompts this cell trains in this step, in order; a prompt all of whose samples were dropped
+    still counts there, so that every rank plans the same number of updates. All samples of a prompt, own and cross,
+    land in the same update (ALGORITHM section 2, step 9: stratified 1 : N-1). Inside an update the order is (own
+    before cross, prompt, source, rollout), whatever order `samples` came in. An update may come out empty.
+
+    Raises ValueError for an uneven split and for a sample of a prompt that is not listed.
+    """
+    if not prompt_indices or len(prompt_indices) % prompts_per_update:
+        raise ValueError(
+            f"{len(prompt_indices)} prompts do not split into updates of {prompts_per_update}: "
+            "give a step a multiple of prompts_per_update prompts on every cell"
+        )
+    place_of = {prompt: place for place, prompt in enumerate(prompt_indices)}
+    updates: list[list[Sample]] = [[] for _ in range(len(prompt_indices) // prompts_per_update)]
+    for sample in samples:
+        if sample.prompt_index not in place_of:
+            raise ValueError(f"a sample answers prompt {sample.prompt_index}, which is not among this cell's prompts")
+        updates[place_of[sample.prompt_index] // prompts_per_update].append(sample)
+
+    def order(sample: Sample) -> tuple[bool, int, int, int]:
+        return (not sample.is_self, place_of[sample.prompt_index], sample.source, sample.rollout_index)
+
+    return [tuple(sorted(update, key=order)) for update in updates]
+
+
+def input_length(sample: Sample) -> int:
+    """Tokens the model must read to predict every trained token: the last trained one is predicted, never read."""
+    return len(sample.prompt_ids) + sample.num_trained - 1
+
+
+def pack(samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
+    """Pack samples into micro-batches of at most `max_tokens` tokens; own and cross samples never share one.
+
+    First-fit decreasing over lengths (ties in the given order): deterministic, within 11/9 of the fewest micro-batches,
+    and neighbours have similar lengths, which evens out attention. `multiple` (the tensor-parallel size under sequence
+    parallelism) rounds T up and must divide `max_tokens`. Samples without trained tokens are left out.
+
+    Raises ValueError when a sample alone is longer than `max_tokens`.
+    """
+    if max_tokens % multiple:
+        raise ValueError(
+            f"max_tokens_per_microbatch ({max_tokens}) must be a multiple of tp ({multiple}). "
+            f"Nearest: {max_tokens // multiple * multiple}."
+        )
+    trained = [sample for sample in samples if sample.num_trained > 0]
+    own = [sample for sample in trained if sample.is_self]
+    cross = [sample for sample in trained if not sample.is_self]
+    bins = [*_first_fit_decreasing(own, max_tokens), *_first_fit_decreasing(cross, max_tokens)]
+    return [microbatch(members, multiple) for members in bins]
+
+
+def _first_fit_decreasing(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    lengths = np.array([input_length(sample) for sample in samples], dtype=np.int64)
+    bins: list[list[Sample]] = []
+    room = np.zeros(0, dtype=np.int64)
+    for place in np.argsort(-lengths, kind="stable"):
+        if lengths[place] > max_tokens:
+            raise ValueError(
+                f"prompt {samples[place].prompt_index} with its answer has {lengths[place]} tokens, more than "
+                f"max_tokens_per_microbatch ({max_tokens}). Raise it to max_prompt_tokens + max_answer_tokens or more."
+            )
+        fits = np.flatnonzero(room >= lengths[place])
+        if len(fits) == 0:
+            bins.append([])
+            room = np.append(room, max_tokens)
+            fits = [len(bins) - 1]
+        bins[fits[0]].append(samples[place])
+        room[fits[0]] -= lengths[place]
+    return bins
+
+
+def microbatch(samples: Sequence[Sample], multiple: int = 1) -> MicroBatch:
+    """Lay `samples` end to end (see records.MicroBatch). Every sample must have a trained token.
+
+    Row i of a sample reads position len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of
+    its own, rounds T up to `multiple`; nothing of it is trained and no sequence attends to it.
+    """
+    assert samples, "an empty micro-batch"
+    assert all(sample.num_trained > 0 for sample in samples), "a sample with nothing to train"
+    lengths = np.array([input_length(sample) for sample in samples])
+    trained = np.array([sample.num_trained for sample in samples])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    row_starts = np.concatenate([[0], np.cumsum(trained)])
+    padding = -starts[-1] % multiple
+
+    tokens = [part for s in samples for part in (s.prompt_ids, s.answer_ids[: s.num_trained - 1])]
+    tokens_T = np.concatenate([*tokens, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
+    positions_T = np.concatenate([_counting(lengths), np.arange(padding)])
+    # a sample's rows are its last num_trained positions: the first reads the prompt's end
+    rows_R = np.repeat(starts[1:] - trained, trained) + _counting(trained)
+    targets_R = np.concatenate([s.answer_ids[: s.num_trained] for s in samples]).astype(np.int64)
+    ends = starts if padding == 0 else np.append(starts, starts[-1] + padding)
+    return MicroBatch(
+        tokens_T=torch.from_numpy(tokens_T),
+        positions_T=torch.from_numpy(positions_T),
+        cu_seqlens=torch.from_numpy(ends.astype(np.int32)),
+        rows_R=torch.from_numpy(rows_R),
+        targets_R=torch.from_numpy(targets_R),
+        row_cu_seqlens_B=torch.from_numpy(row_starts.astype(np.int32)),
+        advantage_B=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+        source_logprob_B=torch.tensor([s.source_logprob for s in samples], dtype=torch.float32),
+        length_B=torch.tensor([s.length for s in samples], dtype=torch.float32),
+        is_self_B=torch.tensor([s.is_self for s in samples]),
+        samples=tuple(samples),
+    )
+
+
+def _counting(lengths: np.ndarray) -> np.ndarray:
+    """0 .. n-1 for every n of `lengths`, end to end."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
