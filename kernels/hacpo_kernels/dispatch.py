@@ -1,0 +1,296 @@
+"""The public functions: check the arguments, choose the backend, join the vocabulary shards, hook into autograd.
+
+The one place that chooses: `auto` is Triton for CUDA tensors and plain torch (reference.py) elsewhere; both backends
+offer `logit_stats` and `logit_gradient`, and everything around those two is here and shared.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from hacpo_kernels import checks, reference
+from hacpo_kernels.reference import LogitStats, ObjectiveStats
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference}
+
+
+def choose_backend(name: str, tensor: torch.Tensor) -> ModuleType:
+    """The module that computes for `tensor`."""
+    if name == "auto":
+        name = "triton" if tensor.is_cuda else "reference"
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; expected auto, {' or '.join(BACKENDS)}")
+    return BACKENDS[name]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What linear_logprob's backward must know of its forward beside tensors."""
+
+    backend: ModuleType
+    inverse_temperature: float
+    num_columns: int  # rows of the weight shard that are vocabulary; the rest is padding
+    group: dist.ProcessGroup | None
+    reduce_hidden_grad: bool
+    fuse_main_grad: bool
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    return_entropy: bool = False,
+    reduce_hidden_grad: bool = True,
+    fuse_main_grad: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `target` under softmax(hidden @ weight^T / temperature), without ever holding the logits.
+
+    hidden        [T, H] float; with sequence parallelism, gathered
+    weight        [V_local, H], the dtype of hidden: this rank's vocabulary shard, its first row id `vocab_start`
+    target        [T] int, global token ids, or `ignore_index`: log-prob 0, no gradient
+    vocab_size    the vocabulary without padding over all shards: rows at or past it are never part of the softmax.
+                  Default: all rows of all shards
+    group         the tensor-parallel group over which the vocabulary is sharded, None when it is not. One all-gather
+                  of 4 numbers per token, merged in rank order: all ranks return the same bits
+    reduce_hidden_grad   sum the gradient of hidden over `group` here (hidden is replicated). False when a
+                  reduce-scatter of sequence parallelism follows
+    fuse_main_grad   add the weight gradient to `weight.main_grad` in float32, as Megatron's
+                  gradient_accumulation_fusion does, and hand autograd a placeholder
+
+    Returns nats [T], float32 (float64 for float64 inputs), differentiable in hidden and weight; with `return_entropy`
+    also the entropy of the softmax [T]. Raises ValueError on arguments that do not fit (checks.py).
+    """
+    num_shards = 1 if group is None else group.size()
+    if vocab_size is None:
+        vocab_size = vocab_start + len(weight) if num_shards == 1 else len(weight) * num_shards
+    checks.check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
+    if num_shards > 1 and group.rank() > 0 and vocab_start == 0:
+        raise ValueError(f"vocab_start is 0 on rank {group.rank()} of the group; expected the first id of its shard")
+    if fuse_main_grad and getattr(weight, "main_grad", None) is None:
+        raise ValueError("fuse_main_grad is on but weight has no main_grad; expected Megatron's gradient buffer there")
+    head = _Head(
+        backend=choose_backend(backend, hidden),
+        inverse_temperature=1.0 / temperature,
+        num_columns=max(0, min(len(weight), vocab_size - vocab_start)),
+        group=group if num_shards > 1 else None,
+        reduce_hidden_grad=reduce_hidden_grad,
+        fuse_main_grad=fuse_main_grad,
+    )
+    target = target.to(hidden.device, torch.int64, non_blocking=True)
+    column_T = target - vocab_start
+    column_T = column_T.masked_fill((column_T < 0) | (column_T >= head.num_columns), -1)
+    logprob_T, entropy_T = _LinearLogprob.apply(hidden, weight, column_T, target == ignore_index, return_entropy, head)
+    return (logprob_T, entropy_T) if return_entropy else logprob_T
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Forward keeps one number per token; backward makes the logits again, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, column_T, ignored_T, with_entropy, head):
+        stats = head.backend.logit_stats(
+            hidden_TH, weight_VH[: head.num_columns], column_T, head.inverse_temperature, with_entropy
+        )
+        if head.group is not None:
+            stats = _merge_over_group(stats, head.group)
+        logprob_T, logsumexp_T, entropy_T = reference.finish_stats(stats)
+        logprob_T = logprob_T.masked_fill_(ignored_T, 0.0)
+        entropy_T = entropy_T.masked_fill_(ignored_T, 0.0)
+        ctx.save_for_backward(hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T)
+        ctx.head, ctx.with_entropy = head, with_entropy
+        ctx.set_materialize_grads(False)
+        return logprob_T, entropy_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_logprob_T, grad_entropy_T):
+        hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        if not ctx.with_entropy:
+            grad_entropy_T = None
+        if grad_logprob_T is None:
+            grad_logprob_T = torch.zeros_like(logsumexp_T)
+        rows_N = _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T)
+        chunks = _GradientChunks(ctx.head, weight_VH, ctx.needs_input_grad[:2])
+        grad_hidden_NH = chunks.run(
+            hidden_TH[rows_N],
+            column_T[rows_N],
+            logsumexp_T[rows_N],
+            grad_logprob_T[rows_N],
+            None if grad_entropy_T is None else grad_entropy_T[rows_N],
+            entropy_T[rows_N],
+        )
+        grad_hidden_TH = None
+        if grad_hidden_NH is not None:
+            grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH.to(hidden_TH.dtype))
+        return grad_hidden_TH, chunks.weight_gradient(), None, None, None, None
+
+
+def _merge_over_group(stats: LogitStats, group: dist.ProcessGroup) -> LogitStats:
+    mine_4T = torch.stack(stats)
+    all_R4T = mine_4T.new_empty((group.size() * 4, mine_4T.shape[1]))
+    dist.all_gather_into_tensor(all_R4T, mine_4T, group=group)
+    return reference.merge_stats([LogitStats(*shard_4T) for shard_4T in all_R4T.view(group.size(), 4, -1)])
+
+
+def _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T) -> torch.Tensor:
+    """Rows that backward must touch. All tokens of a clipped sequence have coefficient 0: often most of a batch."""
+    needed_T = grad_logprob_T != 0
+    if grad_entropy_T is not None:
+        needed_T = needed_T | (grad_entropy_T != 0)
+    return (needed_T & ~ignored_T).nonzero()[:, 0]
+
+
+class _GradientChunks:
+    """Makes the gradient of the logits one chunk of rows at a time and folds it into both gradients at once."""
+
+    def __init__(self, head: _Head, weight_VH: torch.Tensor, wanted: tuple[bool, bool]) -> None:
+        self.head, self.weight_VH = head, weight_VH
+        self.wants_hidden, self.wants_weight = wanted
+        self.dtype = reference.compute_dtype(weight_VH.dtype)
+        self.grad_weight_VH = None
+        if self.wants_weight:
+            in_place = head.fuse_main_grad
+            self.grad_weight_VH = weight_VH.main_grad if in_place else torch.zeros_like(weight_VH, dtype=self.dtype)
+
+    def run(self, hidden_NH, column_N, logsumexp_N, coefficient_N, entropy_coefficient_N, entropy_N):
+        """Gradient of these rows of hidden, float32 or float64 [N, H], summed over the group; None if not wanted."""
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=self.dtype) if self.wants_hidden else None
+        vocabulary_VH = self.weight_VH[: self.head.num_columns]
+        step = self.head.backend.chunk_rows(self.head.num_columns)
+        for start in range(0, len(hidden_NH) if self.head.num_columns else 0, step):
+            rows = slice(start, start + step)
+            gradient_CV = self.head.backend.logit_gradient(
+                hidden_NH[rows],
+                vocabulary_VH,
+                column_N[rows],
+                self.head.inverse_temperature,
+                logsumexp_N[rows],
+                coefficient_N[rows],
+                None if entropy_coefficient_N is None else entropy_coefficient_N[rows],
+                entropy_N[rows],
+            )
+            if self.wants_hidden:
+                _add_product(grad_hidden_NH[rows], gradient_CV, vocabulary_VH)
+            if self.wants_weight:
+                _add_product(self.grad_weight_VH[: self.head.num_columns], gradient_CV.t(), hidden_NH[rows])
+        if self.wants_hidden and self.head.group is not None and self.head.reduce_hidden_grad:
+            dist.all_reduce(grad_hidden_NH, group=self.head.group)
+        return grad_hidden_NH
+
+    def weight_gradient(self) -> torch.Tensor | None:
+        """What autograd gets: the gradient, or with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
+        if not self.wants_weight:
+            return None
+        if not self.head.fuse_main_grad:
+            return self.grad_weight_VH.to(self.weight_VH.dtype)
+        self.weight_VH.grad_added_to_main_grad = True
+        # A tied embedding adds its own gradient to the placeholder, and Megatron then adds the sum to main_grad.
+        tied = getattr(self.weight_VH, "zero_out_wgrad", False)
+        return torch.zeros_like(self.weight_VH) if tied else torch.empty_like(self.weight_VH)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, accumulated in the dtype of `total` (float32 for bf16 operands) and never in bf16."""
+    if left.is_cuda and left.dtype == right.dtype and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def segment_sum(token_logprob: torch.Tensor, cu_seqlens: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """Sum of token_logprob [T] over every segment of cu_seqlens [B + 1], float64 [B]: a context-parallel share."""
+    checks.check_segments(token_logprob, cu_seqlens)
+    cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
+    return choose_backend(backend, token_logprob).segment_sum(token_logprob, cu_seqlens)
+
+
+def sequence_objective(
+    token_logprob: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    source_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    is_self: torch.Tensor,
+    *,
+    update_index: int,
+    length: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+    delta: float = 0.2,
+    delta_step: float = 0.025,
+    alpha: float = 1.0,
+    log_ratio_clamp: float = 20.0,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, ObjectiveStats]:
+    """HACPO's loss of packed sequences (reference.objective_from_mean has the formula), without a host sync on CUDA.
+
+    token_logprob   [T] nats under the learner now; cu_seqlens [B + 1] starts of the sequences, the last entry T
+    source_logprob  [B] mean log-prob under the source; advantage [B] with omega in it; is_self [B] bool
+    length          [B] what the sum of each sequence is divided by; default: its number of tokens
+    total           [B] float64 sums over all context-parallel ranks (segment_sum, then all-reduce), with `length` the
+                    whole lengths; token_logprob is then only what the gradient flows to
+
+    Returns (loss_B, coefficient_B, stats): coefficient_B = d loss_b / d token_logprob_t for every token t of b.
+    `loss_B` is differentiable in token_logprob through exactly that. Mean and source_logprob are compared in the
+    dtype of `source_logprob`, so that an unchanged policy has ratio 1 to the last bit. A sequence without tokens (or
+    of length 0) has loss and coefficient 0. Raises ValueError on arguments that do not fit (checks.py).
+    """
+    checks.check_segments(token_logprob, cu_seqlens)
+    num_sequences = len(cu_seqlens) - 1
+    bounds = {
+        "eps_low": eps_low,
+        "eps_high": eps_high,
+        "delta": delta,
+        "delta_step": delta_step,
+        "alpha": alpha,
+        "log_ratio_clamp": log_ratio_clamp,
+    }
+    checks.check_objective(
+        num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length, bounds
+    )
+    if total is not None:
+        checks.check_tensor("total", total, (num_sequences,), (torch.float64,), token_logprob)
+        if length is None:
+            raise ValueError("total is given without length; expected the token counts over all ranks with it")
+    cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
+    length = length if length is None else length.to(token_logprob.device, torch.float64, non_blocking=True)
+    loss_B, coefficient_B, stats = choose_backend(backend, token_logprob).packed_objective(
+        token_logprob.detach(),
+        cu_seqlens,
+        source_logprob,
+        advantage,
+        is_self,
+        length,
+        total,
+        update_index=update_index,
+        **bounds,
+    )
+    return _PackedLoss.apply(token_logprob, loss_B, coefficient_B, cu_seqlens), coefficient_B, stats
+
+
+class _PackedLoss(torch.autograd.Function):
+    """Gives loss_B its gradient: every token of sequence b gets coefficient_b."""
+
+    @staticmethod
+    def forward(ctx, token_logprob_T, loss_B, coefficient_B, cu_seqlens):
+        ctx.save_for_backward(coefficient_B, cu_seqlens)
+        ctx.num_tokens = len(token_logprob_T)
+        return loss_B.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_B):
+        coefficient_B, cu_seqlens = ctx.saved_tensors
+        tokens_T = torch.arange(ctx.num_tokens, device=grad_B.device, dtype=cu_seqlens.dtype)
+        # The sequence of a token, without asking the device for the lengths (repeat_interleave would).
+        owner_T = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens_T, right=True)
+        return (grad_B * coefficient_B)[owner_T], None, None, None

@@ -1,0 +1,303 @@
+"""The two kernels in plain torch: the path that runs on CPU, and the formulas a reader checks against the paper.
+
+linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split into the part one vocabulary shard can
+                    do (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
+sequence_objective  HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
+                    (others' answers: stepwise band and exponential factor), once and for both backends to be held to.
+
+Not here: argument checks, autograd and the choice of a backend (dispatch.py), Triton (linear_logprob.py,
+sequence_objective.py). Everything computes in float32 or, when the inputs are float64, in float64.
+Shapes: T tokens, H hidden, V rows of this rank's vocabulary shard without padding, R ranks, B sequences.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+# The only logits that ever live on this path: so many elements at once (64 MiB of float32), whatever T and V are.
+LOGIT_BUDGET = 1 << 24
+
+
+def chunk_rows(num_columns: int) -> int:
+    """Rows of one chunk of logits. A function of the vocabulary alone, so chunks do not move when the batch grows."""
+    return max(1, LOGIT_BUDGET // max(1, num_columns))
+
+
+class LogitStats(NamedTuple):
+    """What one vocabulary shard knows of softmax(z), z = hidden @ weight^T / temperature, per token [T].
+
+    max_T      max over the shard, -inf when it has no column
+    sum_T      sum of exp(z - max)
+    target_T   z at the target, -inf when the target is in another shard
+    tilt_T     sum of exp(z - max) * (z - max): the entropy without the cancellation of large common offsets
+    """
+
+    max_T: torch.Tensor
+    sum_T: torch.Tensor
+    target_T: torch.Tensor
+    tilt_T: torch.Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays, everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logit_stats(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    column_T: torch.Tensor,
+    inverse_temperature: float,
+    with_entropy: bool,
+) -> LogitStats:
+    """The statistics of this shard. `column_T` is the target's row of `weight_VH`, or -1 when it is not here."""
+    dtype = compute_dtype(hidden_TH.dtype)
+    weight_HV = weight_VH.to(dtype).t()
+    stats_4T = hidden_TH.new_zeros((4, len(hidden_TH)), dtype=dtype)
+    stats_4T[0].fill_(-torch.inf)
+    stats_4T[2].fill_(-torch.inf)
+    if len(weight_VH) > 0:
+        for rows in _chunks(len(hidden_TH), len(weight_VH)):
+            z_CV = (hidden_TH[rows].to(dtype) @ weight_HV).mul_(inverse_temperature)
+            _chunk_stats(z_CV, column_T[rows], with_entropy, stats_4T[:, rows])
+    return LogitStats(*stats_4T)
+
+
+def _chunks(num_rows: int, num_columns: int) -> list[slice]:
+    step = chunk_rows(num_columns)
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _chunk_stats(z_CV: torch.Tensor, column_C: torch.Tensor, with_entropy: bool, out_4C: torch.Tensor) -> None:
+    """Fill out_4C from one chunk of logits, which is overwritten."""
+    target_C = z_CV.gather(1, column_C.clamp(min=0)[:, None])[:, 0]
+    max_C = z_CV.amax(dim=1)
+    # A fully masked row has max -inf: subtracting it would make NaN of every column.
+    shifted_CV = z_CV.sub_(max_C.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0)[:, None])
+    if with_entropy:
+        weight_CV = shifted_CV.exp()
+        out_4C[1] = weight_CV.sum(dim=1)
+        # exp(-inf) * -inf is 0 here: a column without probability has no entropy.
+        out_4C[3] = weight_CV.mul_(shifted_CV.masked_fill_(shifted_CV == -torch.inf, 0.0)).sum(dim=1)
+    else:
+        out_4C[1] = shifted_CV.exp_().sum(dim=1)
+    out_4C[0] = max_C
+    out_4C[2] = target_C.masked_fill(column_C < 0, -torch.inf)
+
+
+def merge_stats(shards_R: list[LogitStats]) -> LogitStats:
+    """Combine the shards in rank order, so that every rank of the group holds the same bits."""
+    max_T = torch.stack([shard.max_T for shard in shards_R]).amax(dim=0)
+    base_T = torch.where(max_T == -torch.inf, 0.0, max_T)
+    target_T = torch.stack([shard.target_T for shard in shards_R]).amax(dim=0)
+    sum_T, tilt_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
+    for shard in shards_R:
+        shift_T = torch.where(shard.max_T == -torch.inf, 0.0, shard.max_T - base_T)
+        scale_T = shift_T.exp()
+        sum_T += scale_T * shard.sum_T
+        tilt_T += scale_T * (shard.tilt_T + shift_T * shard.sum_T)
+    return LogitStats(max_T, sum_T, target_T, tilt_T)
+
+
+def finish_stats(stats: LogitStats) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob of the target, log of the partition function, entropy), each [T], from the merged statistics."""
+    log_sum_T = stats.sum_T.log()
+    # Rounding may leave a log-prob of +1e-7; a probability above 1 would be reported as a bug by every reader.
+    logprob_T = ((stats.target_T - stats.max_T) - log_sum_T).clamp(max=0.0)
+    return logprob_T, stats.max_T + log_sum_T, log_sum_T - stats.tilt_T / stats.sum_T
+
+
+def logit_gradient(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    column_C: torch.Tensor,
+    inverse_temperature: float,
+    logsumexp_C: torch.Tensor,
+    coefficient_C: torch.Tensor,
+    entropy_coefficient_C: torch.Tensor | None,
+    entropy_C: torch.Tensor | None,
+) -> torch.Tensor:
+    """d(sum_t coefficient_t logprob_t + entropy_coefficient_t entropy_t) / d(hidden @ weight^T), one chunk [C, V].
+
+    d logprob / dz_v = 1{v = target} - p_v        d entropy / dz_v = -p_v (log p_v + entropy)
+    """
+    dtype = compute_dtype(hidden_CH.dtype)
+    z_CV = (hidden_CH.to(dtype) @ weight_VH.to(dtype).t()).mul_(inverse_temperature).sub_(logsumexp_C[:, None])
+    if entropy_coefficient_C is None:
+        gradient_CV = z_CV.exp_().mul_(-coefficient_C[:, None])
+    else:
+        slope_CV = z_CV.add(entropy_C[:, None]).mul_(entropy_coefficient_C[:, None]).add_(coefficient_C[:, None])
+        prob_CV = z_CV.exp_()
+        gradient_CV = slope_CV.masked_fill_(prob_CV == 0, 0.0).mul_(prob_CV).neg_()
+    here_C = (column_C >= 0).to(dtype) * coefficient_C
+    gradient_CV.scatter_add_(1, column_C.clamp(min=0)[:, None], here_C[:, None])
+    return gradient_CV.mul_(inverse_temperature)
+
+
+# ---- sequence objective ----------------------------------------------------------------------------------------
+
+
+class ObjectiveStats(NamedTuple):
+    """What a step reports of its objective. Every pair is float64 [2], (sum, count) over sequences: pairs of
+    micro-batches and ranks add up, and a mean is one division at the end. Empty sequences and sequences whose loss is
+    not finite are in no pair but `empty` and `nonfinite`.
+
+    ratio_*, log_ratio_*, loss_*   s, log s and the loss of own (`self`) and others' (`cross`) answers
+    clipped_self                   own answers whose clipped branch is the smaller one: no gradient
+    cross_below, _inside, _above   others' answers with s < low, low <= s <= 1, s > 1; only `inside` has a gradient
+    weight_cross, weight_sq_cross  w = s c^alpha inside the band, else 0 (the factor of omega A in the gradient); w^2:
+                                   effective sample size = weight sum^2 / (count * weight_sq sum)
+    gradient_sq_*                  (d loss / d mean log-prob)^2: cross share of the gradient norm
+    clamped                        |log s| beyond log_ratio_clamp: no gradient
+    empty, nonfinite               counted over all sequences
+    ratio_*_min, ratio_*_max       float64 scalars; +inf and -inf when there is no such answer
+    ratio_B                        float64 [B], for breakdowns by source; NaN where empty
+    """
+
+    ratio_self: torch.Tensor
+    log_ratio_self: torch.Tensor
+    loss_self: torch.Tensor
+    clipped_self: torch.Tensor
+    gradient_sq_self: torch.Tensor
+    ratio_cross: torch.Tensor
+    log_ratio_cross: torch.Tensor
+    loss_cross: torch.Tensor
+    cross_below: torch.Tensor
+    cross_inside: torch.Tensor
+    cross_above: torch.Tensor
+    weight_cross: torch.Tensor
+    weight_sq_cross: torch.Tensor
+    gradient_sq_cross: torch.Tensor
+    clamped: torch.Tensor
+    empty: torch.Tensor
+    nonfinite: torch.Tensor
+    ratio_self_min: torch.Tensor
+    ratio_self_max: torch.Tensor
+    ratio_cross_min: torch.Tensor
+    ratio_cross_max: torch.Tensor
+    ratio_B: torch.Tensor
+
+
+def segment_sum(token_logprob_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Sum of every segment, float64 [B]: the clip is 3e-4 wide, a float32 running sum alone would blur it."""
+    return torch.segment_reduce(token_logprob_T.double(), "sum", offsets=cu_seqlens.long())
+
+
+def objective_from_mean(
+    seq_logprob_B: torch.Tensor,
+    source_logprob_B: torch.Tensor,
+    advantage_B: torch.Tensor,
+    is_self_B: torch.Tensor,
+    *,
+    update_index: int,
+    eps_low: float,
+    eps_high: float,
+    delta: float,
+    delta_step: float,
+    alpha: float,
+    log_ratio_clamp: float,
+    empty_B: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, ObjectiveStats]:
+    """HACPO's loss of every sequence from its mean log-prob (nats per token), all tensors [B].
+
+    Returns (loss_B, grad_B, stats): grad_B = d loss_B / d seq_logprob_B, both in the dtype of `seq_logprob_B`, computed
+    in float64. `advantage_B` has omega in it already. A sequence marked in `empty_B` has loss and gradient 0.
+    """
+    difference_B = seq_logprob_B.double() - source_logprob_B.double()
+    advantage_B, is_self_B = advantage_B.double(), is_self_B.bool()
+    log_ratio_B = difference_B.clamp(-log_ratio_clamp, log_ratio_clamp)
+    ratio_B = log_ratio_B.exp()
+
+    # eq. 47, own answers: L = -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)
+    plain_B = ratio_B * advantage_B
+    clipped_B = ratio_B.clamp(1.0 - eps_low, 1.0 + eps_high) * advantage_B
+    self_loss_B = -torch.minimum(plain_B, clipped_B)
+    is_clipped_B = plain_B > clipped_B
+    self_grad_B = torch.where(is_clipped_B, 0.0, -plain_B)
+
+    # eq. 50, others' answers: L = -c sg[c]^alpha (omega A), c = clip(s, low, 1), low = 1 - delta + m delta_step
+    low = min(1.0, 1.0 - delta + update_index * delta_step)
+    inside_B = (ratio_B >= low) & (ratio_B <= 1.0)
+    band_B = ratio_B.clamp(low, 1.0)
+    factor_B = band_B.pow(alpha)
+    cross_loss_B = -band_B * factor_B * advantage_B
+    weight_B = torch.where(inside_B, ratio_B * factor_B, 0.0)
+    cross_grad_B = -weight_B * advantage_B
+
+    is_clamped_B = difference_B.abs() > log_ratio_clamp
+    loss_B = torch.where(is_self_B, self_loss_B, cross_loss_B)
+    grad_B = torch.where(is_clamped_B, 0.0, torch.where(is_self_B, self_grad_B, cross_grad_B))
+    # A NaN in comes out as NaN: where() on a comparison with NaN would have made a silent 0 of it.
+    grad_B = torch.where(difference_B.isnan(), torch.nan, grad_B)
+    if empty_B is None:
+        empty_B = torch.zeros_like(is_self_B)
+    loss_B, grad_B = loss_B.masked_fill(empty_B, 0.0), grad_B.masked_fill(empty_B, 0.0)
+    ratio_B = ratio_B.masked_fill(empty_B, torch.nan)
+
+    finite_B = loss_B.isfinite() & grad_B.isfinite()
+    counted_B = finite_B & ~empty_B
+    own_B, cross_B = counted_B & is_self_B, counted_B & ~is_self_B
+    everything_B = torch.ones_like(own_B)
+    stats = ObjectiveStats(
+        ratio_self=_pair(ratio_B, own_B),
+        log_ratio_self=_pair(log_ratio_B, own_B),
+        loss_self=_pair(loss_B, own_B),
+        clipped_self=_pair(is_clipped_B, own_B),
+        gradient_sq_self=_pair(grad_B.square(), own_B),
+        ratio_cross=_pair(ratio_B, cross_B),
+        log_ratio_cross=_pair(log_ratio_B, cross_B),
+        loss_cross=_pair(loss_B, cross_B),
+        cross_below=_pair(ratio_B < low, cross_B),
+        cross_inside=_pair(inside_B, cross_B),
+        cross_above=_pair(ratio_B > 1.0, cross_B),
+        weight_cross=_pair(weight_B, cross_B),
+        weight_sq_cross=_pair(weight_B.square(), cross_B),
+        gradient_sq_cross=_pair(grad_B.square(), cross_B),
+        clamped=_pair(is_clamped_B, counted_B),
+        empty=_pair(empty_B, everything_B),
+        nonfinite=_pair(~finite_B, everything_B),
+        ratio_self_min=_extreme(ratio_B, own_B, torch.inf, torch.amin),
+        ratio_self_max=_extreme(ratio_B, own_B, -torch.inf, torch.amax),
+        ratio_cross_min=_extreme(ratio_B, cross_B, torch.inf, torch.amin),
+        ratio_cross_max=_extreme(ratio_B, cross_B, -torch.inf, torch.amax),
+        ratio_B=ratio_B,
+    )
+    return loss_B.to(seq_logprob_B.dtype), grad_B.to(seq_logprob_B.dtype), stats
+
+
+def _pair(value_B: torch.Tensor, mask_B: torch.Tensor) -> torch.Tensor:
+    """(sum, count) over the sequences of the mask, float64 [2]."""
+    return torch.stack([torch.where(mask_B, value_B.double(), 0.0).sum(), mask_B.double().sum()])
+
+
+def _extreme(value_B: torch.Tensor, mask_B: torch.Tensor, neutral: float, reduce) -> torch.Tensor:
+    padded_B = torch.cat([torch.where(mask_B, value_B, neutral), value_B.new_full((1,), neutral)])
+    return reduce(padded_B, dim=0)
+
+
+def packed_objective(
+    token_logprob_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    source_logprob_B: torch.Tensor,
+    advantage_B: torch.Tensor,
+    is_self_B: torch.Tensor,
+    length_B: torch.Tensor | None,
+    total_B: torch.Tensor | None,
+    **options: float,
+) -> tuple[torch.Tensor, torch.Tensor, ObjectiveStats]:
+    """objective_from_mean on packed tokens: (loss_B, d loss_B / d token_logprob, stats)."""
+    count_B = cu_seqlens.diff().double()
+    empty_B = length_B <= 0 if total_B is not None else count_B <= 0
+    if length_B is None:
+        length_B = count_B
+    else:
+        empty_B = empty_B | (length_B <= 0)
+    if total_B is None:
+        total_B = segment_sum(token_logprob_T, cu_seqlens)
+    length_B = length_B.masked_fill(empty_B, 1.0)
+    # Rounded as the source's scalar was when it travelled: an unchanged policy has ratio 1 to the last bit.
+    mean_B = (total_B / length_B).to(source_logprob_B.dtype).double()
+    loss_B, grad_B, stats = objective_from_mean(
+        mean_B, source_logprob_B, advantage_B, is_self_B, empty_B=empty_B, **options
+    )
+    return loss_B.to(token_logprob_T.dtype), (grad_B / length_B).to(token_logprob_T.dtype), stats
