@@ -1,0 +1,147 @@
+"""The command line: `hacpo-mega check | init | train | doctor | report`. Parses first, imports heavy rooms last.
+
+Exit codes: 0 done, 1 a finding (doctor above its tolerance), 2 the user's input is wrong (one line per problem).
+The imports inside functions are the doors that DESIGN allows: `--help` and `check` must answer without torch.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.launcher import inside_a_job, prepare_environment, run_on_this_machine
+from hacpo_mega.rank_map import RankMap
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0])
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
+
+
+@app.command()
+def check(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    data: Annotated[bool, typer.Option("--data", help="Read every data file and list all bad rows.")] = False,
+    world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
+    run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
+) -> None:
+    """Print the resolved configuration, who runs where, and the batch arithmetic; load nothing heavy."""
+    config = load_config(config_file, overrides or [])
+    ranks = RankMap.of(config)
+    if world_size or run_dir:
+        print(ranks.world_size if world_size else config.run_dir)
+        return
+    print(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
+    print(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}")
+    if data:
+        from hacpo_mega.data.files import check_data, describe
+
+        problems = check_data(
+            (*config.data.files, *config.evaluation.files), config.data.prompt_field, config.data.answer_field
+        )
+        if problems:
+            raise ValueError(describe(problems))
+        print(f"\n{len(config.data.files) + len(config.evaluation.files)} data files read, no bad row")
+
+
+def batch_arithmetic(config: Config) -> str:
+    """How many answers, samples and optimizer updates a step is, as sentences."""
+    training, group, num_agents = config.training, config.rollout.rollouts_per_prompt, len(config.agents)
+    sources = num_agents if config.algorithm.shares_answers else 1
+    updates = training.prompts_per_step // training.prompts_per_update
+    return "\n".join(
+        (
+            f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} answers "
+            f"per agent, {training.prompts_per_step * group * num_agents} in all; "
+            f"{training.prompts_per_step // config.lanes} prompts per lane",
+            f"update: {training.prompts_per_update} prompts x {group} answers x {sources} sources = "
+            f"{training.prompts_per_update * group * sources} samples per agent; {updates} updates per step, "
+            f"{updates * config.num_steps} in the run",
+        )
+    )
+
+
+@app.command()
+def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Create and warm-start the models of the [agents.init] tables; folders that exist are left alone."""
+    config = load_config(config_file, overrides or [])
+    missing = [agent for agent in config.agents if agent.init and not (agent.model / "config.json").is_file()]
+    if not inside_a_job() and not missing:
+        print("every model folder exists: nothing to create")
+        return
+    if not _this_process_is_a_rank(config):
+        return
+    from hacpo_mega.warm_start import initialize
+
+    initialize(config)
+
+
+@app.command()
+def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Train all agents of a configuration together."""
+    config = load_config(config_file, overrides or [])
+    if not _this_process_is_a_rank(config):
+        return
+    from hacpo_mega.trainer import Trainer
+
+    Trainer(config).fit()
+
+
+@app.command()
+def doctor(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    tolerance: Annotated[float, typer.Option(help="Largest log-prob difference (nats) that passes.")] = 1e-4,
+) -> None:
+    """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
+    config = load_config(config_file, overrides or [])
+    if not _this_process_is_a_rank(config):
+        return
+    from hacpo_mega.doctor import examine
+
+    if not examine(config, tolerance):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run in short for machines.")] = False,
+) -> None:
+    """Write report.html and its curves from a run folder."""
+    if as_json:
+        from hacpo_mega.run_folder import summary
+
+        print(json.dumps(summary(run_dir), indent=2))
+        return
+    from hacpo_mega.report import write_report
+
+    print(write_report(run_dir))
+
+
+def _this_process_is_a_rank(config: Config) -> bool:
+    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
+    prepare_environment()
+    if inside_a_job():
+        return True
+    code = run_on_this_machine(sys.argv[1:], RankMap.of(config).world_size)
+    if code:
+        raise typer.Exit(code)
+    return False
+
+
+def main() -> None:
+    """Entry point: a ValueError is the user's to mend, so it is shown without a traceback and exits with 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
