@@ -1,6 +1,16 @@
 """The paper: HACPO (arXiv 2603.02604) as pure functions on tensors. No collectives, files, logging or tokenizers."""
 
 from hacpo_mega.algorithm.advantage import hacpo_advantages
-from hacpo_mega.algorithm.capability import CapabilityTracker
+from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios
+from hacpo_mega.algorithm.objective import PackedSequences, kl_penalty, policy_loss, sample_weight, sequence_objective
 
-__all__ = ["CapabilityTracker", "hacpo_advantages"]
+__all__ = [
+    "CapabilityTracker",
+    "PackedSequences",
+    "capability_ratios",
+    "hacpo_advantages",
+    "kl_penalty",
+    "policy_loss",
+    "sample_weight",
+    "sequence_objective",
+]
