@@ -1,4 +1,4 @@
-"""The objective under its public name: hand numbers, autograd of a ten-line float64 formula, and the weight of a sample."""
+"""The objective under its public name: hand numbers, autograd of a float64 formula, the weight of a sample, the KL."""
 
 import math
 

@@ -72,7 +72,7 @@ class PackedSequences(NamedTuple):
 def policy_loss(
     token_logprob_R: Tensor, sequences: PackedSequences, update_index: int, weight: float, config: AlgorithmConfig
 ) -> tuple[Tensor, ObjectiveStats]:
-    """The sum of the losses of packed sequences, each times `weight` (see `sample_weight`): a scalar with a gradient."""
+    """The sum of the losses of packed sequences, each times `weight` (`sample_weight`): a scalar with a gradient."""
     loss_B, _, stats = packed_sequence_objective(
         token_logprob_R,
         sequences.row_cu_seqlens_B,
