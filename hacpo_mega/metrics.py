@@ -1,0 +1,295 @@
+"""What a step measured: sums and counts kept by every rank, reduced once per step, divided once, written in one place.
+
+A metric that nobody added in a step is absent from it, not 0. Nothing here knows what a metric means; the names do:
+
+    agent/<name>/reward_mean, answer_tokens_mean, truncated, num_answers, verdict/<verdict>   about its answers
+    agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
+    agent/<name>/self/ratio_mean, self/clipped                                                own answers in its loss
+    agent/<learner>/from/<source>/ratio_mean, below, inside, above, weight_mean, weight_ess   others' answers in it
+    agent/<name>/grad_norm, lr                                                                its optimizer
+    agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
+    capability/<name>, omega/<learner>/<source>                                               the job
+
+Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers; tensor rank 0 of the last
+pipeline stage what the loss saw; the first rank of an agent its optimizer; the job's rank 0 capability and omega; and
+every rank its own phase seconds. What is known to be equal everywhere is a gauge, of which the lowest rank's is taken.
+"""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+Parts = list[list[float]]
+
+# Names with these endings describe the machine and change between two identical runs; the rest must not.
+TIMING_SUFFIXES = ("_s", "_bytes")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, reduced over the job: `values` repeat exactly when a run is repeated, `timing` does not."""
+
+    values: dict[str, float]
+    timing: dict[str, float]
+
+
+class Metrics:
+    """The metrics of one rank since the last `reduce`.
+
+    agent       this rank's agent: the prefix of its phase seconds
+    gather      collects one payload per rank, in rank order; a collective, called once per `reduce` on every rank.
+                Ranks that need no result may get an empty list from it
+    show_phase  told the name of every phase as it begins (the console of rank 0)
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        gather: Callable[[bytes], list[bytes]],
+        show_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self._agent = agent
+        self._gather = gather
+        self._show_phase = show_phase
+        self._entries: dict[str, dict[str, list[float]]] = {kind: {} for kind in _REDUCERS}
+
+    def add(self, name: str, sum: float, count: float) -> None:
+        """A mean over the job: sums and counts of all calls and ranks are added, then divided once."""
+        assert count >= 0, (name, count)
+        self._accumulate("mean", name, float(sum), float(count))
+
+    def count(self, name: str, number: float) -> None:
+        """A total over the job; such names start with `num_`."""
+        self._accumulate("total", name, float(number))
+
+    def add_weights(self, name: str, sum: float, sum_of_squares: float, count: float) -> None:
+        """Importance weights: `<name>_mean`, and `<name>_ess`, the effective sample size as a share of the count.
+
+        ESS / n = (sum w)^2 / (n sum w^2) (Kong 1992): 1 when all weights are equal, 1/n when one weight is everything.
+        """
+        self._accumulate("weights", name, float(sum), float(sum_of_squares), float(count))
+
+    def gauge(self, name: str, value: float) -> None:
+        """A value that is no sum: the last one of the lowest rank that has it."""
+        self._entries["gauge"][name] = [float(value)]
+
+    def highest(self, name: str, value: float) -> None:
+        """The maximum over calls and ranks; NaN as soon as one is NaN, so that a broken value cannot hide."""
+        best = self._entries["highest"].get(name, [-math.inf])[0]
+        self._entries["highest"][name] = [_max([best, float(value)])]
+
+    def lowest(self, name: str, value: float) -> None:
+        """The minimum over calls and ranks; NaN as soon as one is NaN."""
+        best = self._entries["lowest"].get(name, [math.inf])[0]
+        self._entries["lowest"][name] = [-_max([-best, -float(value)])]
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Seconds of a phase of the step (`roll_out`, `judge`, ...); several blocks of one phase add up.
+
+        The clock is the host's: work that a device finishes later is billed to the phase that waits for it.
+        """
+        self._show_phase(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._accumulate("seconds", f"agent/{self._agent}/phase/{phase}_s", time.perf_counter() - start)
+
+    def reduce(self) -> StepMetrics:
+        """The job's metrics since the last call, and an empty slate. Collective."""
+        payloads = self._gather(json.dumps(self._entries).encode())
+        self._entries = {kind: {} for kind in _REDUCERS}
+        return reduce_payloads(payloads)
+
+    def _accumulate(self, kind: str, name: str, *parts: float) -> None:
+        entry = self._entries[kind].setdefault(name, [0.0] * len(parts))
+        for i, part in enumerate(parts):
+            entry[i] += part
+
+
+def reduce_payloads(payloads: list[bytes]) -> StepMetrics:
+    """Merges what every rank sent. math.fsum rounds once, so the result does not depend on the order of the ranks."""
+    merged: dict[str, dict[str, Parts]] = {kind: {} for kind in _REDUCERS}
+    for payload in payloads:
+        for kind, entries in json.loads(payload).items():
+            for name, parts in entries.items():
+                merged[kind].setdefault(name, []).append(parts)
+    reduced: dict[str, float] = {}
+    for kind, entries in merged.items():
+        for name, parts in entries.items():
+            reduced |= _REDUCERS[kind](name, parts)
+    timing = {name: value for name, value in sorted(reduced.items()) if name.endswith(TIMING_SUFFIXES)}
+    return StepMetrics({name: reduced[name] for name in sorted(reduced.keys() - timing.keys())}, timing)
+
+
+def _total(values: list[float]) -> float:
+    """The exactly rounded sum; math.fsum raises on inf - inf, where a broken run should show NaN."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def _max(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _reduce_mean(name: str, parts: Parts) -> dict[str, float]:
+    sums, counts = zip(*parts)
+    count = _total(counts)
+    return {name: _total(sums) / count} if count else {}
+
+
+def _reduce_weights(name: str, parts: Parts) -> dict[str, float]:
+    total, squares, count = (_total(column) for column in zip(*parts))
+    if not count:
+        return {}
+    share = {f"{name}_ess": total**2 / (count * squares)} if squares else {}
+    return {f"{name}_mean": total / count} | share
+
+
+def _reduce_seconds(name: str, parts: Parts) -> dict[str, float]:
+    seconds = [part[0] for part in parts]
+    return {name: max(seconds), name.replace("/phase/", "/phase_mean/"): _total(seconds) / len(seconds)}
+
+
+_REDUCERS: dict[str, Callable[[str, Parts], dict[str, float]]] = {
+    "mean": _reduce_mean,
+    "total": lambda name, parts: {name: _total([part[0] for part in parts])},
+    "weights": _reduce_weights,
+    "gauge": lambda name, parts: {name: parts[0][0]},
+    "highest": lambda name, parts: {name: _max([part[0] for part in parts])},
+    "lowest": lambda name, parts: {name: -_max([-part[0] for part in parts])},
+    "seconds": _reduce_seconds,
+}
+
+
+class MetricsWriter:
+    """Rank 0's writer of a run folder: `metrics.jsonl` and `tensorboard/`, continued after `steps_done` steps.
+
+    Step 0 is before training; step n is after n steps. Lines of steps that a restart will repeat move to
+    `metrics.dropped.jsonl`: the checkpoint that is resumed knows nothing of them.
+    """
+
+    def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / "metrics.jsonl"
+        _drop_lines_after(self._path, steps_done)
+        self._lines = self._path.open("ab")
+        self._events = _TensorBoardFile(run_dir / "tensorboard", steps_done)
+
+    def write(self, step: int, metrics: StepMetrics) -> None:
+        """One line and one TensorBoard event, on disk when this returns."""
+        line = {
+            "step": step,
+            "values": {name: _jsonable(value) for name, value in metrics.values.items()},
+            "timing": {"time_unix_s": round(time.time(), 3)}
+            | {name: _jsonable(round(value, 6)) for name, value in metrics.timing.items()},
+        }
+        _append_durably(self._lines, json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._events.scalars(step, metrics.values | metrics.timing)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _TensorBoardFile:
+    """An event file written record by record, at once.
+
+    torch's SummaryWriter would import tensorflow where it is installed, and queues events in a thread that a killed job
+    takes with it.
+    """
+
+    def __init__(self, folder: Path, steps_done: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._records = RecordWriter(path.open("ab"))
+        self._write(Event(file_version="brain.Event:2"))
+        # TensorBoard then forgets what earlier files say of this step and later ones.
+        self._write(Event(step=steps_done + 1 if steps_done else 0, session_log=SessionLog(status=SessionLog.START)))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+
+def read_metrics(path: Path) -> dict[int, StepMetrics]:
+    """The lines of a `metrics.jsonl` by step, ascending; several lines of one step are merged, the later one wins.
+
+    A last line without its end (the job was killed while writing) is left out. Raises ValueError for any other line
+    that is not a metrics line, with its number; FileNotFoundError when there is no file.
+    """
+    steps: dict[int, StepMetrics] = {}
+    for number, text in enumerate(_whole_lines(path.read_bytes()), start=1):
+        try:
+            line = json.loads(text)
+            step, values, timing = line["step"], _floats(line["values"]), _floats(line["timing"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: not a line of metrics ({error}): {text[:80]!r}") from error
+        known = steps.get(step, StepMetrics({}, {}))
+        steps[step] = StepMetrics(known.values | values, known.timing | timing)
+    return dict(sorted(steps.items()))
+
+
+def _floats(table: dict[str, float | str]) -> dict[str, float]:
+    return {name: float(value) for name, value in table.items()}
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    """The lines that end in a newline: what follows the last one was torn."""
+    return [line for line in content.split(b"\n")[:-1] if line]
+
+
+def _jsonable(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they travel as "nan", "inf", "-inf", which float() reads back."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _append_durably(file: BinaryIO, line: bytes) -> None:
+    """One write of a whole line, on disk afterwards: a reader never finds half of it before its end."""
+    file.write(line)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _drop_lines_after(path: Path, steps_done: int) -> None:
+    """Moves lines that a resumed run will write again, and a torn last one, to `metrics.dropped.jsonl` beside it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept, dropped = [], []
+    for line in _whole_lines(content):
+        stays = steps_done and json.loads(line)["step"] <= steps_done
+        (kept if stays else dropped).append(line + b"\n")
+    if content == b"".join(kept):
+        return
+    with path.with_name("metrics.dropped.jsonl").open("ab") as file:
+        file.writelines(dropped)
+    fresh = path.with_suffix(".tmp")
+    with fresh.open("wb") as file:
+        _append_durably(file, b"".join(kept))
+    fresh.replace(path)

@@ -1,0 +1,144 @@
+"""Rollouts on disk: every prompt of a step with every agent's answers, as `rollouts/step_000012.lane_0003.jsonl`.
+
+Each lane writes its own prompts, whole or not at all, so no lane waits for another.
+A line is one prompt:
+    {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold", "answers": [
+        {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
+         "advantage": {learner: number}, "ratio": {learner: number, in its first update}}, ...]}
+Not here: metrics, which are about many answers (metrics.py).
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hacpo_mega.records import Pool, Trajectory
+
+
+class RolloutLog:
+    """The rollouts of one lane. Made and used by every cell leader of the lane.
+
+    agents   names, in the order of the pool
+    learner  the index of this leader's agent
+    gather   collects one payload per leader of the lane, in rank order; called once per `write`. With one leader it
+             is `lambda payload: [payload]`
+    writes   whether this leader is the lane's writer (one per lane)
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        lane: int,
+        agents: tuple[str, ...],
+        learner: int,
+        gather: Callable[[bytes], list[bytes]],
+        writes: bool,
+        steps_done: int = 0,
+    ) -> None:
+        self._folder = run_dir / "rollouts"
+        self._lane = lane
+        self._agents = agents
+        self._learner = learner
+        self._gather = gather
+        self._writes = writes
+        if writes:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._drop_parts_after(steps_done)
+
+    def write(self, step: int, pool: Pool, advantages_PNG: Tensor, ratios_PNG: Tensor | None = None) -> None:
+        """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
+
+        advantages_PNG  what this learner trained with, float [P, N, G]
+        ratios_PNG      learner over source in the first update, float [P, N, G]; NaN where not known here
+        """
+        view = {
+            "learner": self._agents[self._learner],
+            "advantage": advantages_PNG.tolist(),
+            "ratio": None if ratios_PNG is None else ratios_PNG.tolist(),
+        }
+        views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
+        if self._writes:
+            lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in self._lines(step, pool, views)]
+            path = self._folder / f"step_{step:06d}.lane_{self._lane:04d}.jsonl"
+            fresh = path.with_suffix(".tmp")
+            # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
+            text = "".join(f"{line}\n" for line in lines)
+            fresh.write_text(text, encoding="utf-8", errors="backslashreplace")
+            fresh.replace(path)
+
+    def _lines(self, step: int, pool: Pool, views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for p, (prompt, by_agent) in enumerate(zip(pool.prompts, pool.trajectories_PNG)):
+            answers = [
+                _describe(trajectory, self._agents[n])
+                | {kind: _from_views(views, kind, p, n, g) for kind in ("advantage", "ratio")}
+                for n, group in enumerate(by_agent)
+                for g, trajectory in enumerate(group)
+            ]
+            yield {
+                "step": step,
+                "lane": self._lane,
+                "prompt_index": prompt.index,
+                "id": prompt.id,
+                "skill": prompt.skill,
+                "prompt": prompt.text,
+                "gold": prompt.answer,
+                "answers": answers,
+            }
+
+    def _drop_parts_after(self, steps_done: int) -> None:
+        """A resumed run writes these steps again; with fewer lanes than before, parts would be left over."""
+        for path in self._folder.glob("step_*.lane_*.jsonl"):
+            step, lane = _place_of(path)
+            if step > steps_done and (lane == self._lane or self._lane == 0):
+                path.unlink(missing_ok=True)
+
+
+def _place_of(path: Path) -> tuple[int, int]:
+    """(step, lane) of a part, from its name."""
+    step, lane = re.findall(r"\d+", path.name)
+    return int(step), int(lane)
+
+
+def _describe(trajectory: Trajectory, agent: str) -> dict[str, Any]:
+    return {
+        "agent": agent,
+        "rollout": trajectory.rollout.rollout_index,
+        "text": trajectory.rollout.text,
+        "reward": _finite(trajectory.reward),
+        "verdict": trajectory.verdict.name.lower(),
+        "stop": trajectory.rollout.stop.name.lower(),
+        "num_tokens": len(trajectory.rollout.token_ids),
+        "mean_logprob": _finite(trajectory.mean_logprob),
+    }
+
+
+def _from_views(views: list[dict[str, Any]], kind: str, p: int, n: int, g: int) -> dict[str, float]:
+    """One answer's number for every learner that knows it."""
+    known = [view for view in views if view[kind] is not None and math.isfinite(view[kind][p][n][g])]
+    return {view["learner"]: view[kind][p][n][g] for view in known}
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def logged_steps(run_dir: Path) -> list[int]:
+    """The steps that have rollouts on disk, ascending."""
+    return sorted({_place_of(path)[0] for path in (run_dir / "rollouts").glob("step_*.lane_*.jsonl")})
+
+
+def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The prompts of a step over all lanes, by prompt index. Raises ValueError for a file that is not such a log."""
+    prompts = []
+    for path in sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+            try:
+                prompts.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not a logged prompt: {error}") from error
+    return sorted(prompts, key=lambda prompt: prompt["prompt_index"])
