@@ -45,19 +45,19 @@ def make_model(
     """
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads)
     config.update(
-        dict(
-            num_hidden_layers=num_layers,
-            hidden_size=hidden_size,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
-            intermediate_size=ffn_size,
-            vocab_size=vocab_size,
-            tie_word_embeddings=tied,
-            max_position_embeddings=max_positions,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+        {
+            "num_hidden_layers": num_layers,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "intermediate_size": ffn_size,
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": max_positions,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
     )
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * num_layers

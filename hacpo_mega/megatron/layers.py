@@ -1,0 +1,119 @@
+"""The layers Megatron's local spec lacks: RMSNorm under sequence parallelism, packed attention, an output bias.
+
+With them one layer spec serves the CPU and any GPU without TransformerEngine. Shapes: T tokens of a packed micro-batch,
+N query heads and K key/value heads of this rank, D head size.
+"""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, built as Megatron builds norms.
+
+    Under sequence parallelism each rank sees a slice of the tokens, so its weight gradient is a part of the sum; the
+    attribute `sequence_parallel` makes Megatron's finalize_model_grads add the parts.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
+
+    CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention per sequence. Both
+    take the same path with and without gradients, so a score and the training forward agree to the last bit.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_place: object) -> None:
+        super().__init__()
+        assert config.attention_dropout == 0.0, "dropout would make a score differ from the training forward"
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query_TND: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_megatron_options: object,
+    ) -> torch.Tensor:
+        """Return the attention output [T, N, D]."""
+        assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
+        flash = query_TND.is_cuda and query_TND.dtype in (torch.bfloat16, torch.float16)
+        attend = _attend_flash if flash else _attend_by_sequence
+        return attend(query_TND, key_TKD, value_TKD, packed_seq_params, self.scale)
+
+
+def _attend_flash(
+    query_TND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    packed: PackedSeqParams,
+    scale: float | None,
+) -> torch.Tensor:
+    starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    return varlen_attn(
+        query_TND,
+        key_TKD,
+        # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
+        value_TKD.contiguous(),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query_TND.shape[1] != key_TKD.shape[1],
+    )
+
+
+def _attend_by_sequence(
+    query_TND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    packed: PackedSeqParams,
+    scale: float | None,
+) -> torch.Tensor:
+    lengths = packed.cu_seqlens_q.diff().tolist()
+    sequences = zip(*(tensor.split(lengths) for tensor in (query_TND, key_TKD, value_TKD)), strict=True)
+    return torch.cat([_attend_one(*sequence, scale) for sequence in sequences])
+
+
+def _attend_one(
+    query_TND: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_TND, key_TKD, value_TKD))
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
+
+    def __init__(self, *sizes: int, bias: bool, **options: object) -> None:
+        super().__init__(*sizes, bias=True, **options)
+
+
+def decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with the layers of this file, for the `num_layers` of one pipeline stage."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if output_bias:
+        attention.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

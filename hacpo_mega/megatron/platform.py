@@ -1,0 +1,122 @@
+"""Megatron-core on a machine without CUDA, and the parallel groups of one agent.
+
+Megatron-core names CUDA in many places where it means "this rank's device". `megatron_platform()` gives those names a
+meaning on the CPU while Megatron code runs, and takes it away again: vLLM lives in the same process and must see the
+machine as it is. On a machine with CUDA nothing is changed. Not here: which rank does what (topology.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+# A cell's ranks are neighbours: rank = cell * (tp * pp) + pp_rank * tp + tp_rank.
+RANK_ORDER = "tp-cp-ep-pp-dp"
+
+
+@contextmanager
+def megatron_platform() -> Iterator[None]:
+    """Run Megatron code on this machine's devices; a no-op with CUDA, and inside itself.
+
+    Construction, forward, backward and optimizer of a Megatron model belong inside; vLLM does not.
+    """
+    if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
+        yield
+        return
+    with ExitStack() as stack:
+        for owner, name, value in _replacements():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def initialize_parallel(tp: int, pp: int, seed: int) -> None:
+    """Megatron's groups over the current default process group (one agent's world), and its random streams.
+
+    Rank order is RANK_ORDER; data parallelism takes the rest of the world. Raises ValueError if tp * pp does not divide
+    the world. Gloo twins of the groups are not made: optimizers take `use_gloo_process_groups=False`.
+    """
+    world_size = torch.distributed.get_world_size()
+    if world_size % (tp * pp):
+        raise ValueError(f"tp * pp = {tp} * {pp} = {tp * pp} does not divide the agent's {world_size} ranks")
+    with megatron_platform():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            order=RANK_ORDER,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Turns the device "cuda" into the CPU in every torch call made while it is active."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.backward:
+            # torch switches this mode off inside the call; Megatron's own backward functions need it on.
+            with self:
+                return _backward(*args, **(kwargs or {}))
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args, kwargs = _on_cpu(args), {key: _device_on_cpu(value) for key, value in (kwargs or {}).items()}
+        # Pinned memory exists only beside an accelerator.
+        kwargs.pop("pin_memory", None)
+        answer = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(answer, str):
+            # The distributed optimizer sorts parameters by this string.
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+
+def _on_cpu(args: tuple) -> tuple:
+    return tuple(_device_on_cpu(value) for value in args)
+
+
+def _device_on_cpu(value: Any) -> Any:
+    names_cuda = isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+    return CPU if names_cuda or (isinstance(value, torch.device) and value.type == "cuda") else value
+
+
+def _backward(tensor: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
+    torch.autograd.backward(tensor, gradient, **options)
+
+
+def _current_device() -> torch.device:
+    return CPU
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, value while the platform is active)."""
+    cuda, random = torch.cuda, tensor_parallel.random
+    return [
+        (cuda, "current_device", _current_device),
+        (cuda, "synchronize", _nothing),
+        (cuda, "empty_cache", _nothing),
+        (cuda, "set_device", _nothing),
+        (cuda, "manual_seed", torch.manual_seed),
+        (cuda, "get_rng_state", _rng_state),
+        (cuda, "set_rng_state", _set_rng_state),
+        (cuda.nvtx, "range_push", _nothing),
+        (cuda.nvtx, "range_pop", _nothing),
+        (random, "_get_cuda_rng_state", _rng_state),
+        (random, "_set_cuda_rng_state", _set_rng_state),
+    ]
