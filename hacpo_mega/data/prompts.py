@@ -1,0 +1,87 @@
+"""Which prompts a step answers: a pure function of (seed, step), the same in every process and after every resume.
+
+Epochs are seeded permutations laid end to end; a step takes the next `prompts_per_step` places and may straddle two
+epochs. There is no cursor to save: a resumed run asks for its next step and gets what it would have got.
+Not here: reading files (files.py) and making arithmetic (tasks.py).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hacpo_mega.data.files import PromptRow
+from hacpo_mega.data.tasks import Example
+from hacpo_mega.records import Prompt
+
+
+def rows_of_examples(examples: Sequence[Example]) -> tuple[PromptRow, ...]:
+    """Arithmetic examples as prompt rows; the gold answer is the result alone, since the working is not judged."""
+    return tuple(PromptRow(e.id, e.prompt, e.result, e.skill) for e in examples)
+
+
+def to_prompts(rows: Sequence[PromptRow]) -> tuple[Prompt, ...]:
+    """Rows as the prompts of an evaluation, numbered in order."""
+    return tuple(Prompt(i, row.id, row.text, row.answer, row.skill) for i, row in enumerate(rows))
+
+
+class PromptSampler:
+    """Prompts of a step and of a lane.
+
+    With `balance_skills` every skill gives the same number of prompts to a step, from its own permutation, and place i
+    of a step belongs to skill i % num_skills: blocks of a step are then balanced too. Lane d of D gets the contiguous
+    places d * n / D to (d + 1) * n / D, so `lane` and the number of lanes never change which prompts a step has.
+    """
+
+    def __init__(
+        self, rows: Sequence[PromptRow], seed: int, prompts_per_step: int, balance_skills: bool = False
+    ) -> None:
+        """ValueError when a step does not divide by the skills, or needs more prompts than there are."""
+        skills = sorted({row.skill for row in rows}) if balance_skills else [None]
+        self.groups = [[row for row in rows if skill is None or row.skill == skill] for skill in skills]
+        self.seed = seed
+        self.prompts_per_step = prompts_per_step
+        if not rows:
+            raise ValueError("there are no prompts to train on; check data.files")
+        if prompts_per_step % len(skills):
+            nearest = max(1, prompts_per_step // len(skills)) * len(skills)
+            raise ValueError(
+                f"prompts_per_step ({prompts_per_step}) must be a multiple of the {len(skills)} skills. "
+                f"Nearest: {nearest}."
+            )
+        smallest = min(self.groups, key=len)
+        if len(smallest) * len(skills) < prompts_per_step:
+            raise ValueError(
+                f"prompts_per_step ({prompts_per_step}) takes {prompts_per_step // len(skills)} different prompts"
+                f"{f' of each of {len(skills)} skills' if len(skills) > 1 else ''}, but there are only {len(smallest)}"
+                f"{f' of {smallest[0].skill!r}' if len(skills) > 1 else ''}. Lower prompts_per_step or give more data."
+            )
+        self._order: dict[tuple[int, int], np.ndarray] = {}
+
+    def at(self, step: int, lane: int = 0, num_lanes: int = 1) -> tuple[Prompt, ...]:
+        """The prompts of `lane` in `step`; `Prompt.index` is the place in the whole step."""
+        if self.prompts_per_step % num_lanes:
+            nearest = max(1, self.prompts_per_step // num_lanes) * num_lanes
+            raise ValueError(
+                f"prompts_per_step ({self.prompts_per_step}) must be a multiple of lanes ({num_lanes}). "
+                f"Nearest: {nearest}."
+            )
+        assert 0 <= lane < num_lanes, (lane, num_lanes)
+        share = self.prompts_per_step // num_lanes
+        return tuple(self._prompt(step, place) for place in range(lane * share, (lane + 1) * share))
+
+    def _prompt(self, step: int, place: int) -> Prompt:
+        group = place % len(self.groups)
+        rows = self.groups[group]
+        position = step * (self.prompts_per_step // len(self.groups)) + place // len(self.groups)
+        epoch, offset = divmod(position, len(rows))
+        row = rows[self._permutation(group, epoch)[offset]]
+        return Prompt(place, row.id, row.text, row.answer, row.skill)
+
+    def _permutation(self, group: int, epoch: int) -> np.ndarray:
+        if (group, epoch) not in self._order:
+            self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
+            # raw words and a stable sort: numpy guarantees the raw stream of a bit generator, not its permutation(),
+            # and a resumed run may meet another numpy
+            bits = np.random.PCG64(np.random.SeedSequence((self.seed, group, epoch)))
+            self._order[group, epoch] = np.argsort(bits.random_raw(len(self.groups[group])), kind="stable")
+        return self._order[group, epoch]

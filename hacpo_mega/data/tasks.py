@@ -1,0 +1,155 @@
+"""The built-in learning task: worked arithmetic, four skills, small enough to learn on two CPU cores.
+
+    skill  prompt    gold answer (working;result)
+    add    47+85=    7+5=12,4+8+1=13;132      no `+1` without a carry
+    sub    83-47=    13-7=6,7-4=3;36          the borrow is applied to both digits
+    mul    47*6=     7*6=42,4*6+4=28;282      no `+c` without a carry
+    srt    s5281=    1,2,5,8;1258
+
+The working is what the warm start teaches; only the result after `;` is judged (graders.py). A prompt is held out for
+evaluation when sha256(prompt)[0] % 5 == 0, so which prompts are held out depends on nothing but their text.
+Everything here is a pure function of its arguments: every process of a run makes the same examples.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+EVALUATION_PROMPTS_PER_SKILL = 150
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt of the task with its gold working and its result; `answer` is what a warm start teaches."""
+
+    skill: str
+    prompt: str
+    working: str
+    result: str
+
+    @property
+    def answer(self) -> str:
+        return f"{self.working};{self.result}"
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
+
+
+def addition(a: int, b: int) -> Example:
+    """a + b for two-digit a, b: units, then tens with the carry."""
+    units = a % 10 + b % 10
+    carry = "+1" if units >= 10 else ""
+    tens = a // 10 + b // 10 + units // 10
+    working = f"{a % 10}+{b % 10}={units},{a // 10}+{b // 10}{carry}={tens}"
+    return Example("add", f"{a}+{b}=", working, str(a + b))
+
+
+def subtraction(a: int, b: int) -> Example:
+    """a - b for two-digit a >= b: a borrow changes both digits before anything is subtracted."""
+    borrow = int(a % 10 < b % 10)
+    units, tens = a % 10 + 10 * borrow, a // 10 - borrow
+    working = f"{units}-{b % 10}={units - b % 10},{tens}-{b // 10}={tens - b // 10}"
+    return Example("sub", f"{a}-{b}=", working, str(a - b))
+
+
+def multiplication(a: int, b: int) -> Example:
+    """a * b for two-digit a and one-digit b: units, then tens with the carry."""
+    units = a % 10 * b
+    carry = f"+{units // 10}" if units >= 10 else ""
+    working = f"{a % 10}*{b}={units},{a // 10}*{b}{carry}={a // 10 * b + units // 10}"
+    return Example("mul", f"{a}*{b}=", working, str(a * b))
+
+
+def sorting(digits: str) -> Example:
+    """Four digits in ascending order."""
+    ordered = sorted(digits)
+    return Example("srt", f"s{digits}=", ",".join(ordered), "".join(ordered))
+
+
+SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
+    "add": lambda: (addition(a, b) for a in range(10, 100) for b in range(10, 100)),
+    "sub": lambda: (subtraction(a, b) for a in range(10, 100) for b in range(10, a + 1)),
+    "mul": lambda: (multiplication(a, b) for a in range(10, 100) for b in range(2, 10)),
+    "srt": lambda: (sorting(f"{n:04d}") for n in range(10_000)),
+}
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to evaluation: about one in five, decided by its text alone."""
+    return hashlib.sha256(prompt.encode()).digest()[0] % 5 == 0
+
+
+@functools.cache
+def _split(skill: str) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    if skill not in SKILLS:
+        raise ValueError(f"arithmetic skill {skill!r} is unknown; known: {', '.join(SKILLS)}")
+    examples = tuple(SKILLS[skill]())
+    return (
+        tuple(e for e in examples if not is_held_out(e.prompt)),
+        tuple(e for e in examples if is_held_out(e.prompt)),
+    )
+
+
+def training_examples(skill: str) -> tuple[Example, ...]:
+    """Every example of a skill that is not held out, in a fixed order. ValueError for an unknown skill."""
+    return _split(skill)[0]
+
+
+def evaluation_examples(skill: str, num_examples: int = EVALUATION_PROMPTS_PER_SKILL) -> tuple[Example, ...]:
+    """The fixed evaluation set of a skill: held-out prompts in order of their sha256. ValueError if there are fewer."""
+    held_out = _split(skill)[1]
+    if num_examples > len(held_out):
+        raise ValueError(
+            f"skill {skill!r} has {len(held_out)} held-out prompts, {num_examples} were asked for; "
+            f"evaluate at most {len(held_out)} prompts per skill"
+        )
+    return tuple(sorted(held_out, key=lambda e: hashlib.sha256(e.prompt.encode()).digest())[:num_examples])
+
+
+@dataclass(frozen=True)
+class SkillMix:
+    """A skill of a warm start: its share of the examples, and how many distinct ones it draws from (None: all)."""
+
+    skill: str
+    share: float
+    num_examples: int | None = None
+
+
+class WarmStartStream:
+    """Batches of worked examples: `.at(update)` is a pure function of (seed, update).
+
+    A weak skill is a small share of the batches drawn from few distinct examples, which are chosen once by the seed.
+    Held-out prompts never occur.
+    """
+
+    def __init__(self, mix: Iterable[SkillMix], batch_size: int, seed: int) -> None:
+        """ValueError for an unknown skill, or for more distinct examples than the skill has."""
+        self.mix = tuple(mix)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.examples = tuple(_chosen(part, place, seed) for place, part in enumerate(self.mix))
+
+    def at(self, update: int) -> tuple[Example, ...]:
+        """The examples of one update, `batch_size` of them, drawn with replacement."""
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, 1, update))))
+        bounds = np.cumsum([part.share for part in self.mix])
+        skills = np.searchsorted(bounds / bounds[-1], rng.random(self.batch_size), side="right")
+        picks = rng.random(self.batch_size)
+        return tuple(self.examples[skill][int(pick * len(self.examples[skill]))] for skill, pick in zip(skills, picks))
+
+
+def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:
+    pool = training_examples(part.skill)
+    if part.num_examples is None:
+        return pool
+    if part.num_examples > len(pool):
+        raise ValueError(
+            f"warm start asks for {part.num_examples} distinct {part.skill!r} examples; there are {len(pool)}"
+        )
+    # raw words and a stable sort: numpy guarantees the raw stream of a bit generator for ever, not its permutation()
+    words = np.random.PCG64(np.random.SeedSequence((seed, 0, place))).random_raw(len(pool))
+    return tuple(pool[i] for i in np.argsort(words, kind="stable")[: part.num_examples])

@@ -1,0 +1,170 @@
+"""Prompt files and the sampler: every bad row is named, and a step's prompts depend on (seed, step) alone."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hacpo_mega.data.files import PromptRow, check_data, content_id, load_prompts
+from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
+from hacpo_mega.data.tasks import training_examples
+
+
+def write_lines(path, *lines):
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return path
+
+
+def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
+    records = [{"question": "2+2=", "gold": "4"}, {"question": "é 数\n", "gold": "x"}]
+    lines = write_lines(tmp_path / "a.jsonl", *records)
+    table = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
+    rows = load_prompts([lines], "question", "gold")
+    assert rows == load_prompts([table], "question", "gold")
+    assert [(r.text, r.answer) for r in rows] == [("2+2=", "4"), ("é 数\n", "x")]
+    assert rows[0].id == "20243c49d24c4af1"  # printf '2+2=' | sha256sum
+
+
+def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
+    file = tmp_path / "n.jsonl"
+    file.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "answer": 27.0}\n\n{"prompt": "b", "answer": -3}\n{"prompt": "c", "answer": 0.5}'
+    )
+    assert [r.answer for r in load_prompts([file])] == ["27", "-3", "0.5"]
+
+
+def test_every_problem_of_every_file_at_once(tmp_path):
+    bad = write_lines(
+        tmp_path / "bad.jsonl",
+        {"prompt": "fine", "answer": "1"},
+        {"answer": "1"},
+        {"prompt": "p", "answer": None},
+        {"prompt": 7, "answer": ["x"]},
+        {"prompt": " ", "answer": ""},
+        b'{"prompt": "caf\xe9"}',
+        b'{"prompt": "cut',
+        [1, 2],
+        {"prompt": "p", "answer": True},
+        {"prompt": "fine", "answer": "2"},
+        b'{"prompt": "\\ud800", "answer": "1"}',
+    )
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    problems = check_data([bad, empty, tmp_path / "absent.jsonl", tmp_path], "prompt", "answer")
+    found = [(p.file.name, p.line, p.field, p.what.split(" (")[0]) for p in problems]
+    assert found == [
+        ("bad.jsonl", 2, "prompt", "is missing"),
+        ("bad.jsonl", 3, "answer", "is missing"),
+        ("bad.jsonl", 4, "prompt", "is a int, needs str"),
+        ("bad.jsonl", 4, "answer", "is a list, needs str or int or float"),
+        ("bad.jsonl", 5, "prompt", "is empty"),
+        ("bad.jsonl", 5, "answer", "is empty"),
+        ("bad.jsonl", 6, None, "invalid UTF-8 at byte 15 of the line"),
+        ("bad.jsonl", 7, None, "invalid JSON: Unterminated string starting at: line 1 column 12"),
+        ("bad.jsonl", 8, None, "is a JSON list, needs an object with fields"),
+        ("bad.jsonl", 9, "answer", "is a bool, needs str or int or float"),
+        ("bad.jsonl", 10, "prompt", f"is the prompt of {bad}:1 again"),
+        ("bad.jsonl", 11, "prompt", "holds half a surrogate pair, which no tokenizer can encode"),
+        ("empty.jsonl", None, None, "has no rows"),
+        ("absent.jsonl", None, None, "does not exist"),
+        (tmp_path.name, None, None, "is a folder"),
+    ]
+    with pytest.raises(ValueError, match=r"15 problem\(s\)[\s\S]*bad\.jsonl:2: field 'prompt' is missing") as error:
+        load_prompts([bad, empty, tmp_path / "absent.jsonl", tmp_path])
+    assert "the row has: answer" in str(error.value)
+
+
+def test_a_long_list_of_problems_is_cut_with_a_count(tmp_path):
+    file = write_lines(tmp_path / "bad.jsonl", *[{"prompt": str(i)} for i in range(57)])
+    with pytest.raises(ValueError, match=r"57 problem\(s\)[\s\S]*\.\.\. and 37 more"):
+        load_prompts([file])
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_damaged_parquet_file_is_a_problem_not_a_crash(tmp_path, keep):
+    table = tmp_path / "cut.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 50, "answer": ["b"] * 50}), table)
+    table.write_bytes(table.read_bytes()[:keep])
+    assert "unreadable Parquet" in check_data([table])[0].what
+
+
+def rows(num, skill=""):
+    return [PromptRow(content_id(f"{skill}{i}"), f"{skill}{i}", str(i), skill) for i in range(num)]
+
+
+@given(
+    num_rows=st.integers(1, 40),
+    lanes=st.integers(1, 4),
+    share=st.integers(1, 5),
+    seed=st.integers(0, 2**40),
+    step=st.integers(0, 50),
+)
+@settings(max_examples=60)
+def test_lanes_partition_the_step_and_every_epoch_has_each_prompt_once(num_rows, lanes, share, seed, step):
+    per_step = lanes * share
+    if num_rows < per_step:
+        with pytest.raises(ValueError, match="there are only"):
+            PromptSampler(rows(num_rows), seed, per_step)
+        return
+    sampler = PromptSampler(rows(num_rows), seed, per_step)
+    whole = sampler.at(step)
+    fresh = PromptSampler(rows(num_rows), seed, per_step)
+    assert whole == sum((fresh.at(step, lane, lanes) for lane in range(lanes)), ())
+    assert [p.index for p in whole] == list(range(per_step))
+    seen = Counter(p.text for s in range(num_rows) for p in sampler.at(s))  # num_rows steps are per_step whole epochs
+    assert set(seen.values()) == {per_step}
+    assert len(seen) == num_rows
+
+
+def test_resuming_at_an_epoch_boundary_equals_not_stopping():
+    """10 rows, 4 a step: step 2 straddles the first boundary, and step 5 starts an epoch exactly."""
+    whole = PromptSampler(rows(10), seed=1, prompts_per_step=4)
+    stream = [p.text for step in range(10) for p in whole.at(step)]
+    for resumed_at in (2, 3, 5):
+        resumed = PromptSampler(rows(10), seed=1, prompts_per_step=4)
+        assert [p.text for s in range(resumed_at, 10) for p in resumed.at(s)] == stream[4 * resumed_at :]
+    assert sorted(stream[:10]) == sorted(stream[10:20])
+    assert stream[:10] != stream[10:20]
+
+
+def test_skills_are_balanced_in_every_step_and_lane():
+    pool = [row for skill in ("add", "sub", "mul", "srt") for row in rows_of_examples(training_examples(skill))]
+    sampler = PromptSampler(pool, seed=1, prompts_per_step=64, balance_skills=True)
+    for step in (0, 1, 999):
+        assert Counter(p.skill for p in sampler.at(step)) == {"add": 16, "sub": 16, "mul": 16, "srt": 16}
+        assert set(Counter(p.skill for p in sampler.at(step, lane=1, num_lanes=4)).values()) == {4}
+    mul = [p.text for step in range(36) for p in sampler.at(step) if p.skill == "mul"]
+    assert len(set(mul[:570])) == 570  # the smallest skill goes through its own epoch
+
+
+def test_another_process_draws_the_same_prompts():
+    code = (
+        "from hacpo_mega.data.prompts import *; from hacpo_mega.data.tasks import training_examples; "
+        "rows = rows_of_examples(training_examples('mul')); "
+        "print([p.text for p in PromptSampler(rows, 11, 8).at(75)])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "5"}, capture_output=True, text=True, check=True
+    )
+    here = PromptSampler(rows_of_examples(training_examples("mul")), 11, 8).at(75)
+    assert run.stdout.strip() == str([p.text for p in here])
+
+
+def test_impossible_steps_say_what_would_work():
+    with pytest.raises(ValueError, match=r"prompts_per_step \(10\) must be a multiple of lanes \(4\)\. Nearest: 8\."):
+        PromptSampler(rows(20), 1, 10).at(0, 0, 4)
+    with pytest.raises(ValueError, match=r"multiple of the 2 skills\. Nearest: 6\."):
+        PromptSampler(rows(20, "a") + rows(20, "b"), 1, 7, balance_skills=True)
+    with pytest.raises(
+        ValueError, match=r"takes 10 different prompts of each of 2 skills, but there are only 9 of 'b'"
+    ):
+        PromptSampler(rows(20, "a") + rows(9, "b"), 1, 20, balance_skills=True)
+    with pytest.raises(ValueError, match="no prompts"):
+        PromptSampler([], 1, 4)

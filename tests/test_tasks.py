@@ -1,0 +1,118 @@
+"""The arithmetic task against the specification's own examples, an evaluator of the working, and exact pool sizes."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hacpo_mega.data.tasks import (
+    SKILLS,
+    SkillMix,
+    WarmStartStream,
+    addition,
+    evaluation_examples,
+    is_held_out,
+    multiplication,
+    sorting,
+    subtraction,
+    training_examples,
+)
+
+
+@pytest.mark.parametrize(
+    "example, prompt, answer",
+    [
+        (addition(47, 85), "47+85=", "7+5=12,4+8+1=13;132"),
+        (addition(41, 22), "41+22=", "1+2=3,4+2=6;63"),
+        (subtraction(83, 47), "83-47=", "13-7=6,7-4=3;36"),
+        (subtraction(87, 43), "87-43=", "7-3=4,8-4=4;44"),
+        (subtraction(50, 50), "50-50=", "0-0=0,5-5=0;0"),
+        (multiplication(47, 6), "47*6=", "7*6=42,4*6+4=28;282"),
+        (multiplication(41, 2), "41*2=", "1*2=2,4*2=8;82"),
+        (sorting("5281"), "s5281=", "1,2,5,8;1258"),
+        (sorting("0900"), "s0900=", "0,0,0,9;0009"),
+    ],
+)
+def test_gold_answers_of_the_specification(example, prompt, answer):
+    assert (example.prompt, example.answer) == (prompt, answer)
+
+
+def test_every_line_of_every_working_is_true():
+    """Each `x op y = z` of the working and the result against Python's own arithmetic."""
+    for skill in ("add", "sub", "mul"):
+        for example in SKILLS[skill]():
+            for step in example.working.split(","):
+                left, right = step.split("=")
+                assert eval(left) == int(right), example
+            assert eval(example.prompt[:-1]) == int(example.result), example
+
+
+def test_a_carry_is_written_exactly_when_there_is_one():
+    for example in SKILLS["add"]():
+        a, b = map(int, re.findall(r"\d+", example.prompt))
+        assert ("+1=" in example.working.split(",")[1]) == (a % 10 + b % 10 >= 10 or str(b // 10) == "1"), example
+
+
+def test_pools_have_the_specified_sizes_and_do_not_overlap():
+    sizes = {"add": 90 * 90, "sub": 90 * 91 // 2, "mul": 90 * 8, "srt": 10_000}
+    for skill, size in sizes.items():
+        training = {e.prompt for e in training_examples(skill)}
+        evaluation = [e.prompt for e in evaluation_examples(skill)]
+        assert len({e.prompt for e in SKILLS[skill]()}) == size
+        assert len(evaluation) == len(set(evaluation)) == 150
+        assert not training & set(evaluation)
+        assert all(map(is_held_out, evaluation))
+        assert not any(map(is_held_out, training))
+        assert 0.15 < 1 - len(training) / size < 0.25
+
+
+def test_answers_have_the_length_that_the_ratio_needs():
+    lengths = [len(e.answer) for skill in SKILLS for e in SKILLS[skill]()]
+    assert (min(lengths), max(lengths)) == (12, 19)
+
+
+def test_bad_requests_name_what_there_is():
+    with pytest.raises(ValueError, match="'div' is unknown; known: add, sub, mul, srt"):
+        training_examples("div")
+    with pytest.raises(ValueError, match="'mul' has 150 held-out prompts, 151 were asked for"):
+        evaluation_examples("mul", 151)
+    with pytest.raises(ValueError, match="asks for 1000 distinct 'mul' examples; there are 570"):
+        WarmStartStream([SkillMix("mul", 1.0, 1000)], batch_size=4, seed=0)
+
+
+MIX = (SkillMix("add", 0.6), SkillMix("sub", 0.03, 100), SkillMix("mul", 0.07, 7), SkillMix("srt", 0.3))
+
+
+def test_warm_start_keeps_shares_and_distinct_examples():
+    stream = WarmStartStream(MIX, batch_size=128, seed=3)
+    drawn = [example for update in range(300) for example in stream.at(update)]
+    for part in MIX:
+        of_skill = [e.prompt for e in drawn if e.skill == part.skill]
+        expected = part.share * len(drawn)
+        assert abs(len(of_skill) - expected) < 5 * (expected * (1 - part.share)) ** 0.5, part
+        if part.num_examples:
+            assert len(set(of_skill)) == part.num_examples
+    assert not any(is_held_out(e.prompt) for e in drawn)
+
+
+@given(seed=st.integers(0, 2**31), update=st.integers(0, 10_000))
+def test_warm_start_is_a_pure_function_of_seed_and_update(seed, update):
+    one = WarmStartStream(MIX, batch_size=16, seed=seed)
+    one.at(0)
+    assert one.at(update) == WarmStartStream(MIX, batch_size=16, seed=seed).at(update)
+
+
+def test_another_process_makes_the_same_batch():
+    """A fresh interpreter with another hash seed: nothing may rest on Python's hash()."""
+    code = (
+        "from hacpo_mega.data.tasks import *; "
+        "print([e.prompt for e in WarmStartStream([SkillMix('add', .5, 9), SkillMix('srt', .5)], 8, 5).at(2)])"
+    )
+    here = [e.prompt for e in WarmStartStream([SkillMix("add", 0.5, 9), SkillMix("srt", 0.5)], 8, 5).at(2)]
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str(here)
