@@ -65,8 +65,9 @@ def build_model(
 ) -> HiddenStateModel:
     """This rank's part of the model, at its place in Megatron's groups; weights are random until loaded.
 
-    `overrides` are fields of Megatron's TransformerConfig (recomputation, fusions, uneven stages). Raises ValueError for
-    a layout the architecture cannot have, more positions than it was made for, or a field that is not the user's to set.
+    `overrides` are fields of Megatron's TransformerConfig (recomputation, fusions, uneven stages). Raises ValueError
+    for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
+    user's to set.
     """
     check_layout(architecture, tp=tp, pp=pp)
     if max_positions > architecture.max_positions:

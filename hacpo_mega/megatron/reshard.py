@@ -1,0 +1,197 @@
+"""From Megatron shards to Hugging Face tensors: for the live engine, and for a folder on disk.
+
+Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage that
+owns the bucket, then one all-gather over tensor parallelism, which is the shorter way on hardware where stages are nodes
+apart and tensor shards are not. Not here: how a parameter is cut (names.py).
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+
+from .model import HiddenStateModel, unwrapped
+from .names import Slot, Source, shard_shape, stage_slots, write_back
+from .weights import INDEX, SINGLE, all_sources
+
+BUCKET_BYTES = 1 << 30
+FILE_BYTES = 5 << 30
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Neighbouring slots of one pipeline stage that travel together."""
+
+    stage: int
+    slots: tuple[Slot, ...]
+
+
+def full_tensors(
+    model: torch.nn.Module, *, bucket_bytes: int = BUCKET_BYTES, tied_head: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every Hugging Face tensor (name, full tensor in the model's dtype), in one order on every rank of the cell.
+
+    Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
+    are alive at a time, and a tensor is the taker's to keep. With `tied_head` a tied model yields its embedding as
+    lm_head.weight too, right after: vLLM on the CPU packs the head by itself and would keep the old one.
+    """
+    bare = unwrapped(model)
+    parameters = dict(bare.named_parameters())
+    for bucket in _buckets(bare, bucket_bytes):
+        shards_RN = _travel(bucket, bare, parameters)
+        for name, tensor in _unpack(bucket, bare, shards_RN):
+            yield name, tensor
+            if tied_head and bare.architecture.tied and name == EMBEDDING:
+                yield HEAD, tensor
+
+
+def save_hf(
+    model: torch.nn.Module,
+    source_folder: Path,
+    out_folder: Path,
+    dtype: torch.dtype,
+    *,
+    file_bytes: int = FILE_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Write the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
+
+    Collective over the cell; its first rank writes. Weights are converted to `dtype` and split into files of about
+    `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
+    """
+    writes = parallel_state.get_model_parallel_group().rank() == 0
+    partial = out_folder.with_name(f".{out_folder.name}.partial")
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _copy_beside_weights(source_folder, partial, dtype)
+    _write_weights(full_tensors(model, bucket_bytes=bucket_bytes), unwrapped(model), partial, dtype, file_bytes, writes)
+    if writes:
+        _put_in_place(partial, out_folder)
+    # Whoever returns may read the folder.
+    dist.barrier(group=parallel_state.get_model_parallel_group())
+
+
+def _buckets(model: HiddenStateModel, bucket_bytes: int) -> Iterator[_Bucket]:
+    """All slots of all stages, each Hugging Face tensor once, cut into buckets of at most bucket_bytes (one slot at least)."""
+    seen: set[Source] = set()
+    for stage in range(model.config.pipeline_model_parallel_size):
+        waiting, size = [], 0
+        for slot in stage_slots(model, stage):
+            if seen.issuperset(slot.sources):
+                continue
+            seen.update(slot.sources)
+            slot_bytes = _num_elements(slot, model) * model.pg_collection.tp.size() * model.config.params_dtype.itemsize
+            if waiting and size + slot_bytes > bucket_bytes:
+                yield _Bucket(stage, tuple(waiting))
+                waiting, size = [], 0
+            waiting.append(slot)
+            size += slot_bytes
+        if waiting:
+            yield _Bucket(stage, tuple(waiting))
+
+
+def _travel(bucket: _Bucket, model: HiddenStateModel, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    """The flat shards of a bucket, [tp ranks, elements of a shard], on every rank of the cell."""
+    tp, pp = model.pg_collection.tp, model.pg_collection.pp
+    if pp.rank() == bucket.stage:
+        shard_N = torch.cat([parameters[slot.parameter].detach().flatten() for slot in bucket.slots])
+    else:
+        size = sum(_num_elements(slot, model) for slot in bucket.slots)
+        shard_N = torch.empty(size, dtype=model.config.params_dtype, device=model.rope_D2.device)
+    if pp.size() > 1:
+        dist.broadcast(shard_N, group=pp, group_src=bucket.stage)
+    if tp.size() == 1:
+        return shard_N[None]
+    shards_RN = shard_N.new_empty(tp.size() * shard_N.numel())
+    dist.all_gather_into_tensor(shards_RN, shard_N, group=tp)
+    return shards_RN.view(tp.size(), -1)
+
+
+def _unpack(bucket: _Bucket, model: HiddenStateModel, shards_RN: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The full tensors of a bucket, each in memory of its own."""
+    tp, position = len(shards_RN), 0
+    for slot in bucket.slots:
+        shape, size = shard_shape(slot, model.architecture, tp=tp), _num_elements(slot, model)
+        full = tuple(shards_RN.new_empty(source.shape) for source in slot.sources)
+        for tp_rank in range(tp):
+            shard = shards_RN[tp_rank, position : position + size].view(shape)
+            write_back(full, shard, slot, model.architecture, tp=tp, tp_rank=tp_rank)
+        position += size
+        for source, tensor in zip(slot.sources, full, strict=True):
+            yield source.name, tensor
+
+
+def _num_elements(slot: Slot, model: HiddenStateModel) -> int:
+    return torch.Size(shard_shape(slot, model.architecture, tp=model.pg_collection.tp.size())).numel()
+
+
+def _write_weights(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    model: HiddenStateModel,
+    folder: Path,
+    dtype: torch.dtype,
+    file_bytes: int,
+    writes: bool,
+) -> None:
+    """Write `tensors` file by file; ranks that do not write only take part in the collectives."""
+    files = _plan_files(model, dtype, file_bytes)
+    for name, planned in files.items():
+        taken = {}
+        for _ in planned:
+            tensor_name, tensor = next(tensors)
+            if writes:
+                taken[tensor_name] = tensor.to("cpu", dtype)
+        if writes:
+            assert list(taken) == planned, (list(taken), planned)
+            save_file(taken, folder / name, metadata={"format": "pt"})
+    assert next(tensors, None) is None, "a tensor is not in the plan"
+    if writes and len(files) > 1:
+        weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
+        total = sum((folder / name).stat().st_size for name in files)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _plan_files(model: HiddenStateModel, dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
+    """File name -> the tensors in it, in the order in which full_tensors yields them."""
+    groups, size = [[]], 0
+    for source in all_sources(model):
+        source_bytes = torch.Size(source.shape).numel() * dtype.itemsize
+        if groups[-1] and size + source_bytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(source.name)
+        size += source_bytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def _copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
+    """Copy everything of a model folder but its weights, and name the new dtype in config.json."""
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and not path.name.startswith("."):
+            shutil.copyfile(path, out / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    """Rename a finished folder to its name; an older one steps aside first and goes when the new one stands."""
+    older = out.with_name(f".{out.name}.older")
+    shutil.rmtree(older, ignore_errors=True)
+    if out.exists():
+        out.rename(older)
+    partial.rename(out)
+    shutil.rmtree(older, ignore_errors=True)
