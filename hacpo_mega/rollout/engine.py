@@ -1,0 +1,375 @@
+"""The rollout engine: a live vLLM inside the trainer's own process, on CUDA and on CPU with the same code.
+
+Every rank of an agent builds one `Engine`; `tensor_parallel_size` neighbouring ranks of the agent's default process group
+form one vLLM, further ranks are independent replicas of it. New weights are loaded into the running model, no file and
+no second process between trainer and engine. This is the only file that imports vllm.
+Not here: prompts as text (the engine sees token ids and never decodes), and who is awake when (agent.py).
+
+The environment must hold, before Python starts (launch/env.sh sets it):
+    VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine must live in this process; without it the constructor refuses
+    VLLM_LOGGING_LEVEL=ERROR           vLLM's console noise
+    TORCHDYNAMO_DISABLE=1              CPU only: vLLM would compile a tiny function for 18 s at the first log-probs
+    OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
+"""
+
+import enum
+import hashlib
+import json
+import os
+import random
+import secrets
+import struct
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from vllm import LLM, SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from hacpo_mega.config.checks import OWNED_BY_US_VLLM
+from hacpo_mega.records import Stop
+
+# CPU: room for keys and values. vLLM's default is most of the machine's memory, for every rank of it.
+CPU_CACHE_BYTES = 256 * 2**20
+OWNED = OWNED_BY_US_VLLM | {"enable_sleep_mode", "load_format", "logprobs_mode", "worker_cls", "disable_log_stats"}
+
+
+class Memory(enum.Enum):
+    """What of the engine is in device memory: nothing, the weights alone, or weights and key-value cache."""
+
+    ASLEEP = "asleep"
+    WEIGHTS = "weights"
+    AWAKE = "awake"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    token_ids   int32 [num_tokens], with the end-of-sequence token when the answer stopped by itself
+    stop        why it ended
+    logprobs    float32 [num_tokens], the engine's log-prob of every sampled token at temperature 1; None if not asked for
+    """
+
+    token_ids: np.ndarray
+    stop: Stop
+    logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
+        assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape
+
+
+def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
+    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
+
+    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
+    resumed run answers as the first one did, whatever its layout.
+    """
+    place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def eos_token_ids(model: Path) -> tuple[int, ...]:
+    """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
+
+    The files disagree in practice: a chat model's config.json names the end of the text, its tokenizer the end of a turn.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        named = _read_json(model / name).get("eos_token_id")
+        found.update([named] if isinstance(named, int) else named or [])
+    token = _read_json(model / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = _read_json(model / "tokenizer.json").get("added_tokens", [])
+    found.update(entry["id"] for entry in added if text and entry["content"] == text)
+    return tuple(sorted(found))
+
+
+class Engine:
+    """A live vLLM: sample answers, take new weights, sleep while the actor trains.
+
+    All ranks of an engine call every method in lockstep with equal arguments and get equal results.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        eos_ids: Sequence[int] | None = None,
+        random_weights: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Build the engine and load the weights of the folder `model`. Collective over the default process group.
+
+        max_model_len    tokens of the longest prompt and answer together
+        eos_ids          token ids that end an answer; None takes `eos_token_ids(model)`
+        random_weights   skip reading the weights: for a caller who publishes before the first answer
+        options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
+        Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
+        """
+        _check_options(options or {})
+        _check_process(tensor_parallel_size)
+        self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
+        self.max_model_len = max_model_len
+        self._on_cuda = torch.cuda.is_available()
+        self._names = _weight_names(model)
+        self._memory = Memory.AWAKE
+        self._is_loaded = not random_weights
+        with _process_untouched(), _joined_to_default_group():
+            self._llm = LLM(
+                model=str(model),
+                tensor_parallel_size=tensor_parallel_size,
+                distributed_executor_backend="external_launcher",
+                dtype=dtype,
+                seed=seed,
+                max_model_len=max_model_len,
+                trust_remote_code=trust_remote_code,
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
+                load_format="dummy" if random_weights else "auto",
+                enable_sleep_mode=self._on_cuda,
+                **({} if self._on_cuda else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES})
+                | {"use_tqdm_on_load": False}
+                | dict(options or {}),
+            )
+        model_config = self._llm.llm_engine.vllm_config.model_config
+        self._has_tied_embeddings = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
+        head_sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if not self._on_cuda and model_config.get_head_size() not in head_sizes:
+            raise ValueError(
+                f"{model} has head_dim {model_config.get_head_size()}; vLLM's attention on CPU knows {head_sizes}"
+            )
+
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        return_logprobs: bool = False,
+    ) -> list[Completion]:
+        """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
+
+        An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
+        Raises ValueError if a prompt and `max_tokens` together exceed max_model_len, RuntimeError unless awake and loaded.
+        """
+        assert len(prompts) == len(seeds), (len(prompts), len(seeds))
+        self._require(Memory.AWAKE, "generate", needs_weights=True)
+        for index, prompt in enumerate(prompts):
+            if not 1 <= len(prompt) <= self.max_model_len - max_tokens:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
+                    f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}. Shorten the prompt or the answer."
+                )
+        outputs = self._run(
+            prompts,
+            [
+                SamplingParams(
+                    temperature=temperature,
+                    seed=seed,
+                    max_tokens=max_tokens,
+                    stop_token_ids=list(self.eos_ids),
+                    logprobs=0 if return_logprobs else None,
+                    flat_logprobs=True,
+                    detokenize=False,
+                )
+                for seed in seeds
+            ],
+        )
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probs (float32 nats, temperature 1) of every token after the first: arrays of len(sequence) - 1.
+
+        Raises ValueError for a sequence that is shorter than 2 or does not leave room for one more token.
+        """
+        self._require(Memory.AWAKE, "logprobs", needs_weights=True)
+        for index, tokens in enumerate(sequences):
+            if not 2 <= len(tokens) < self.max_model_len:
+                raise ValueError(
+                    f"sequence {index} has {len(tokens)} tokens; the engine (max_model_len {self.max_model_len}) scores "
+                    f"2 to {self.max_model_len - 1}, since it always samples one more"
+                )
+        scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        outputs = self._run(sequences, [scoring] * len(sequences))
+        return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Publish: replace all weights of the live model by (Hugging Face name, full tensor) pairs, forget cached prefixes.
+
+        Every rank of the engine is given every full tensor and keeps its own shard. A yielded tensor must keep its value
+        until this returns: vLLM holds on to it until the layer it belongs to is complete.
+        Raises ValueError when the names are not those of the model folder, RuntimeError while asleep.
+        """
+        self._require(Memory.WEIGHTS, "load", needs_weights=False)
+        given: set[str] = set()
+        with _process_untouched():
+            self._worker.reload_weights(weights_iterator=self._recorded(weights, given))
+            self._llm.reset_prefix_cache()
+        # vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
+        missing, unknown = self._names - given, given - self._names - {"lm_head.weight"}
+        if self._names and (missing or unknown):
+            self._is_loaded = False
+            raise ValueError(
+                f"published weights do not fit the model folder: {len(missing)} missing {sorted(missing)[:4]}, "
+                f"{len(unknown)} unknown {sorted(unknown)[:4]}"
+            )
+        self._is_loaded = True
+
+    def _recorded(
+        self, weights: Iterable[tuple[str, torch.Tensor]], given: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            given.add(name)
+            yield name, tensor
+            if self._has_tied_embeddings and not self._on_cuda and name.endswith("embed_tokens.weight"):
+                # On CPU the output layer keeps a packed copy of the tied embedding, which would stay as it was.
+                yield "lm_head.weight", tensor
+
+    def sleep(self) -> None:
+        """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.
+
+        On CPU vLLM cannot free memory: there only the state changes. Raises RuntimeError if asleep already.
+        """
+        self._require(Memory.AWAKE, "sleep", needs_weights=False)
+        self._llm.reset_prefix_cache()
+        if self._on_cuda:
+            with _process_untouched():
+                self._llm.sleep(level=2)
+        self._is_loaded = False
+        self._memory = Memory.ASLEEP
+
+    def wake(self, *, cache: bool = True) -> None:
+        """Take device memory again; the weights must then be published before the next answer.
+
+        `cache=False` wakes the weights alone, so that `load` can run while the actor still fills the device; a second
+        `wake()` brings the key-value cache. Raises RuntimeError if awake already.
+        """
+        if self._memory is Memory.AWAKE:
+            raise RuntimeError("the engine is awake: wake() needs a sleep() before it")
+        tags = ["weights"] if self._memory is Memory.ASLEEP else []
+        tags += ["kv_cache"] if cache else []
+        if self._on_cuda and tags:
+            with _process_untouched():
+                self._llm.wake_up(tags=tags)
+        self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory. The default process group stays the caller's."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+
+    def _require(self, memory: Memory, verb: str, *, needs_weights: bool) -> None:
+        allowed = {Memory.AWAKE, memory}
+        if self._memory not in allowed:
+            raise RuntimeError(
+                f"{verb}() needs the engine {memory.value}, it is {self._memory.value}: call wake() first"
+            )
+        if needs_weights and not self._is_loaded:
+            raise RuntimeError(
+                f"{verb}() needs weights, which are not there after sleep or a random start: call load()"
+            )
+
+    def _run(self, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
+        if not prompts:
+            return []
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        with _process_untouched():
+            return self._llm.generate(requests, sampling, use_tqdm=False)
+
+
+def _completion(output: Any) -> Completion:
+    """A vLLM answer as our record. Its finish_reason is "stop" exactly when a token of eos_ids was sampled."""
+    stop = {"stop": Stop.EOS, "length": Stop.LENGTH}.get(output.finish_reason, Stop.ABORT)
+    logprobs = None if output.logprobs is None else np.asarray(output.logprobs.logprobs, dtype=np.float32)
+    return Completion(np.asarray(output.token_ids, dtype=np.int32), stop, logprobs)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for key in sorted(OWNED & options.keys()):
+        raise ValueError(
+            f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
+        )
+
+
+def _check_process(tensor_parallel_size: int) -> None:
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is "
+            f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
+            "process: set it to 0 before Python starts (launch/env.sh does)"
+        )
+    assert dist.is_initialized(), "the agent's default process group is made before its engine (topology.py)"
+    if dist.get_world_size() % tensor_parallel_size:
+        raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
+
+
+@contextmanager
+def _process_untouched() -> Iterator[None]:
+    """Give the trainer its process back as it was: vLLM seeds and draws from the global generators of Python, NumPy and
+    torch, and on CPU replaces torch.set_num_threads and appends to LD_PRELOAD, which would reach the reward workers."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    environment = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _joined_to_default_group() -> Iterator[None]:
+    """Build vLLM on the agent's default process group, not on the job's RANK, which counts over all agents.
+
+    The name matters on CPU: vLLM's ranks meet in shared memory under the text after the last colon and their rank
+    numbers. Two agents of one machine, or two jobs, have equal numbers and would read each other's activations.
+    """
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name)
+    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
+    arguments = (f"env://:{name[0]}", dist.get_rank(), local_rank)
+    with patch.object(ExecutorWithExternalLauncher, "_distributed_args", lambda executor: arguments):
+        yield
+
+
+def _weight_names(model: Path) -> frozenset[str]:
+    """The names in a folder's safetensors files; empty when it has none (nothing can be checked then)."""
+    names: set[str] = set()
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return frozenset(names)
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
