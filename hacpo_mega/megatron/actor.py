@@ -1,0 +1,268 @@
+"""The actor: one agent's Megatron model, that scores answers, learns from them, and hands out its weights.
+
+Every method is called by all ranks of a cell with the same samples, and `learn` by all cells of the agent together.
+Its heart is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: what scores an answer is,
+bit for bit, what the first update of a step sees again. The scaling of gradients is in schedule.py, Adam in
+optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), and sampling (the engine).
+Shapes: T tokens and R trained rows of a micro-batch, B its samples, H hidden size.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hacpo_kernels import linear_logprob, segment_sum
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch.utils._pytree import tree_map_only
+
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.data.batches import pack
+from hacpo_mega.records import MicroBatch, Sample
+
+from .architecture import Architecture
+from .model import build_model, lm_head_weight, vocab_start
+from .optimizer import ActorOptimizer, OptimizerStep
+from .platform import initialize_parallel, megatron_platform
+from .reshard import full_tensors, save_hf
+from .schedule import (
+    accumulate_gradients,
+    forward_only,
+    obey_scaling_law,
+    object_from_last_stage,
+    sum_over_cells,
+    tensor_from_last_stage,
+)
+from .weights import load_hf_weights
+
+# (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
+LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """One optimizer update as this cell saw it; equal on all ranks of the cell.
+
+    reports      what the loss function reported, one per micro-batch of this cell, tensors on the CPU
+    loss         of the whole update, over all cells
+    grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
+    skipped      the norm was not finite, so the parameters stayed as they were
+    num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
+    """
+
+    reports: tuple[Any, ...]
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    num_microbatches: int
+    num_samples: int
+    num_tokens: int
+    num_trained: int
+
+
+class Actor:
+    """A Hugging Face folder as a trainable Megatron model, spread over tp * pp ranks and repeated over cells."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tp: int,
+        pp: int,
+        optimizer: OptimizerConfig,
+        total_updates: int,
+        max_tokens_per_microbatch: int,
+        max_positions: int | None = None,
+        temperature: float = 1.0,
+        seed: int = 1,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Build this rank's part over the default process group (the agent's world) and load `folder` into it.
+
+        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `overrides` are
+        fields of Megatron's TransformerConfig. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError
+        for a layout or a folder the model cannot have (model.py, weights.py).
+        """
+        self.architecture = Architecture.from_folder(folder)
+        self.folder, self.tp, self.temperature = Path(folder), tp, temperature
+        self.max_tokens = max_tokens_per_microbatch
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        initialize_parallel(tp, pp, seed)
+        with megatron_platform():
+            self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, overrides)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates)
+        self._reference: list[torch.Tensor] | None = None
+
+    def _build(
+        self, tp: int, pp: int, max_positions: int, overrides: Mapping[str, Any] | None
+    ) -> DistributedDataParallel:
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        model = build_model(
+            self.architecture, tp=tp, pp=pp, dtype=dtype, max_positions=max_positions, overrides=dict(overrides or {})
+        )
+        load_hf_weights(model, self.folder)
+        obey_scaling_law(model.config)
+        wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        return DistributedDataParallel(model.config, wrapping, model)
+
+    # ---- scoring
+
+    def score(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Mean log-prob of every sample over its trained tokens, float32 nats [len(samples)], on all ranks of the cell.
+
+        The sum is divided by `sample.length` as the objective does, in the same arithmetic: scored with the samples
+        of one update (its own answers), before it, a sample's ratio in that update is exactly 1. A sample without
+        trained tokens scores 0, the empty sum.
+        """
+        scores = np.zeros(len(samples), dtype=np.float32)
+        for batch, logprob_R in self._forward(samples):
+            length_B = batch.length_B.double()
+            mean_B = (segment_sum(logprob_R, batch.row_cu_seqlens_B).cpu() / length_B).float()
+            for place, value in zip(_places(samples, batch), mean_B.tolist(), strict=True):
+                scores[place] = value
+        return scores
+
+    def token_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Log-prob of every trained token of every sample, float32 [num_trained] each, on all ranks of the cell."""
+        found = [np.zeros(0, dtype=np.float32)] * len(samples)
+        for batch, logprob_R in self._forward(samples):
+            parts = logprob_R.cpu().split(batch.row_cu_seqlens_B.diff().tolist())
+            for place, part in zip(_places(samples, batch), parts, strict=True):
+                found[place] = part.numpy()
+        return found
+
+    def _forward(self, samples: Sequence[Sample]) -> list[tuple[MicroBatch, torch.Tensor]]:
+        """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""
+        batches = pack(samples, self.max_tokens, multiple=self.tp)
+        with megatron_platform():
+            logprobs = forward_only(self.model, batches, self._token_logprobs)
+        if not logprobs:
+            logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
+        return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
+
+    def _token_logprobs(self, hidden_TH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Log-probs of the trained rows, fp32 [R]: the head, without logits. Last pipeline stage only."""
+        return linear_logprob(
+            hidden_TH[batch.rows_R.to(self.device, non_blocking=True)],
+            lm_head_weight(self.model),
+            batch.targets_R,
+            vocab_start=vocab_start(self.model),
+            vocab_size=self.architecture.vocab_size,
+            temperature=self.temperature,
+            group=parallel_state.get_tensor_model_parallel_group() if self.tp > 1 else None,
+        )
+
+    # ---- learning
+
+    def learn(self, samples: Sequence[Sample], loss_fn: LossFn) -> UpdateStats:
+        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
+
+        `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
+        over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
+        update. A gradient that is not finite anywhere skips the update everywhere.
+        """
+        batches = pack(samples, self.max_tokens, multiple=self.tp)
+
+        def last_stage(hidden_TH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, Any]]:
+            loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), _on_device(batch, self.device))
+            return loss, (loss.detach(), report)
+
+        with megatron_platform():
+            seen = accumulate_gradients(self.model, batches, last_stage)
+            step = self.optimizer.step()
+        loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
+        reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
+        return _update_stats(batches, *object_from_last_stage((loss, reports)), step)
+
+    def learn_supervised(self, samples: Sequence[Sample], num_trained_tokens: int) -> UpdateStats:
+        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
+
+        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
+            return -logprob_R.sum() / num_trained_tokens, None
+
+        return self.learn(samples, cross_entropy)
+
+    # ---- reference policy
+
+    def keep_reference(self) -> None:
+        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks."""
+        self._reference = self._copy_of_parameters()
+
+    def reference_token_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """`token_logprobs` under the kept parameters; the present ones are back, bit for bit, afterwards."""
+        assert self._reference is not None, "keep_reference() comes first"
+        with self._parameters_of(self._reference):
+            return self.token_logprobs(samples)
+
+    @contextmanager
+    def _parameters_of(self, other: list[torch.Tensor]) -> Iterator[None]:
+        present = self._copy_of_parameters()
+        try:
+            self._set_parameters(other)
+            yield
+        finally:
+            self._set_parameters(present)
+
+    def _copy_of_parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+
+    @torch.no_grad()
+    def _set_parameters(self, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    # ---- weights
+
+    def weights(self, *, tied_head: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell.
+
+        `tied_head` repeats a tied embedding as lm_head.weight (reshard.full_tensors says who needs that).
+        """
+        return full_tensors(self.model, tied_head=tied_head)
+
+    def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes."""
+        if parallel_state.get_data_parallel_rank() == 0:
+            save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
+        torch.distributed.barrier()
+
+
+def _places(samples: Sequence[Sample], batch: MicroBatch) -> list[int]:
+    """Where the samples of a micro-batch stand in `samples`."""
+    place_of = {id(sample): place for place, sample in enumerate(samples)}
+    return [place_of[id(sample)] for sample in batch.samples]
+
+
+def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch as a loss function reads it; itself on the CPU."""
+    if device.type == "cpu":
+        return batch
+    tensors = {
+        field.name: getattr(batch, field.name).to(device, non_blocking=True)
+        for field in dataclasses.fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(batch, **tensors)
+
+
+def _update_stats(
+    batches: Sequence[MicroBatch], loss: float, reports: Sequence[Any], step: OptimizerStep
+) -> UpdateStats:
+    return UpdateStats(
+        reports=tuple(reports),
+        loss=loss,
+        grad_norm=step.grad_norm,
+        lr=step.lr,
+        skipped=not step.applied,
+        num_microbatches=len(batches),
+        num_samples=sum(len(batch.samples) for batch in batches),
+        num_tokens=sum(int(batch.cu_seqlens[len(batch.samples)]) for batch in batches),
+        num_trained=sum(len(batch.rows_R) for batch in batches),
+    )

@@ -1,0 +1,102 @@
+"""Adam for an actor: Megatron's distributed optimizer, clipping by the global norm, the learning rate of an update.
+
+The learning rate is a pure function of the update's number, so a resumed run needs only the count of its updates.
+Not here: gradients (schedule.py makes them) and what a checkpoint stores.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from hacpo_mega.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Learning rate of update number `update` (from 0) of `total_updates`.
+
+    Warm-up rises linearly and reaches `lr` at update `warmup_updates - 1`: no update is wasted at rate 0. Then
+    `constant` stays; `linear` and `cosine` fall to `min_lr_ratio * lr`, which the update after the last would have.
+    """
+    if update < config.warmup_updates:
+        return config.lr * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.lr
+    done = (update - config.warmup_updates) / max(1, total_updates - config.warmup_updates)
+    done = min(done, 1.0)
+    kept = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * kept)
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What one optimizer step did. `grad_norm` is over the whole model, before clipping; `applied` is false when it was
+    not finite and the parameters were left as they were."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class ActorOptimizer:
+    """Megatron's distributed Adam over one wrapped model: fp32 moments and main weights, sharded over data parallel."""
+
+    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int):
+        self.config = config
+        self.total_updates = total_updates
+        self.num_updates = 0
+        self.megatron = get_megatron_optimizer(_megatron_config(model, config), [model], use_gloo_process_groups=False)
+        for group in self.megatron.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    def step(self) -> OptimizerStep:
+        """Apply the gradients in the model's buffers. Collective over the agent's ranks.
+
+        A norm that is not finite on any rank is so on all (it is all-reduced), so all skip together. A skipped update
+        still counts: the schedule follows the run's plan, not its luck.
+        """
+        lr = learning_rate(self.config, self.num_updates, self.total_updates)
+        self.num_updates += 1
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+        grad_norm, applied = _clipped_step(self.megatron, self.config.clip_grad)
+        return OptimizerStep(grad_norm=grad_norm, lr=lr, applied=applied)
+
+
+def _megatron_config(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizerConfig:
+    dtype = model.config.params_dtype
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr * config.min_lr_ratio,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float) -> tuple[float, bool]:
+    """Megatron's own `step`, taken apart: without a loss scaler it would apply a gradient full of NaN.
+
+    Returns the norm before clipping and whether the step was applied.
+    """
+    found_inf = optimizer.prepare_grads()
+    assert not found_inf, "there is no loss scaler that could have looked for infinities"
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return grad_norm, False
+    for part in optimizer.chained_optimizers:
+        # A rank may own no parameter of a part: more data-parallel ranks than the part has shards.
+        if part.get_parameters():
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    return grad_norm, True

@@ -1,0 +1,124 @@
+"""Micro-batches through the pipeline: forward alone, or forward and backward into the model's gradient buffers.
+
+The scaling law, in one place. After `accumulate_gradients` the buffers hold
+
+    d/dw  sum over data-parallel ranks, sum over their micro-batches, of  loss
+
+a plain sum: nothing divides by the number of micro-batches, of ranks or of tokens. A mean is made by the loss itself,
+which divides by a count of the whole update that every rank was handed. So a gradient depends neither on how samples
+were packed nor on how many ranks share them, and a rank without samples adds zero.
+
+Megatron's own defaults divide twice (by num_microbatches in the schedule, by the data-parallel size in DDP). Its
+`calculate_per_token_loss` switches both off and would instead divide by a token count in `finalize_model_grads`; that
+count is withheld here. tests/test_gradient_invariance.py holds the law against Hugging Face.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from hacpo_mega.records import MicroBatch
+
+from .model import forward_packed
+
+# (hidden states of the last stage, micro-batch) -> anything; with gradients it is (scalar loss, anything)
+LastStage = Callable[[torch.Tensor, MicroBatch], Any]
+
+# Megatron divides by this count where it is not zero, so a zero here switches that division off.
+NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
+
+
+def obey_scaling_law(config: TransformerConfig) -> None:
+    """Put a model's configuration under the law above. Before DDP wraps the model: it reads this once, then."""
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = _reduce_gradients
+
+
+def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
+    """`last_stage` of every micro-batch in order, without gradients; empty on the other pipeline stages."""
+    if not batches:
+        return []
+
+    def step(batches_left, model):
+        batch = next(batches_left)
+        return _forward(model, batch), lambda hidden_TH, non_loss_data: last_stage(hidden_TH, batch)
+
+    with torch.no_grad():
+        return _run(model, batches, step, forward_only=True, collect_non_loss_data=True)
+
+
+def accumulate_gradients(
+    model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
+) -> list[Any]:
+    """Fill the gradient buffers as the law says. `last_stage` answers (loss, seen); returns every `seen`, in order.
+
+    Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
+    joins the reduction with zeros.
+    """
+    model.zero_grad_buffer()
+    if not batches:
+        _reduce_gradients([model])
+        return []
+
+    def step(batches_left, model):
+        batch = next(batches_left)
+
+        def loss(hidden_TH):
+            value, seen = last_stage(hidden_TH, batch)
+            return value, NO_TOKEN_COUNT, seen
+
+        return _forward(model, batch), loss
+
+    return _run(model, batches, step, forward_only=False, collect_non_loss_data=False)
+
+
+def _forward(model: DistributedDataParallel, batch: MicroBatch) -> torch.Tensor:
+    return forward_packed(model, batch.tokens_T, batch.positions_T, batch.cu_seqlens)
+
+
+def _run(model: DistributedDataParallel, batches: Sequence[MicroBatch], step: Callable, **how: bool) -> list[Any]:
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        # Micro-batches differ in length: the true shape travels with every tensor (variable_seq_lengths).
+        seq_length=1,
+        micro_batch_size=1,
+        **how,
+    )
+
+
+def _reduce_gradients(models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    """Sum gradients over the data-parallel, sequence-parallel and tied-embedding groups, and divide by nothing."""
+    finalize_model_grads(models, None, **groups)
+
+
+def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:
+    """Sum of a scalar over the data-parallel ranks of this stage; an update's loss is the last stage's."""
+    total = torch.as_tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.item()
+
+
+def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """The last pipeline stage's `tensor` on every stage; the others hand in one of its shape, which is overwritten."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(tensor, source, group=parallel_state.get_pipeline_model_parallel_group())
+    return tensor
+
+
+def object_from_last_stage(thing: Any) -> Any:
+    """The same for a small picklable object: a broadcast of a few kilobytes."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return thing
+    box = [thing]
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
+    return box[0]
