@@ -34,6 +34,7 @@ def make_model(
     tied: bool = True,
     seed: int = 1,
     rope_scaling: dict | None = None,
+    attention_bias: bool = False,
     max_positions: int = 256,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
@@ -41,9 +42,9 @@ def make_model(
     """Write a random model of `family` ("qwen2", "qwen3" or "llama") to `folder` and return the folder.
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
-    Qwen2 derives its head size: hidden_size must then be num_heads * head_dim.
+    Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
-    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads)
+    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
     config.update(
         {
             "num_hidden_layers": num_layers,
@@ -67,12 +68,14 @@ def make_model(
     return Path(folder)
 
 
-def _config(family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int) -> PreTrainedConfig:
+def _config(
+    family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int, attention_bias: bool
+) -> PreTrainedConfig:
     rope = {"rope_theta": 10_000.0, "rope_type": "default", **(rope_scaling or {})}
     if family == "qwen2":
-        assert head_dim == derived_head_dim, (head_dim, derived_head_dim)
+        assert (head_dim, attention_bias) == (derived_head_dim, False), (head_dim, derived_head_dim, attention_bias)
         return Qwen2Config(rope_parameters=rope)
-    return CONFIGS[family](rope_parameters=rope, head_dim=head_dim)
+    return CONFIGS[family](rope_parameters=rope, head_dim=head_dim, attention_bias=attention_bias)
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:

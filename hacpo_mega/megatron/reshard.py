@@ -1,8 +1,8 @@
 """From Megatron shards to Hugging Face tensors: for the live engine, and for a folder on disk.
 
-Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage that
-owns the bucket, then one all-gather over tensor parallelism, which is the shorter way on hardware where stages are nodes
-apart and tensor shards are not. Not here: how a parameter is cut (names.py).
+Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage
+that owns the bucket, then one all-gather over tensor parallelism. In this order only a shard crosses the pipeline,
+whose stages may be nodes apart. Not here: how a parameter is cut (names.py).
 """
 
 import json
@@ -82,7 +82,7 @@ def save_hf(
 
 
 def _buckets(model: HiddenStateModel, bucket_bytes: int) -> Iterator[_Bucket]:
-    """All slots of all stages, each Hugging Face tensor once, cut into buckets of at most bucket_bytes (one slot at least)."""
+    """All slots of all stages, each Hugging Face tensor once, in buckets of at most bucket_bytes or a single slot."""
     seen: set[Source] = set()
     for stage in range(model.config.pipeline_model_parallel_size):
         waiting, size = [], 0
@@ -157,7 +157,7 @@ def _write_weights(
     assert next(tensors, None) is None, "a tensor is not in the plan"
     if writes and len(files) > 1:
         weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
-        total = sum((folder / name).stat().st_size for name in files)
+        total = sum(torch.Size(source.shape).numel() for source in all_sources(model)) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
