@@ -1,0 +1,151 @@
+"""What the tests of the actor share: samples, a Hugging Face oracle that computes by itself, and ways to look inside.
+
+The oracle runs one sequence at a time in float64 with eager attention and writes the objective out again from the
+paper; nothing of hacpo_mega or its kernels takes part.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.algorithm import PackedSequences, policy_loss
+from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.records import MicroBatch, Sample
+
+VOCAB = 131
+TEMPERATURE = 0.8
+ALGORITHM = AlgorithmConfig(alpha=1.5, delta=0.3, delta_step=0.05)
+UPDATE_INDEX = 1  # lower end of the cross band: 1 - 0.3 + 0.05 = 0.75
+WEIGHT = 1 / 7
+
+# Adam whose first step is plain gradient descent: lr / (|g| + eps) with eps this large is GRADIENT_RATE for every g.
+GRADIENT_RATE = 100.0
+DESCENT = OptimizerConfig(lr=GRADIENT_RATE * 1e8, eps=1e8, clip_grad=1e30)
+
+
+def random_samples(num_prompts: int, seed: int) -> list[Sample]:
+    """Three sources of two answers each to every prompt; source 0 is the learner. Some train nothing, some no EOS."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for prompt in range(num_prompts):
+        prompt_ids = rng.integers(VOCAB, size=rng.integers(1, 9), dtype=np.int32)
+        for source in range(3):
+            for rollout in range(2):
+                answer_ids = rng.integers(VOCAB, size=rng.integers(2, 20), dtype=np.int32)
+                num_trained = int(rng.choice([0, len(answer_ids) - 1, len(answer_ids)], p=[0.1, 0.3, 0.6]))
+                advantage = float(rng.normal())
+                samples.append(
+                    Sample(
+                        source=source,
+                        is_self=source == 0,
+                        prompt_index=prompt,
+                        rollout_index=rollout,
+                        prompt_ids=prompt_ids,
+                        answer_ids=answer_ids,
+                        num_trained=num_trained,
+                        advantage=advantage,
+                        source_logprob=0.0,
+                        length=float(num_trained),
+                    )
+                )
+    return samples
+
+
+def with_sources_near(samples: Sequence[Sample], means: Sequence[float], seed: int) -> list[Sample]:
+    """Source log-probs that put ratios well inside and well outside every clip, and no ratio on a border."""
+    rng = np.random.default_rng(seed)
+    return [
+        dataclasses.replace(s, source_logprob=float(np.float32(mean - np.log(rng.choice(_RATIOS[s.is_self])))))
+        for s, mean in zip(samples, means, strict=True)
+    ]
+
+
+_RATIOS = {True: [0.99, 1.0001, 1.01], False: [0.5, 0.8, 0.95, 1.3]}
+
+
+class Oracle:
+    """A Hugging Face model in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+
+    def token_logprobs(self, sample: Sample) -> torch.Tensor:
+        """Log-probs of the trained tokens of one sample, with a graph."""
+        tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.answer_ids])).long()
+        logits_TV = self.model(tokens[None]).logits[0] / TEMPERATURE
+        first = len(sample.prompt_ids)
+        rows = logits_TV[first - 1 : first - 1 + sample.num_trained].log_softmax(dim=-1)
+        return rows.gather(1, tokens[first : first + sample.num_trained, None])[:, 0]
+
+    def mean_logprobs(self, samples: Sequence[Sample]) -> list[float]:
+        with torch.no_grad():
+            return [float(self.token_logprobs(s).sum()) / max(s.num_trained, 1) for s in samples]
+
+    def policy_loss(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """ALGORITHM section 2, steps 7 and 8, written out."""
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            if sample.num_trained == 0:
+                continue
+            ratio = (self.token_logprobs(sample).mean() - sample.source_logprob).exp()
+            if sample.is_self:
+                clipped = ratio.clamp(1 - ALGORITHM.eps_low, 1 + ALGORITHM.eps_high)
+                loss = -torch.min(ratio * sample.advantage, clipped * sample.advantage)
+            else:
+                band = ratio.clamp(1 - ALGORITHM.delta + UPDATE_INDEX * ALGORITHM.delta_step, 1.0)
+                loss = -band * band.detach() ** ALGORITHM.alpha * sample.advantage
+            total = total + WEIGHT * loss
+        return total
+
+    def cross_entropy(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Mean over all trained tokens of all samples."""
+        logprobs = torch.cat([self.token_logprobs(sample) for sample in samples])
+        return -logprobs.mean()
+
+    def gradient(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """d loss / d parameter by Hugging Face name; a tied head is part of the embedding, once."""
+        self.model.zero_grad()
+        loss.backward()
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+
+def objective(token_logprob_R: torch.Tensor, batch: MicroBatch):
+    """The project's own objective as a loss function of an actor."""
+    sequences = PackedSequences(*(getattr(batch, name) for name in PackedSequences._fields))
+    return policy_loss(token_logprob_R, sequences, UPDATE_INDEX, WEIGHT, ALGORITHM)
+
+
+def make_actor(folder: Path, *, tp: int = 1, pp: int = 1, optimizer: OptimizerConfig = DESCENT, **options) -> Actor:
+    """An actor in the present default group, whatever layout an earlier one of this process had."""
+    parallel_state.destroy_model_parallel()
+    options = {"total_updates": 10, "max_tokens_per_microbatch": 60, "temperature": TEMPERATURE, **options}
+    return Actor(folder, tp=tp, pp=pp, optimizer=optimizer, **options)
+
+
+def full_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.weights()}
+
+
+def gradient_by_descent(actor: Actor, update) -> tuple[dict[str, torch.Tensor], object]:
+    """The gradient that `update()` applied, read off the weights of an actor made with DESCENT, and what it returned."""
+    before = full_weights(actor)
+    stats = update()
+    after = full_weights(actor)
+    return {name: (before[name].double() - after[name].double()) / GRADIENT_RATE for name in before}, stats
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """|found - expected| / |expected| over the whole model, as one vector."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    difference = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    return (difference / sum(float(expected[name].square().sum()) for name in expected)) ** 0.5
+
+
+def norm(gradient: dict[str, torch.Tensor]) -> float:
+    return sum(float(tensor.square().sum()) for tensor in gradient.values()) ** 0.5

@@ -1,0 +1,157 @@
+"""The scaling law of megatron/schedule.py: one gradient, whatever the packing, the layout and the number of cells.
+
+Every gradient is held against a Hugging Face model in float64 that never saw a micro-batch.
+"""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from actor_cases import (
+    WEIGHT,
+    Oracle,
+    gradient_by_descent,
+    make_actor,
+    norm,
+    objective,
+    random_samples,
+    relative_error,
+    with_sources_near,
+)
+from ranks import run_ranks
+from tiny_models import make_model
+
+MODELS = {
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "qwen3-untied": {"family": "qwen3", "tied": False},
+    "llama-tied": {"family": "llama", "tied": True},
+    "llama-untied": {"family": "llama", "tied": False},
+}
+# (ranks, tp, pp): the rest of the ranks are further cells
+LAYOUTS = [(2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 1)]
+NUM_PROMPTS = 3  # so that with four cells the last one has nothing to train
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(root / name, **sizes) for name, sizes in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def oracles(folders):
+    return {name: Oracle(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def samples(oracles):
+    """Per model, since source log-probs are put around its own."""
+    drawn = random_samples(NUM_PROMPTS, seed=11)
+    return {name: with_sources_near(drawn, oracle.mean_logprobs(drawn), seed=12) for name, oracle in oracles.items()}
+
+
+@pytest.fixture(scope="module")
+def policy_gradients(oracles, samples):
+    return {
+        name: (loss := oracle.policy_loss(samples[name]), oracle.gradient(loss)) for name, oracle in oracles.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """This process as an agent of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def by_layout(folders, samples):
+    """(ranks, tp, pp, model) -> (gradient, update stats) of every rank."""
+    found = {}
+    for num_ranks in {layout[0] for layout in LAYOUTS}:
+        layouts = [layout[1:] for layout in LAYOUTS if layout[0] == num_ranks]
+        answers = run_ranks(num_ranks, gradients_of_layouts, layouts, folders, samples)
+        for key in answers[0]:
+            found[num_ranks, *key] = [answer[key] for answer in answers]
+    return found
+
+
+def gradients_of_layouts(layouts, folders, samples):
+    found = {}
+    for tp, pp in layouts:
+        cell, num_cells = dist.get_rank() // (tp * pp), dist.get_world_size() // (tp * pp)
+        for name, folder in folders.items():
+            mine = [sample for sample in samples[name] if sample.prompt_index % num_cells == cell]
+            actor = make_actor(folder, tp=tp, pp=pp)
+            found[tp, pp, name] = gradient_by_descent(actor, lambda a=actor, m=mine: a.learn(m, objective))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_tokens, order, num_microbatches", [(28, 1, 7), (60, -1, 4), (60, 1, 4), (10_000, 1, 2)])
+def test_packing_does_not_change_the_gradient(
+    alone, folders, samples, policy_gradients, name, max_tokens, order, num_microbatches
+):
+    loss, expected = policy_gradients[name]
+    actor = make_actor(folders[name], max_tokens_per_microbatch=max_tokens)
+    found, stats = gradient_by_descent(actor, lambda: actor.learn(samples[name][::order], objective))
+    assert stats.num_microbatches == num_microbatches
+    assert relative_error(found, expected) < 1e-5
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert stats.grad_norm == pytest.approx(norm(expected), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_ranks, tp, pp", LAYOUTS)
+def test_layout_does_not_change_the_gradient(by_layout, policy_gradients, name, num_ranks, tp, pp):
+    loss, expected = policy_gradients[name]
+    for rank, (found, stats) in enumerate(by_layout[num_ranks, tp, pp, name]):
+        assert relative_error(found, expected) < 1e-5, f"rank {rank}"
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert stats.grad_norm == pytest.approx(norm(expected), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_cell_without_samples_took_part(by_layout):
+    counts = [stats.num_samples for _, stats in by_layout[4, 1, 1, "qwen3-tied"]]
+    assert counts[3] == 0
+    assert min(counts[:3]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, tp, pp", LAYOUTS)
+def test_all_ranks_of_a_cell_hold_the_same_report(by_layout, samples, num_ranks, tp, pp):
+    answers = by_layout[num_ranks, tp, pp, "llama-tied"]
+    for rank, (_, stats) in enumerate(answers):
+        leader = answers[rank // (tp * pp) * (tp * pp)][1]
+        assert len(stats.reports) == stats.num_microbatches == leader.num_microbatches
+        for mine, its in zip(stats.reports, leader.reports, strict=True):
+            np.testing.assert_array_equal(mine.ratio_B, its.ratio_B)
+    cells = [stats for _, stats in answers][:: tp * pp]
+    trained = sum(sample.num_trained > 0 for sample in samples["llama-tied"])
+    assert sum(stats.num_samples for stats in cells) == trained
+    counted = sum(report.ratio_self[1] + report.ratio_cross[1] for stats in cells for report in stats.reports)
+    assert counted == trained
+
+
+def test_cross_entropy_is_the_mean_over_trained_tokens(alone, folders, oracles, samples):
+    name = "qwen3-untied"
+    loss = oracles[name].cross_entropy(samples[name])
+    actor = make_actor(folders[name])
+    num_trained = sum(sample.num_trained for sample in samples[name])
+    found, stats = gradient_by_descent(actor, lambda: actor.learn_supervised(samples[name], num_trained))
+    assert relative_error(found, oracles[name].gradient(loss)) < 1e-5
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_the_cases_reach_every_branch_of_the_objective(oracles, samples):
+    """A guard on the data above: clipped and unclipped own answers, cross answers below, inside and above the band."""
+    for name, oracle in oracles.items():
+        trained = [sample for sample in samples[name] if sample.num_trained > 0]
+        ratios = np.exp(np.array(oracle.mean_logprobs(trained)) - [sample.source_logprob for sample in trained])
+        own = np.array([sample.is_self for sample in trained])
+        assert (np.abs(ratios[own] - 1) < 3e-4).any()
+        assert (np.abs(ratios[own] - 1) > 3e-3).any()
+        assert np.unique(np.digitize(ratios[~own], [0.75, 1.0])).tolist() == [0, 1, 2]
+    assert WEIGHT != 1.0
