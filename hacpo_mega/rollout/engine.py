@@ -1,8 +1,8 @@
 """The rollout engine: a live vLLM inside the trainer's own process, on CUDA and on CPU with the same code.
 
-Every rank of an agent builds one `Engine`; `tensor_parallel_size` neighbouring ranks of the agent's default process group
-form one vLLM, further ranks are independent replicas of it. New weights are loaded into the running model, no file and
-no second process between trainer and engine. This is the only file that imports vllm.
+Every rank of an agent builds one `Engine`; `tensor_parallel_size` neighbouring ranks of the agent's default process
+group form one vLLM, further ranks are independent replicas of it. New weights are loaded into the running model, with
+no file and no second process between trainer and engine. This is the only file that imports vllm.
 Not here: prompts as text (the engine sees token ids and never decodes), and who is awake when (agent.py).
 
 The environment must hold, before Python starts (launch/env.sh sets it):
@@ -13,6 +13,7 @@ The environment must hold, before Python starts (launch/env.sh sets it):
 """
 
 import enum
+import gc
 import hashlib
 import json
 import os
@@ -57,7 +58,8 @@ class Completion:
 
     token_ids   int32 [num_tokens], with the end-of-sequence token when the answer stopped by itself
     stop        why it ended
-    logprobs    float32 [num_tokens], the engine's log-prob of every sampled token at temperature 1; None if not asked for
+    logprobs    float32 [num_tokens], log-probs of the sampled tokens under the distribution they were drawn from;
+                None if not asked for
     """
 
     token_ids: np.ndarray
@@ -65,7 +67,7 @@ class Completion:
     logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
+        assert (self.token_ids.dtype, self.token_ids.ndim) == (np.int32, 1), self.token_ids
         assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape
 
 
@@ -82,7 +84,7 @@ def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int,
 def eos_token_ids(model: Path) -> tuple[int, ...]:
     """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
 
-    The files disagree in practice: a chat model's config.json names the end of the text, its tokenizer the end of a turn.
+    The files disagree in practice: config.json of a chat model may name the end of a text, its tokenizer that of a turn.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -141,6 +143,7 @@ class Engine:
                 trust_remote_code=trust_remote_code,
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
+                logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
                 load_format="dummy" if random_weights else "auto",
                 enable_sleep_mode=self._on_cuda,
                 **({} if self._on_cuda else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES})
@@ -171,7 +174,7 @@ class Engine:
         """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
-        Raises ValueError if a prompt and `max_tokens` together exceed max_model_len, RuntimeError unless awake and loaded.
+        Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
         self._require(Memory.AWAKE, "generate", needs_weights=True)
@@ -179,7 +182,7 @@ class Engine:
             if not 1 <= len(prompt) <= self.max_model_len - max_tokens:
                 raise ValueError(
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
-                    f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}. Shorten the prompt or the answer."
+                    f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
         outputs = self._run(
             prompts,
@@ -207,18 +210,19 @@ class Engine:
         for index, tokens in enumerate(sequences):
             if not 2 <= len(tokens) < self.max_model_len:
                 raise ValueError(
-                    f"sequence {index} has {len(tokens)} tokens; the engine (max_model_len {self.max_model_len}) scores "
-                    f"2 to {self.max_model_len - 1}, since it always samples one more"
+                    f"sequence {index} has {len(tokens)} tokens; the engine (max_model_len {self.max_model_len}) "
+                    f"scores 2 to {self.max_model_len - 1}, since it always samples one more"
                 )
         scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         outputs = self._run(sequences, [scoring] * len(sequences))
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish: replace all weights of the live model by (Hugging Face name, full tensor) pairs, forget cached prefixes.
+        """Publish: replace all weights of the live model by (Hugging Face name, full tensor) pairs.
 
-        Every rank of the engine is given every full tensor and keeps its own shard. A yielded tensor must keep its value
-        until this returns: vLLM holds on to it until the layer it belongs to is complete.
+        Every rank of the engine is given every full tensor and keeps its own shard. A yielded tensor must keep its
+        value until this returns: vLLM holds on to it until the layer it belongs to is complete. Cached prefixes, which
+        the old weights computed, are forgotten.
         Raises ValueError when the names are not those of the model folder, RuntimeError while asleep.
         """
         self._require(Memory.WEIGHTS, "load", needs_weights=False)
@@ -276,8 +280,13 @@ class Engine:
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. The default process group stays the caller's."""
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        destroy = dist.destroy_process_group
+        # vLLM takes down its own groups and then, with no argument, the default one, which the actor still needs.
+        keep_default = patch.object(dist, "destroy_process_group", lambda group=None: group and destroy(group))
+        with _process_untouched(), keep_default:
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+            gc.collect()
 
     def _require(self, memory: Memory, verb: str, *, needs_weights: bool) -> None:
         allowed = {Memory.AWAKE, memory}
