@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
@@ -18,6 +19,7 @@ EVERYWHERE = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes
     "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps tensor-parallel communication only in this order
 }
@@ -32,6 +34,9 @@ def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import."""
     for name, value in {**EVERYWHERE, **({} if _has_cuda() else ON_CPU)}.items():
         os.environ.setdefault(name, value)
+    # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
+    for module in (r"megatron\.", r"torch\.distributed"):
+        warnings.filterwarnings("ignore", category=Warning, module=module)
 
 
 def _has_cuda() -> bool:

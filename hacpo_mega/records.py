@@ -101,7 +101,7 @@ class Pool:
         )
 
     def tally(self) -> torch.Tensor:
-        """Per agent (sum of rewards, number with reward > 0, number judged), float64 [N, 3], over judged answers only."""
+        """Per agent (sum of rewards, number with reward > 0, number judged) over judged answers, float64 [N, 3]."""
         rewards_PNG = self.rewards_PNG
         judged_PNG = ~rewards_PNG.isnan()
         sums_N = rewards_PNG.nan_to_num().sum(dim=(0, 2))

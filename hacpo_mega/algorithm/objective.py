@@ -59,6 +59,11 @@ def sequence_objective(
     )
 
 
+def cross_band(update_index: int, config: AlgorithmConfig) -> float:
+    """low(m) = min(1, 1 - delta + m delta_step): the lower end of the cross band, which tightens with every update."""
+    return min(1.0, 1.0 - config.delta + update_index * config.delta_step)
+
+
 class PackedSequences(NamedTuple):
     """What the objective needs of a packed micro-batch (records.MicroBatch), on the device of the log-probs."""
 

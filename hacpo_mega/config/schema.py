@@ -197,9 +197,13 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """Who judges an answer, and how long one judgement may take before its worker is killed."""
+    """Who judges an answer, and how long one judgement may take before its worker is killed.
 
-    kind: Literal["math", "arithmetic"] = "math"
+    `kind` is "math", "math_any", "arithmetic", "exact", or a grader of your own as "module:function"
+    (data/rewards.py). With `require_stop` an answer that did not end by itself has no answer.
+    """
+
+    kind: str = "math"
     timeout_s: float = Field(5.0, gt=0.0)
     num_workers: Count = 1
     require_stop: bool = False
@@ -245,3 +249,8 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer that training or evaluation may ask for."""
+        return max(self.rollout.max_answer_tokens, self.evaluation.max_answer_tokens or 0)

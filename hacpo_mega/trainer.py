@@ -1,0 +1,153 @@
+"""The loop: every agent answers, all share, each learns. This file is the table of contents of a HACPO step.
+
+Every process of the job runs it, in lockstep, each for the agent, lane and cell that its rank belongs to (topology.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from hacpo_mega.agent import Agent
+from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages
+from hacpo_mega.config import Config
+from hacpo_mega.data.learner_view import LearnerView
+from hacpo_mega.data.rewards import Judge, Judgement
+from hacpo_mega.learning import SampleKey, ratios_by_key
+from hacpo_mega.megatron.actor import UpdateStats
+from hacpo_mega.metrics import Metrics
+from hacpo_mega.prompt_sets import codecs_of, held_out_prompts, training_sampler
+from hacpo_mega.rank_map import RankMap
+from hacpo_mega.records import Pool, Prompt, Rollout, Trajectory
+from hacpo_mega.rollout.exchange import exchange
+from hacpo_mega.run_folder import RunFolder
+from hacpo_mega.step_metrics import add_accuracy, add_answers, add_capability, add_update
+from hacpo_mega.topology import Place
+
+
+class Trainer:
+    """All agents of a configuration, trained together. One per process."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.names = tuple(agent.name for agent in config.agents)
+        self.steps_done = 0
+
+    def fit(self) -> None:
+        """Evaluates, trains `num_steps` steps, evaluates, and exports every agent. Collective over the job."""
+        with ExitStack() as stack:
+            self._open(stack)
+            self._evaluate()
+            self.folder.write_step(0, self.metrics.reduce())
+            while self.steps_done < self.config.num_steps:
+                self.step()
+            with self._phase("export"):
+                self.agent.export(self.config.run_dir / "agents" / self.agent.name)
+
+    def _open(self, stack: ExitStack) -> None:
+        config = self.config
+        self.place = stack.enter_context(Place.join(RankMap.of(config)))
+        self.folder = stack.enter_context(RunFolder(config, self.place))
+        self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.folder.show_phase)
+        codecs = codecs_of(config)
+        self.sampler, num_dropped = training_sampler(config, codecs)
+        self.held_out = held_out_prompts(config, codecs)
+        self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+        reward = config.reward
+        self.judge = stack.enter_context(Judge(reward.kind, reward.num_workers, reward.timeout_s, reward.require_stop))
+        self.capability = CapabilityTracker(len(config.agents), config.algorithm)
+        with self._phase("load"):
+            self.agent = Agent(config.agents[self.place.agent], self.place, config)
+            self.view = LearnerView.of(config, self.place.agent, self.agent.codec)
+
+    def step(self) -> None:
+        """One HACPO step (ALGORITHM section 2): everyone answers, everyone shares, each learns."""
+        prompts = self.sampler.at(self.steps_done, self.place.lane, self.config.lanes)
+        mine = self.agent.my_prompts(prompts)
+        with self._phase("roll_out"):
+            rollouts = self.agent.roll_out(mine, self.steps_done)
+        with self._phase("judge"):
+            judgements = self._judge(mine, rollouts)
+        with self._phase("score"):  # log-probs of the policy that will learn, before it learns
+            scores = self.agent.score(mine, rollouts)
+        with self._phase("exchange"):
+            trajectories = self._trajectories(rollouts, judgements, scores)
+            pool = exchange(trajectories, prompts, self.place, self.config.rollout.rollouts_per_prompt)
+            advantages_PNG = self._advantages(pool)
+            samples = self.view.samples(self._cell_part(pool), self._cell_part(advantages_PNG), self.metrics)
+        with self._phase("learn"):
+            ratios = {}
+            for update_index, update in enumerate(self.agent.plan(mine, samples)):
+                result = self.agent.learn(update, update_index)
+                ratios |= self._report_update(result, update_index)
+        with self._phase("publish"):  # Megatron shards -> the live vLLM engine
+            self.agent.publish_weights()
+        self.steps_done += 1
+        if self._evaluation_is_due():
+            self._evaluate()
+        self.folder.write_rollouts(self.steps_done, pool, advantages_PNG, ratios)
+        self.folder.write_step(self.steps_done, self.metrics.reduce())
+
+    def _judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
+        """One judgement per rollout, on the cell's leader; nobody else needs them."""
+        if not self.place.is_leader:
+            return []
+        by_index = {prompt.index: prompt for prompt in prompts}
+        asked = [by_index[rollout.prompt_index] for rollout in rollouts]
+        return self.judge.judge(
+            [prompt.text for prompt in asked],
+            [prompt.answer for prompt in asked],
+            [rollout.text for rollout in rollouts],
+            [rollout.stop for rollout in rollouts],
+        )
+
+    def _trajectories(
+        self, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[tuple[float, int]]
+    ) -> list[Trajectory]:
+        """Judged and scored rollouts of this cell, on its leader; and what they say about this agent."""
+        if not self.place.is_leader:
+            return []
+        trajectories = [
+            Trajectory(self.place.agent, rollout, judgement.verdict, judgement.reward, logprob, num_scored)
+            for rollout, judgement, (logprob, num_scored) in zip(rollouts, judgements, scores, strict=True)
+        ]
+        add_answers(self.metrics, self.agent.name, trajectories)
+        return trajectories
+
+    def _advantages(self, pool: Pool) -> torch.Tensor:
+        """Capability from all lanes, then this agent's advantages on the lane's cube [P, N, G]."""
+        reward_N, positive_N, judged_N = self.place.sum_over_lanes(pool.tally()).unbind(dim=1)
+        self.capability.update(reward_N / judged_N, positive_N / judged_N)
+        capability_N = self.capability.values()
+        if self.place.coordinate.global_rank == 0:
+            add_capability(self.metrics, self.names, capability_N, self.config.algorithm)
+        return hacpo_advantages(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
+
+    def _report_update(self, result: UpdateStats, update_index: int) -> dict[SampleKey, float]:
+        if self.place.is_leader:
+            add_update(self.metrics, result, update_index, self.place.agent, self.names, self.config.algorithm)
+        return ratios_by_key(result)
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluation.every_steps
+        return self.steps_done == self.config.num_steps or (every > 0 and self.steps_done % every == 0)
+
+    def _evaluate(self) -> None:
+        """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
+        my, lanes = self.place.coordinate, self.config.lanes
+        mine = self.held_out[my.cell :: lanes * self.place.rank_map.agents[my.agent].cells_per_lane]
+        if not self.held_out:
+            return
+        longest = self.config.evaluation.max_answer_tokens or self.config.rollout.max_answer_tokens
+        with self._phase("evaluate"):
+            answers = self.agent.answer_greedily(mine, longest)
+            judgements = self._judge(mine, answers)
+            if self.place.is_leader:
+                add_accuracy(self.metrics, self.agent.name, mine, judgements)
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        """Times a phase, shows it, and names it in case this process dies in it."""
+        self.place.enter_phase(phase, self.steps_done + 1)
+        with self.metrics.time(phase):
+            yield
