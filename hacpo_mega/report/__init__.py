@@ -1,0 +1,68 @@
+"""`hacpo-mega report RUN`: a run folder becomes `report.html`, PNG curves, and a short summary for machines."""
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hacpo_mega.console import phase_seconds
+from hacpo_mega.report.page import render_page
+from hacpo_mega.report.plots import draw_pictures
+from hacpo_mega.report.run import Run, accuracies, load_run, phase_series
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.html` and `report/*.png` into the run folder; returns the page's path.
+
+    The page holds everything itself and opens from disk. Raises ValueError when the folder is not that of a run.
+    """
+    run = load_run(Path(run_dir))
+    folder = run.folder / "report"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    pictures = draw_pictures(run)
+    for picture in pictures:
+        (folder / f"{picture.stem}.png").write_bytes(picture.png)
+    path = run.folder / "report.html"
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(render_page(run, pictures), encoding="utf-8")
+    fresh.replace(path)
+    return path
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """The run in short, ready for json.dumps; what is not known is None. Raises ValueError like `write_report`.
+
+    `phase_s` is the mean number of seconds per training step: of an agent its slowest rank's, of the run the slowest
+    agent's.
+    """
+    run = load_run(Path(run_dir))
+    agents = {name: _summarize(run, name) for name in run.agents}
+    answers = [agent["num_answers"] for agent in agents.values() if agent["num_answers"] is not None]
+    seconds: dict[str, list[float]] = {}
+    for step, metrics in run.steps.items():
+        for phase, value in phase_seconds(metrics).items() if step else ():
+            seconds.setdefault(phase, []).append(value)
+    return {
+        "run_dir": str(run.folder),
+        "method": run.setting("algorithm", "method"),
+        "seed": run.setting("seed"),
+        "num_steps": run.num_steps,
+        "num_answers": sum(answers) if answers else None,
+        "phase_s": {phase: round(fmean(values), 6) for phase, values in seconds.items()},
+        "agents": agents,
+    }
+
+
+def _summarize(run: Run, agent: str) -> dict[str, Any]:
+    evaluated = accuracies(run, agent)
+    answers = run.series(f"agent/{agent}/num_answers")
+    trained = run.series(f"agent/{agent}/reward_mean")
+    by_step = {phase: [s for step, s in table.items() if step] for phase, table in phase_series(run, agent).items()}
+    return {
+        "accuracy_start": evaluated[0].value if evaluated else None,
+        "accuracy_end": evaluated[-1].value if len(evaluated) > 1 else None,
+        "num_steps": sum(1 for step in trained.steps if step),
+        "num_answers": int(sum(answers.values)) if answers else None,
+        "phase_s": {phase: round(fmean(values), 6) for phase, values in by_step.items() if values},
+    }

@@ -1,0 +1,162 @@
+"""The page of a run: one HTML file without a single outside reference, in light and dark."""
+
+import datetime
+import math
+from typing import Any
+
+from hacpo_mega.report.html import Html, join, table, tag
+from hacpo_mega.report.plots import Picture, agent_colour
+from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills
+from hacpo_mega.report.samples import render_samples
+from hacpo_mega.report.style import STYLE
+
+
+def render_page(run: Run, pictures: list[Picture]) -> str:
+    """The whole page as text."""
+    name = run.folder.resolve().name
+    parts = [_head(run, name), _cards(run), _facts(run), _accuracy_section(run)]
+    parts += [_picture(picture) for picture in pictures]
+    if (samples := render_samples(run)) is not None:
+        note = "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied."
+        parts.append(join(tag("h2", "Sample prompts"), tag("p", note, class_="note"), samples))
+    parts.append(_appendix(run))
+    body = tag("body", *(part for part in parts if part))
+    meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">')
+    head = tag("head", meta, tag("title", f"{name} - hacpo_mega"), tag("style", Html(STYLE)))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _head(run: Run, name: str) -> Html:
+    planned = run.setting("num_steps")
+    progress = f"{run.num_steps} of {planned} steps" if planned else f"{run.num_steps} steps"
+    return join(tag("h1", name), tag("div", " · ".join([*_method(run), progress]), class_="sub"))
+
+
+def _method(run: Run) -> list[str]:
+    parts = [run.setting("algorithm", "method"), run.setting("algorithm", "preset")]
+    return [f"{' / '.join(part for part in parts if part)}"] if any(parts) else []
+
+
+def _cards(run: Run) -> Html:
+    return tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
+
+
+def _card(run: Run, agent: str) -> Html:
+    """What an agent gained: accuracy if it was evaluated, else the reward of its first and last steps."""
+    found = accuracies(run, agent)
+    rewards = run.series(f"agent/{agent}/reward_mean").values
+    lines = []
+    if len(found) > 1:
+        lines = _change("held-out accuracy", found[0].value, found[-1].value, _difference_error(found))
+    elif found:
+        lines = [
+            tag("div", f"{found[0].value:.3f}", class_="big"),
+            tag("div", f"held-out accuracy, step {found[0].step}"),
+        ]
+    elif len(rewards) > 1:
+        lines = _change("reward while training", rewards[0], rewards[-1], None)
+    answers = run.series(f"agent/{agent}/num_answers").values
+    counted = [tag("div", f"{int(sum(answers)):,} answers given", class_="sub")] if answers else []
+    name = tag("div", agent, class_="name")
+    return tag("div", name, *lines, *counted, class_="card", style=f"--agent:{agent_colour(run, agent)}")
+
+
+def _change(what: str, start: float, end: float, error: float | None) -> list[Html]:
+    gain = end - start
+    spread = f" ± {error:.3f}" if error is not None else ""
+    return [
+        tag("div", tag("small", f"{start:.3f} → "), f"{end:.3f}", class_="big"),
+        tag("div", f"{gain:+.3f}{spread}", tag("small", f"  {what}"), class_="gain up" if gain > 0 else "gain down"),
+    ]
+
+
+def _difference_error(found: list[Accuracy]) -> float | None:
+    first, last = found[0].standard_error, found[-1].standard_error
+    return None if first is None or last is None else math.hypot(first, last)
+
+
+def _facts(run: Run) -> Html:
+    start = run.starts[-1] if run.starts else {}
+    packages = start.get("packages", {})
+    facts = {
+        "folder": str(run.folder.resolve()),
+        "seed": run.setting("seed"),
+        "agents": ", ".join(_describe_agent(agent) for agent in run.config.get("agents", [])),
+        "lanes": run.setting("lanes"),
+        "prompts per step": run.setting("training", "prompts_per_step"),
+        "answers per prompt and agent": run.setting("rollout", "rollouts_per_prompt"),
+        "duration": _duration(run),
+        "starts": len(run.starts) if len(run.starts) > 1 else None,
+        "commit": start.get("commit"),
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+    }
+    known = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
+    return tag("dl", *(join(tag("dt", name), tag("dd", fact)) for name, fact in known.items()), class_="facts-grid")
+
+
+def _describe_agent(agent: dict[str, Any]) -> str:
+    layout = f"tp {agent.get('tp', 1)}, pp {agent.get('pp', 1)}"
+    return f"{agent.get('name')} ({agent.get('model', 'unknown model')}; {layout})"
+
+
+def _duration(run: Run) -> str | None:
+    """Between the first start (or line) and the last line, pauses between restarts included."""
+    times = run.series("time_unix_s").values
+    begin = min([*(start["time_unix_s"] for start in run.starts), *times], default=None)
+    return None if begin is None else str(datetime.timedelta(seconds=round(times[-1] - begin)))
+
+
+def _accuracy_section(run: Run) -> Html:
+    rows = []
+    for agent in run.agents:
+        for skill in [None, *evaluated_skills(run)]:
+            if found := accuracies(run, agent, skill):
+                rows.append(_accuracy_row(f"{agent} · {skill}" if skill else agent, found, bold=skill is None))
+    if not rows:
+        return Html()
+    note = (
+        "± is the binomial standard error; of the difference it is that of two independent samples, "
+        "which is too wide when both evaluations use the same prompts."
+    )
+    head = ["agent", "before", "after", "difference", "prompts", "steps"]
+    return join(
+        tag("h2", "Accuracy before and after"), tag("p", note, class_="note"), table(head, rows, class_="numbers")
+    )
+
+
+def _accuracy_row(name: str, found: list[Accuracy], bold: bool) -> list[str]:
+    first, last = found[0], found[-1]
+    later = len(found) > 1
+    gain = last.value - first.value
+    error = _difference_error(found)
+    difference = tag(
+        "span", f"{gain:+.3f}{_plus_minus(error)}", class_="up" if gain > 0 else "down" if gain < 0 else ""
+    )
+    return [
+        tag("b", name) if bold else name,
+        f"{first.value:.3f}{_plus_minus(first.standard_error)}",
+        f"{last.value:.3f}{_plus_minus(last.standard_error)}" if later else "–",
+        difference if later else "–",
+        str(last.num_evaluated or "–"),
+        f"{first.step} → {last.step}" if later else str(first.step),
+    ]
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.3f}"
+
+
+def _picture(picture: Picture) -> Html:
+    drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
+    return join(tag("h2", picture.title), tag("p", picture.note, class_="note"), drawing)
+
+
+def _appendix(run: Run) -> Html:
+    """Everything that was measured in the last step, and the configuration."""
+    last = run.steps[run.num_steps]
+    rows = [[name, f"{value:.6g}"] for name, value in (last.values | last.timing).items()]
+    measured = table(["name", "value"], rows, class_="numbers")
+    parts = [tag("details", tag("summary", f"All metrics of step {run.num_steps}"), measured)]
+    if run.config_text:
+        parts.append(tag("details", tag("summary", "Configuration"), tag("pre", run.config_text)))
+    return join(tag("h2", "Details"), *parts)

@@ -1,0 +1,135 @@
+"""A run folder as the report reads it: whatever is there of metrics, configuration, rollouts and starts.
+
+A run may be half finished, without evaluation, of one agent or of many: what is absent is absent, and stays so.
+"""
+
+import math
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.console import agent_names
+from hacpo_mega.metrics import StepMetrics, read_metrics
+from hacpo_mega.provenance import read_starts
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps that have it."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run. `config` is its resolved TOML, empty when the folder has none."""
+
+    folder: Path
+    config: dict[str, Any]
+    config_text: str
+    steps: dict[int, StepMetrics]
+    agents: tuple[str, ...]
+    starts: list[dict[str, Any]]
+
+    def series(self, name: str) -> Series:
+        """A metric over steps, of values or of timing; NaN and infinities are kept."""
+        found = [
+            (step, table[name]) for step, m in self.steps.items() for table in (m.values, m.timing) if name in table
+        ]
+        return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+
+    def setting(self, *keys: str) -> Any:
+        """One entry of the configuration, None when it is not known."""
+        place: Any = self.config
+        for key in keys:
+            place = place.get(key) if isinstance(place, dict) else None
+        return place
+
+    @property
+    def num_steps(self) -> int:
+        """Finished training steps."""
+        return max(self.steps)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Ordered pairs (learner, source) of different agents."""
+        return [(learner, source) for learner in self.agents for source in self.agents if learner != source]
+
+
+def load_run(folder: Path) -> Run:
+    """Reads a run folder. Raises ValueError for one that is none, or whose files are broken."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {what}: give the run_dir of a run that has finished at least one step")
+    steps = read_metrics(path)
+    if not steps:
+        raise ValueError(f"{path} has no finished line yet: the run has not finished a step; look into its logs")
+    config_text = _read_text(folder / "config.toml")
+    try:
+        config = tomllib.loads(config_text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{folder / 'config.toml'}: not valid TOML: {error}") from error
+    return Run(folder, config, config_text, steps, _agents(config, steps), read_starts(folder))
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str, ...]:
+    """In the order of the configuration; agents that only the metrics know follow by name."""
+    configured = [agent["name"] for agent in config.get("agents", []) if isinstance(agent, dict) and "name" in agent]
+    measured = sorted({name for metrics in steps.values() for name in agent_names(metrics)})
+    return tuple(dict.fromkeys([*configured, *measured]))
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Held-out accuracy of an agent at one step; `num_evaluated` is None when the run did not say."""
+
+    step: int
+    value: float
+    num_evaluated: int | None
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of a binomial share: sqrt(p (1 - p) / n)."""
+        if not self.num_evaluated:
+            return None
+        return math.sqrt(max(self.value * (1 - self.value), 0.0) / self.num_evaluated)
+
+
+def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]:
+    """The evaluations of an agent, by step; of one skill (or benchmark) if given."""
+    tail = f"/{skill}" if skill else ""
+    series = run.series(f"agent/{agent}/accuracy{tail}")
+    counts = run.series(f"agent/{agent}/num_evaluated{tail}")
+    numbers = dict(zip(counts.steps, counts.values))
+    return [
+        Accuracy(step, value, int(numbers[step]) if step in numbers else None)
+        for step, value in zip(series.steps, series.values)
+    ]
+
+
+def evaluated_skills(run: Run) -> list[str]:
+    """Names behind `agent/<name>/accuracy/`, in order of name."""
+    names = {name for metrics in run.steps.values() for name in metrics.values}
+    return sorted({match[1] for name in names if (match := re.fullmatch(r"agent/[^/]+/accuracy/(.+)", name))})
+
+
+def phase_series(run: Run, agent: str) -> dict[str, dict[int, float]]:
+    """Seconds by phase and step, of the agent's slowest rank."""
+    prefix = f"agent/{agent}/phase/"
+    phases: dict[str, dict[int, float]] = {}
+    for step, metrics in run.steps.items():
+        for name, seconds in metrics.timing.items():
+            if name.startswith(prefix):
+                phases.setdefault(name[len(prefix) :].removesuffix("_s"), {})[step] = seconds
+    return phases

@@ -1,0 +1,99 @@
+"""Sample prompts of a run side by side: every agent's answers with reward, and ratio and advantage for each learner."""
+
+from typing import Any
+
+from hacpo_mega.report.html import Html, join, tag
+from hacpo_mega.report.plots import agent_colour
+from hacpo_mega.report.run import Run
+from hacpo_mega.rollout_log import logged_steps, read_rollouts
+
+PROMPTS_PER_STEP = 4
+ANSWERS_SHOWN = 2
+LONGEST_ANSWER = 6000
+
+
+def render_samples(run: Run) -> Html | None:
+    """Prompts of the first, the middle and the last logged step; None when there are no rollouts."""
+    steps = logged_steps(run.folder)
+    if not steps:
+        return None
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    return join(*(_render_step(run, step) for step in chosen))
+
+
+def _render_step(run: Run, step: int) -> Html:
+    prompts = choose_prompts(read_rollouts(run.folder, step), PROMPTS_PER_STEP)
+    return join(tag("h3", f"Step {step}"), *(_render_prompt(run, prompt) for prompt in prompts))
+
+
+def choose_prompts(prompts: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """A few telling ones: skills in turn, and of a skill first the prompts on which not all answers did the same."""
+    by_skill: dict[str, list[dict[str, Any]]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: (_is_uniform(prompt), prompt["prompt_index"])):
+        by_skill.setdefault(prompt["skill"], []).append(prompt)
+    turns = [(turn, skill, p) for skill, group in sorted(by_skill.items()) for turn, p in enumerate(group[:number])]
+    turns.sort(key=lambda entry: entry[:2])
+    return [prompt for _, _, prompt in turns[:number]]
+
+
+def _is_uniform(prompt: dict[str, Any]) -> bool:
+    return len({answer["reward"] for answer in prompt["answers"]}) < 2
+
+
+def _render_prompt(run: Run, prompt: dict[str, Any]) -> Html:
+    head = tag(
+        "div",
+        tag("span", prompt["skill"] or prompt["id"], class_="skill"),
+        tag("pre", prompt["prompt"]),
+        tag("span", "gold ", tag("b", prompt["gold"]), class_="gold"),
+        class_="prompt",
+    )
+    agents = list(dict.fromkeys(answer["agent"] for answer in prompt["answers"]))
+    columns = [_render_column(run, agent, [a for a in prompt["answers"] if a["agent"] == agent]) for agent in agents]
+    return tag("article", head, tag("div", *columns, class_="columns", style=f"--columns:{len(columns)}"))
+
+
+def _render_column(run: Run, agent: str, answers: list[dict[str, Any]]) -> Html:
+    rewards = [answer["reward"] for answer in answers if answer["reward"] is not None]
+    right = f"mean reward {sum(rewards) / len(rewards):.2f} of {len(rewards)}" if rewards else "nothing judged"
+    shown = [_render_answer(answer) for answer in answers[:ANSWERS_SHOWN]]
+    rest = [_render_answer(answer) for answer in answers[ANSWERS_SHOWN:]]
+    more = [tag("details", tag("summary", f"{len(rest)} more"), *rest)] if rest else []
+    colour = agent_colour(run, agent) if agent in run.agents else "currentColor"
+    name = tag("h4", tag("span", "●", style=f"color:{colour}"), f" {agent} ", tag("small", right))
+    return tag("div", name, *shown, *more, class_="column")
+
+
+def _render_answer(answer: dict[str, Any]) -> Html:
+    reward = answer["reward"]
+    kind = "unjudged" if reward is None else "right" if reward >= 1 else "wrong" if reward <= 0 else "partly"
+    facts = [
+        "unjudged" if reward is None else f"reward {reward:g}",
+        answer["verdict"].replace("_", " "),
+        f"{answer['num_tokens']} tokens",
+        *(["cut at the limit"] if answer["stop"] == "length" else []),
+    ]
+    learners = list(dict.fromkeys([*answer["advantage"], *answer["ratio"]]))
+    return tag(
+        "div",
+        tag("pre", _shorten(answer["text"])),
+        tag("div", " · ".join(facts), class_="facts"),
+        tag("div", *(_render_learner(answer, learner) for learner in learners), class_="learners"),
+        class_=f"answer {kind}",
+    )
+
+
+def _render_learner(answer: dict[str, Any], learner: str) -> Html:
+    advantage, ratio = answer["advantage"].get(learner), answer["ratio"].get(learner)
+    parts = [] if advantage is None else [f" A {advantage:+.2f}"]
+    parts += [] if ratio is None else [f" ratio {ratio:.3f}"]
+    sign = "" if not advantage else " up" if advantage > 0 else " down"
+    return tag("span", tag("b", f"→ {learner}"), ",".join(parts), class_=f"learner{sign}")
+
+
+def _shorten(text: str) -> str:
+    """Head and tail of an answer that would make the page heavy; the whole one is in rollouts/."""
+    if len(text) <= LONGEST_ANSWER:
+        return text
+    half = LONGEST_ANSWER // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
