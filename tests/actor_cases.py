@@ -133,7 +133,7 @@ def full_weights(actor: Actor) -> dict[str, torch.Tensor]:
 
 
 def gradient_by_descent(actor: Actor, update) -> tuple[dict[str, torch.Tensor], object]:
-    """The gradient that `update()` applied, read off the weights of an actor made with DESCENT, and what it returned."""
+    """The gradient that `update()` applied to an actor made with DESCENT, read off its weights, and its answer."""
     before = full_weights(actor)
     stats = update()
     after = full_weights(actor)
