@@ -2,12 +2,14 @@
 
 Shapes, dtypes and devices are always checked. Values (a label outside the vocabulary, a negative length) are checked
 where looking costs nothing: in tensors on the CPU. In CUDA tensors looking would stop the queue, so a bad value comes
-out as -inf or NaN instead; pass the integer tensors on the CPU to have them checked.
+out of the kernels as -inf or NaN, and never as a read out of bounds; pass the integer tensors on the CPU to have them
+checked.
 """
 
 import torch
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LOGPROBS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -47,7 +49,7 @@ def check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temper
 
 def check_segments(token_logprob, cu_seqlens) -> None:
     """The packed layout that sequence_objective and segment_sum share."""
-    check_tensor("token_logprob", token_logprob, (None,), (torch.float32, torch.float64))
+    check_tensor("token_logprob", token_logprob, (None,), LOGPROBS)
     check_tensor("cu_seqlens", cu_seqlens, (None,), INTEGERS, token_logprob if cu_seqlens.is_cuda else None)
     if len(cu_seqlens) < 1:
         raise ValueError("cu_seqlens is empty; expected the starts of B sequences and the token count: [B + 1] numbers")
@@ -65,12 +67,11 @@ def check_segments(token_logprob, cu_seqlens) -> None:
 
 def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, update_index, length, bounds) -> None:
     """`anchor` is the tensor whose device the others share, `bounds` the named non-negative numbers."""
-    floats = (torch.float32, torch.float64)
-    check_tensor("source_logprob", source_logprob, (num_sequences,), floats, anchor)
-    check_tensor("advantage", advantage, (num_sequences,), floats, anchor)
+    check_tensor("source_logprob", source_logprob, (num_sequences,), LOGPROBS, anchor)
+    check_tensor("advantage", advantage, (num_sequences,), LOGPROBS, anchor)
     check_tensor("is_self", is_self, (num_sequences,), (torch.bool,), anchor)
     if length is not None:
-        check_tensor("length", length, (num_sequences,), (*floats, *INTEGERS), anchor if length.is_cuda else None)
+        check_tensor("length", length, (num_sequences,), (*LOGPROBS, *INTEGERS), anchor if length.is_cuda else None)
         if length.device.type == "cpu" and (length < 0).any():
             row = int((length < 0).nonzero()[0])
             raise ValueError(f"length[{row}] is {length[row].item():g}; expected 0 or more tokens")

@@ -1,35 +1,71 @@
 """The public functions: check the arguments, choose the backend, join the vocabulary shards, hook into autograd.
 
-The one place that chooses: `auto` is Triton for CUDA tensors and plain torch (reference.py) elsewhere; both backends
-offer `logit_stats` and `logit_gradient`, and everything around those two is here and shared.
+The one place that chooses: `auto` is Triton for CUDA tensors and plain torch (reference.py) elsewhere. A backend does
+what `Backend` lists; everything around that is here and shared.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 from hacpo_kernels import checks, reference
+from hacpo_kernels import linear_logprob as triton_logprob
+from hacpo_kernels import sequence_objective as triton_objective
 from hacpo_kernels.reference import LogitStats, ObjectiveStats
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference}
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend must do; reference.py says what each of these means."""
+
+    logit_stats: Callable[..., LogitStats]
+    logit_gradient: Callable[..., torch.Tensor]
+    chunk_rows: Callable[[int], int]
+    segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, ObjectiveStats]]
 
 
-def choose_backend(name: str, tensor: torch.Tensor) -> ModuleType:
-    """The module that computes for `tensor`."""
+REFERENCE = Backend(
+    reference.logit_stats,
+    reference.logit_gradient,
+    reference.chunk_rows,
+    reference.segment_sum,
+    reference.packed_objective,
+)
+TRITON = Backend(
+    triton_logprob.logit_stats,
+    triton_logprob.logit_gradient,
+    triton_logprob.chunk_rows,
+    triton_objective.segment_sum,
+    triton_objective.packed_objective,
+)
+
+
+def choose_backend(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> Backend:
+    """Triton for CUDA tensors of one of `dtypes`, plain torch for everything else, unless `name` insists."""
+    if name not in ("auto", "triton", "reference"):
+        raise ValueError(f"backend is {name!r}; expected auto, triton or reference")
     if name == "auto":
-        name = "triton" if tensor.is_cuda else "reference"
-    if name not in BACKENDS:
-        raise ValueError(f"backend is {name!r}; expected auto, {' or '.join(BACKENDS)}")
-    return BACKENDS[name]
+        name = "triton" if tensor.is_cuda and tensor.dtype in dtypes else "reference"
+    if name == "reference":
+        return REFERENCE
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"backend is triton, tensors are {tensor.dtype}; expected one of {dtypes}, or backend auto")
+    if not tensor.is_cuda and not triton_logprob.INTERPRETED:
+        raise ValueError(
+            f"backend is triton, tensors are on {tensor.device}; expected CUDA tensors, backend auto, or "
+            "TRITON_INTERPRET=1 in the environment before Python starts"
+        )
+    return TRITON
 
 
 @dataclass(frozen=True)
 class _Head:
     """What linear_logprob's backward must know of its forward beside tensors."""
 
-    backend: ModuleType
+    backend: Backend
     inverse_temperature: float
     num_columns: int  # rows of the weight shard that are vocabulary; the rest is padding
     group: dist.ProcessGroup | None
@@ -78,7 +114,7 @@ def linear_logprob(
     if fuse_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("fuse_main_grad is on but weight has no main_grad; expected Megatron's gradient buffer there")
     head = _Head(
-        backend=choose_backend(backend, hidden),
+        backend=choose_backend(backend, hidden, triton_logprob.DTYPES),
         inverse_temperature=1.0 / temperature,
         num_columns=max(0, min(len(weight), vocab_size - vocab_start)),
         group=group if num_shards > 1 else None,
@@ -136,9 +172,9 @@ class _LinearLogprob(torch.autograd.Function):
 
 def _merge_over_group(stats: LogitStats, group: dist.ProcessGroup) -> LogitStats:
     mine_4T = torch.stack(stats)
-    all_R4T = mine_4T.new_empty((group.size() * 4, mine_4T.shape[1]))
-    dist.all_gather_into_tensor(all_R4T, mine_4T, group=group)
-    return reference.merge_stats([LogitStats(*shard_4T) for shard_4T in all_R4T.view(group.size(), 4, -1)])
+    all_R4T = mine_4T.new_empty((group.size(), *mine_4T.shape))
+    dist.all_gather(list(all_R4T), mine_4T, group=group)
+    return reference.merge_stats([LogitStats(*shard_4T) for shard_4T in all_R4T])
 
 
 def _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T) -> torch.Tensor:
@@ -210,7 +246,7 @@ def segment_sum(token_logprob: torch.Tensor, cu_seqlens: torch.Tensor, *, backen
     """Sum of token_logprob [T] over every segment of cu_seqlens [B + 1], float64 [B]: a context-parallel share."""
     checks.check_segments(token_logprob, cu_seqlens)
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
-    return choose_backend(backend, token_logprob).segment_sum(token_logprob, cu_seqlens)
+    return choose_backend(backend, token_logprob, checks.LOGPROBS).segment_sum(token_logprob, cu_seqlens)
 
 
 def sequence_objective(
@@ -263,7 +299,7 @@ def sequence_objective(
             raise ValueError("total is given without length; expected the token counts over all ranks with it")
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
     length = length if length is None else length.to(token_logprob.device, torch.float64, non_blocking=True)
-    loss_B, coefficient_B, stats = choose_backend(backend, token_logprob).packed_objective(
+    loss_B, coefficient_B, stats = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
         token_logprob.detach(),
         cu_seqlens,
         source_logprob,

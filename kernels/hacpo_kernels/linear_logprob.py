@@ -1,0 +1,317 @@
+"""linear_logprob in Triton, for Hopper: the two passes over the vocabulary that plain torch cannot do without logits.
+
+`logit_stats`      hidden @ weight^T tile by tile; a tile of logits lives only as float32 accumulators, and leaves
+                   behind max, sum of exponentials and target logit per row and vocabulary split. A second kernel joins
+                   the splits in fixed order.
+`logit_gradient`   the same tiles again, turned into the gradient of the logits: one bounded chunk in the inputs' dtype,
+                   which two cuBLAS products (dispatch.py) fold into the gradients of hidden and weight.
+
+A split is a constant number of columns, never a function of the number of tokens, there is no atomic anywhere, and a
+row never meets another row: a token's log-prob has the same bits whatever it is batched with.
+Rounding logits to bf16 is what this file avoids: it alone moves a sequence's mean log-prob by the width of the clip.
+Shapes: T tokens, H hidden, V rows of the vocabulary shard without padding, S splits.
+"""
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hacpo_kernels.reference import LogitStats
+
+INTERPRETED = triton.knobs.runtime.interpret
+DTYPES = (torch.bfloat16, torch.float32)
+# Elements and rows of one chunk of logit gradients: 2.5 GB of bf16 at most. Fewer rows starve the two cuBLAS products.
+GRADIENT_BUDGET, GRADIENT_ROWS = 1_250_000_000, 8192
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel cuts its work. `tiles_per_split` column tiles share one set of partial statistics."""
+
+    block_t: int
+    block_v: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+    tiles_per_split: int = 4
+    group_t: int = 16
+
+
+# 48 KiB of shared memory per stage: four stages fill a Hopper SM. The gradient needs room for its output tile as well.
+STATS_BF16 = Tiling(128, 256, 64, num_warps=8, num_stages=4)
+GRADIENT_BF16 = Tiling(128, 256, 64, num_warps=8, num_stages=3)
+# float32 operands take ordinary multiply-adds (no tf32: it has fewer bits than bf16 noise would allow us to lose).
+FLOAT32 = Tiling(64, 128, 32, num_warps=8, num_stages=3, tiles_per_split=8)
+
+
+def chunk_rows(num_columns: int) -> int:
+    """Rows of logits whose gradient is held at once; a function of the vocabulary shard alone."""
+    return max(128, min(GRADIENT_ROWS, GRADIENT_BUDGET // max(1, num_columns) // 128 * 128))
+
+
+@triton.jit
+def _tile_place(tile, num_rows, num_splits, block_t: tl.constexpr, group_t: tl.constexpr):
+    """Which (row block, split) a work item is: group_t row blocks side by side, so that a wave of tiles shares weights
+    and hidden states in L2. Row blocks alone would read all of hidden again for every split."""
+    num_blocks = tl.cdiv(num_rows, block_t)
+    per_group = group_t * num_splits
+    first_block = (tile // per_group) * group_t
+    blocks_here = tl.minimum(num_blocks - first_block, group_t)
+    inside = tile % per_group
+    return (first_block + inside % blocks_here) * block_t, inside // blocks_here
+
+
+@triton.jit
+def _logit_tile(
+    hidden, weight, row, column, hidden_size, block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr,
+    upcast: tl.constexpr,
+):  # fmt: skip
+    """hidden[row:, :] @ weight[column:, :]^T, float32 [block_t, block_v]; rows past either end come as 0."""
+    logits = tl.zeros([block_t, block_v], tl.float32)
+    for start in range(0, hidden_size, block_h):
+        left, right = hidden.load([row, start]), weight.load([column, start])
+        if upcast:  # the interpreter multiplies bf16 payloads as integers
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        logits = tl.dot(left, right.T, logits, input_precision="ieee")
+    return logits
+
+
+@triton.jit
+def _stats_kernel(
+    hidden_ptr,  # *bf16 or *fp32 [T, H], rows 16-byte aligned
+    weight_ptr,  # as hidden [V, H]
+    target_ptr,  # *i64 [T], row of weight or -1
+    partial_ptr,  # *fp32 [3 or 4, S, T]: raw max, sum, raw target logit, tilt
+    num_rows, hidden_size, num_columns, hidden_stride, weight_stride, inverse_temperature,
+    block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr,
+    tiles_per_split: tl.constexpr, group_t: tl.constexpr,
+    with_entropy: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    """Persistent: program p takes items p, p + programs, ...; an item is one row block and one vocabulary split."""
+    hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
+    weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
+    split_columns: tl.constexpr = block_v * tiles_per_split
+    num_splits = tl.cdiv(num_columns, split_columns)
+    num_items = tl.cdiv(num_rows, block_t) * num_splits
+    to_log2 = inverse_temperature * 1.4426950408889634
+    plane = tl.cast(num_splits, tl.int64) * num_rows
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        row, split = _tile_place(item, num_rows, num_splits, block_t, group_t)
+        rows = row + tl.arange(0, block_t)
+        target = tl.load(target_ptr + rows, mask=rows < num_rows, other=-1)
+        # -inf, not 0: a row whose logits are all far below 0 must not be compared with a logit it does not have.
+        top = tl.full([block_t], float("-inf"), tl.float32)
+        total = tl.zeros([block_t], tl.float32)
+        tilt = tl.zeros([block_t], tl.float32)
+        picked = tl.full([block_t], float("-inf"), tl.float32)
+        last = tl.minimum((split + 1) * split_columns, num_columns)
+        for column in range(split * split_columns, last, block_v):
+            logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
+            columns = column + tl.arange(0, block_v)
+            logits = tl.where((columns < num_columns)[None, :], logits, float("-inf"))
+            here = columns[None, :] == target[:, None]
+            picked = tl.maximum(picked, tl.max(tl.where(here, logits, float("-inf")), axis=1))
+            new_top = tl.maximum(top, tl.max(logits, axis=1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            # Subtract first, scale after: exact however far all logits are from 0.
+            shift = tl.where(top == float("-inf"), 0.0, top - base)
+            shrink = tl.exp2(shift * to_log2)
+            distance = logits - base[:, None]
+            weights = tl.exp2(distance * to_log2)
+            if with_entropy:
+                moments = tl.where(logits == float("-inf"), 0.0, weights * (distance * inverse_temperature))
+                tilt = shrink * (tilt + shift * inverse_temperature * total) + tl.sum(moments, axis=1)
+            total = total * shrink + tl.sum(weights, axis=1)
+            top = new_top
+        out = partial_ptr + split.to(tl.int64) * num_rows + rows
+        tl.store(out, top, mask=rows < num_rows)
+        tl.store(out + plane, total, mask=rows < num_rows)
+        tl.store(out + 2 * plane, picked, mask=rows < num_rows)
+        if with_entropy:
+            tl.store(out + 3 * plane, tilt, mask=rows < num_rows)
+
+
+@triton.jit
+def _join_kernel(
+    partial_ptr,  # *fp32 [3 or 4, S, T]
+    out_ptr,  # *fp32 [4, T]: max, sum, target logit (all temperature-scaled), tilt
+    num_rows, num_splits, inverse_temperature,
+    block_t: tl.constexpr, with_entropy: tl.constexpr,
+):  # fmt: skip
+    """One statistic per row from its splits, in the order of the vocabulary."""
+    rows = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
+    inside = rows < num_rows
+    plane = tl.cast(num_splits, tl.int64) * num_rows
+    to_log2 = inverse_temperature * 1.4426950408889634
+    top = tl.full([block_t], float("-inf"), tl.float32)
+    total = tl.zeros([block_t], tl.float32)
+    tilt = tl.zeros([block_t], tl.float32)
+    picked = tl.full([block_t], float("-inf"), tl.float32)
+    for split in range(num_splits):
+        source = partial_ptr + tl.cast(split, tl.int64) * num_rows + rows
+        other_top = tl.load(source, mask=inside, other=float("-inf"))
+        other_total = tl.load(source + plane, mask=inside, other=0.0)
+        picked = tl.maximum(picked, tl.load(source + 2 * plane, mask=inside, other=float("-inf")))
+        new_top = tl.maximum(top, other_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shift = tl.where(top == float("-inf"), 0.0, top - base)
+        other_shift = tl.where(other_top == float("-inf"), 0.0, other_top - base)
+        shrink, other_shrink = tl.exp2(shift * to_log2), tl.exp2(other_shift * to_log2)
+        if with_entropy:
+            other_tilt = tl.load(source + 3 * plane, mask=inside, other=0.0)
+            tilt = shrink * (tilt + shift * inverse_temperature * total)
+            tilt += other_shrink * (other_tilt + other_shift * inverse_temperature * other_total)
+        total = shrink * total + other_shrink * other_total
+        top = new_top
+    size = tl.cast(num_rows, tl.int64)
+    tl.store(out_ptr + rows, top * inverse_temperature, mask=inside)
+    tl.store(out_ptr + size + rows, total, mask=inside)
+    tl.store(out_ptr + 2 * size + rows, picked * inverse_temperature, mask=inside)
+    tl.store(out_ptr + 3 * size + rows, tilt, mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    hidden_ptr,  # *bf16 or *fp32 [C, H], rows 16-byte aligned
+    weight_ptr,  # as hidden [V, H]
+    target_ptr,  # *i64 [C], row of weight or -1
+    logsumexp_ptr, coefficient_ptr,  # *fp32 [C]
+    entropy_coefficient_ptr, entropy_ptr,  # *fp32 [C], read when with_entropy
+    out_ptr,  # as hidden [C, V], rows 16-byte aligned
+    num_rows, hidden_size, num_columns, hidden_stride, weight_stride, out_stride, inverse_temperature,
+    block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr, group_t: tl.constexpr,
+    with_entropy: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    """Gradient of sum(coefficient * log-prob + entropy_coefficient * entropy) by the logits before temperature."""
+    hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
+    weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
+    out = tl.make_tensor_descriptor(out_ptr, [num_rows, num_columns], [out_stride, 1], [block_t, block_v])
+    num_splits = tl.cdiv(num_columns, block_v)
+    num_items = tl.cdiv(num_rows, block_t) * num_splits
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        row, split = _tile_place(item, num_rows, num_splits, block_t, group_t)
+        column = split * block_v
+        logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
+        rows = row + tl.arange(0, block_t)
+        inside = rows < num_rows
+        target = tl.load(target_ptr + rows, mask=inside, other=-1)
+        # A row past the end gets probability 0.
+        logsumexp = tl.load(logsumexp_ptr + rows, mask=inside, other=float("inf"))
+        coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
+        logprob = logits * inverse_temperature - logsumexp[:, None]
+        prob = tl.exp2(logprob * 1.4426950408889634)
+        slope = tl.zeros_like(prob) + coefficient[:, None]
+        if with_entropy:
+            entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
+            entropy_coefficient = tl.load(entropy_coefficient_ptr + rows, mask=inside, other=0.0)
+            slope += tl.where(prob == 0, 0.0, entropy_coefficient[:, None] * (logprob + entropy[:, None]))
+        here = (column + tl.arange(0, block_v))[None, :] == target[:, None]
+        gradient = tl.where(here, coefficient[:, None], 0.0) - slope * prob
+        out.store([row, column], (gradient * inverse_temperature).to(out_ptr.dtype.element_ty))
+
+
+def logit_stats(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    column_T: torch.Tensor,
+    inverse_temperature: float,
+    with_entropy: bool,
+) -> LogitStats:
+    """As reference.logit_stats, float32."""
+    num_rows, num_columns = len(hidden_TH), len(weight_VH)
+    tiling = STATS_BF16 if hidden_TH.dtype == torch.bfloat16 else FLOAT32
+    num_splits = triton.cdiv(num_columns, tiling.block_v * tiling.tiles_per_split)
+    stats_4T = hidden_TH.new_empty((4, num_rows), dtype=torch.float32)
+    if num_rows == 0:
+        return LogitStats(*stats_4T)
+    hidden_TH, weight_VH = _aligned(hidden_TH), _aligned(weight_VH)
+    partial = hidden_TH.new_empty((4 if with_entropy else 3, num_splits, num_rows), dtype=torch.float32)
+    if num_splits:
+        _launch(
+            _stats_kernel, triton.cdiv(num_rows, tiling.block_t) * num_splits, tiling,
+            hidden_TH, weight_VH, column_T, partial,
+            num_rows, hidden_TH.shape[1], num_columns, hidden_TH.stride(0), weight_VH.stride(0), inverse_temperature,
+            tiles_per_split=tiling.tiles_per_split, with_entropy=with_entropy,
+        )  # fmt: skip
+    block_t = 64 if not INTERPRETED else 1024
+    with_scratch(
+        lambda: _join_kernel[(triton.cdiv(num_rows, block_t),)](
+            partial, stats_4T, num_rows, num_splits, inverse_temperature, block_t, with_entropy, num_warps=2
+        ),
+        hidden_TH.device,
+    )
+    return LogitStats(*stats_4T)
+
+
+def logit_gradient(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    column_C: torch.Tensor,
+    inverse_temperature: float,
+    logsumexp_C: torch.Tensor,
+    coefficient_C: torch.Tensor,
+    entropy_coefficient_C: torch.Tensor | None,
+    entropy_C: torch.Tensor | None,
+) -> torch.Tensor:
+    """As reference.logit_gradient, but [C, V] in the dtype of hidden: what the tensor cores take next."""
+    num_rows, num_columns = len(hidden_CH), len(weight_VH)
+    tiling = GRADIENT_BF16 if hidden_CH.dtype == torch.bfloat16 else FLOAT32
+    gradient_CV = hidden_CH.new_empty((num_rows, triton.cdiv(num_columns, 16) * 16))[:, :num_columns]
+    hidden_CH, weight_VH = _aligned(hidden_CH), _aligned(weight_VH)
+    with_entropy = entropy_coefficient_C is not None
+    _launch(
+        _gradient_kernel, triton.cdiv(num_rows, tiling.block_t) * triton.cdiv(num_columns, tiling.block_v), tiling,
+        hidden_CH, weight_VH, column_C, logsumexp_C, coefficient_C.contiguous(),
+        entropy_coefficient_C.contiguous() if with_entropy else coefficient_C,
+        entropy_C if with_entropy else logsumexp_C, gradient_CV,
+        num_rows, hidden_CH.shape[1], num_columns, hidden_CH.stride(0), weight_VH.stride(0), gradient_CV.stride(0),
+        inverse_temperature, with_entropy=with_entropy,
+    )  # fmt: skip
+    return gradient_CV
+
+
+def _launch(kernel, num_items: int, tiling: Tiling, *arguments: object, **constants: object) -> None:
+    """Run a persistent kernel, at most one program per SM, with the scratch that tensor descriptors are written to."""
+    device = arguments[0].device
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    with_scratch(
+        lambda: kernel[(min(programs, num_items),)](
+            *arguments,
+            block_t=tiling.block_t,
+            block_v=tiling.block_v,
+            block_h=tiling.block_h,
+            group_t=tiling.group_t,
+            upcast=INTERPRETED,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            **constants,
+        ),
+        device,
+    )
+
+
+def with_scratch(launch: Callable[[], object], device: torch.device) -> None:
+    """Launch on `device` with Triton's scratch allocator set. It belongs to a thread's context, autograd runs backward
+    in a thread of its own, and a caller may have set another: so it is set for this launch alone."""
+
+    def run() -> None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            launch()
+
+    contextvars.copy_context().run(run)
+
+
+def _aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
+    """The same rows where TMA can read them: contiguous, 16-byte aligned. A copy only for odd sizes and strides."""
+    step = 16 // tensor_NH.element_size()
+    if tensor_NH.stride(1) == 1 and tensor_NH.stride(0) % step == 0 and tensor_NH.data_ptr() % 16 == 0:
+        return tensor_NH
+    rows, width = tensor_NH.shape
+    padded_NH = tensor_NH.new_empty((rows, triton.cdiv(width, step) * step))
+    padded_NH[:, :width] = tensor_NH
+    return padded_NH[:, :width]
