@@ -25,6 +25,9 @@ from .platform import megatron_platform
 # Megatron's habit, for matrix shapes that GPUs like: a rank's share of the vocabulary is a multiple of this.
 VOCAB_MULTIPLE = 128
 
+# Fields of TransformerConfig that give pipeline stages different numbers of layers.
+UNEVEN_STAGES = frozenset(("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"))
+
 
 class HiddenStateModel(GPTModel):
     """GPTModel over packed sequences: rotary angles from explicit positions, hidden states instead of logits."""
@@ -32,7 +35,8 @@ class HiddenStateModel(GPTModel):
     def __init__(self, architecture: Architecture, **options: Any) -> None:
         super().__init__(position_embedding_type="none", **options)
         self.architecture = architecture
-        self.register_buffer("rope_D2", rope_frequencies(architecture), persistent=False)
+        # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
+        self.rope_D2 = rope_frequencies(architecture).to(torch.cuda.current_device())
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
@@ -69,13 +73,14 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    check_layout(architecture, tp=tp, pp=pp)
+    overrides = overrides or {}
+    check_layout(architecture, tp=tp, pp=pp, uneven=not UNEVEN_STAGES.isdisjoint(overrides))
     if max_positions > architecture.max_positions:
         raise ValueError(
             f"max_positions {max_positions} exceeds the {architecture.max_positions} of this {architecture.family} "
             "model; shorten prompts and answers"
         )
-    config = transformer_config(architecture, tp=tp, pp=pp, dtype=dtype, overrides=overrides or {})
+    config = transformer_config(architecture, tp=tp, pp=pp, dtype=dtype, overrides=overrides)
     with megatron_platform():
         return HiddenStateModel(
             architecture,
@@ -90,7 +95,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=architecture.tied,
-        ).to(torch.cuda.current_device())
+        )
 
 
 def transformer_config(
@@ -149,7 +154,11 @@ def _layout_fields(tp: int, pp: int, dtype: torch.dtype) -> dict[str, Any]:
         # Micro-batches are packed to different lengths; the dispatcher is what Megatron demands beside it.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # These would read what this model does not hand them: angles per token, and norms of torch.
+        # One chunk of dense layers per stage, as decoder_spec builds them.
+        "virtual_pipeline_model_parallel_size": None,
+        "num_moe_experts": None,
+        "mtp_num_layers": None,
+        # These would read what this model does not hand them: angles per sequence, and norms that are not torch's.
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
@@ -169,7 +178,7 @@ def forward_packed(
     num_tokens, tp = tokens_T.numel(), parallel_state.get_tensor_model_parallel_world_size()
     assert num_tokens % tp == 0, (num_tokens, tp)
     assert num_tokens == cu_seqlens[-1], (num_tokens, cu_seqlens)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = unwrapped(model).rope_D2.device
     starts, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
     # Angles come per token already: for the rotary embedding the pack is one sequence (cu_seqlens_*_padded is what
     # Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
@@ -230,13 +239,15 @@ def _stretch(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
     return frequencies * (keep + (1.0 - keep) / rope.factor)
 
 
-def check_layout(architecture: Architecture, *, tp: int, pp: int) -> None:
-    """Raise ValueError if the architecture cannot be cut into tp tensor shards or pp stages."""
+def check_layout(architecture: Architecture, *, tp: int, pp: int, uneven: bool = False) -> None:
+    """Raise ValueError if the architecture cannot be cut into tp tensor shards or pp stages, equal ones unless told."""
     for what, size in (("attention heads", architecture.num_heads), ("feed-forward size", architecture.ffn_size)):
         if size % tp:
             raise ValueError(f"tp = {tp} must divide the {what} ({size})")
-    heads, fewer = max(architecture.num_kv_heads, tp), min(architecture.num_kv_heads, tp)
-    if heads % fewer:
+    if max(architecture.num_kv_heads, tp) % min(architecture.num_kv_heads, tp):
         raise ValueError(f"tp = {tp} must divide the key/value heads ({architecture.num_kv_heads}) or be a multiple")
-    if pp > architecture.num_layers:
-        raise ValueError(f"pp = {pp} exceeds the {architecture.num_layers} layers of the model")
+    if architecture.num_layers % pp and not uneven:
+        raise ValueError(
+            f"pp = {pp} must divide the {architecture.num_layers} layers, "
+            f"unless megatron.{min(UNEVEN_STAGES)} says how many the first stage has"
+        )

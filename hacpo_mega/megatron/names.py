@@ -130,7 +130,7 @@ def segments(slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int) -
         start, stop = (min(edge * rows, size) for edge in (tp_rank, tp_rank + 1))
         return (Segment(0, start, stop),)
     if slot.cut is Cut.QKV:
-        return _window(_qkv_heads(architecture), tp=tp, tp_rank=tp_rank)
+        return _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
     share = size // tp
     return tuple(Segment(source, tp_rank * share, (tp_rank + 1) * share) for source in range(len(slot.sources)))
 
@@ -162,13 +162,13 @@ def write_back(
         position += size
 
 
-def _qkv_heads(architecture: Architecture) -> list[Segment]:
-    """The fused projection head by head: for each key/value group its query heads, its key head, its value head."""
+def _fused_qkv(architecture: Architecture) -> list[Segment]:
+    """The whole fused projection: for each key/value group its query heads, its key head, its value head."""
     size, per_group = architecture.head_dim, architecture.num_heads // architecture.num_kv_heads
     fused = []
     for group in range(architecture.num_kv_heads):
-        heads = [(0, group * per_group + head) for head in range(per_group)] + [(1, group), (2, group)]
-        fused += [Segment(source, head * size, (head + 1) * size) for source, head in heads]
+        for source, rows in ((0, per_group * size), (1, size), (2, size)):
+            fused.append(Segment(source, group * rows, (group + 1) * rows))
     return fused
 
 

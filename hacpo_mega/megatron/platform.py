@@ -56,13 +56,12 @@ def initialize_parallel(tp: int, pp: int, seed: int) -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Turns the device "cuda" into the CPU in every torch call made while it is active."""
+    """Turns the device "cuda" into the CPU in every torch call made while it is active.
+
+    torch suspends it inside backward; what Megatron calls there is replaced by name (_replacements).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.backward:
-            # torch switches this mode off inside the call; Megatron's own backward functions need it on.
-            with self:
-                return _backward(*args, **(kwargs or {}))
         if func is torch.Tensor.cuda:
             return args[0]
         args, kwargs = _on_cpu(args), {key: _device_on_cpu(value) for key, value in (kwargs or {}).items()}
@@ -82,10 +81,6 @@ def _on_cpu(args: tuple) -> tuple:
 def _device_on_cpu(value: Any) -> Any:
     names_cuda = isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
     return CPU if names_cuda or (isinstance(value, torch.device) and value.type == "cuda") else value
-
-
-def _backward(tensor: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
-    torch.autograd.backward(tensor, gradient, **options)
 
 
 def _current_device() -> torch.device:

@@ -107,7 +107,7 @@ def _travel(bucket: _Bucket, model: HiddenStateModel, parameters: dict[str, torc
         shard_N = torch.cat([parameters[slot.parameter].detach().flatten() for slot in bucket.slots])
     else:
         size = sum(_num_elements(slot, model) for slot in bucket.slots)
-        shard_N = torch.empty(size, dtype=model.config.params_dtype, device=model.rope_D2.device)
+        shard_N = torch.empty(size, dtype=model.config.params_dtype, device=next(model.parameters()).device)
     if pp.size() > 1:
         dist.broadcast(shard_N, group=pp, group_src=bucket.stage)
     if tp.size() == 1:

@@ -1,0 +1,50 @@
+"""On CUDA the packed flash attention and bf16 weights give Hugging Face's logits, and scores repeat bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from tiny_models import LLAMA3_ROPE, make_model
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.megatron.architecture import Architecture
+from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight
+from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.megatron.weights import load_hf_weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS = (17, 64, 3, 130)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    initialize_parallel(1, 1, seed=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.06), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("family, sizes", [("qwen2", {}), ("qwen3", {}), ("llama", {"rope_scaling": LLAMA3_ROPE})])
+def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtype: torch.dtype, tolerance: float):
+    folder = make_model(tmp_path, family, hidden_size=256, num_heads=4, head_dim=64, dtype=dtype, **sizes)
+    model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=256)
+    load_hf_weights(model, folder)
+    tokens_T = torch.arange(sum(LENGTHS)) * 7 % 131
+    positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
+    pack = tokens_T, positions_T, torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    hidden_TH = forward_packed(model, *pack)
+    with torch.no_grad():
+        assert torch.equal(forward_packed(model, *pack), hidden_TH)
+    # Half precision is judged against Hugging Face in fp32 on the same rounded weights.
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    expected_TV = torch.cat([exact(sequence[None]).logits[0] for sequence in tokens_T.cuda().split(LENGTHS)])
+    logits_TV = (hidden_TH @ lm_head_weight(model).T)[:, :131].float()
+    torch.testing.assert_close(logits_TV, expected_TV, atol=tolerance, rtol=0.03 if dtype is torch.bfloat16 else 0)
+    hidden_TH.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
