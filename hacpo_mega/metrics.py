@@ -30,8 +30,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hacpo_mega.provenance import record_start
-
 Parts = list[list[float]]
 
 # Names with these endings describe the machine and change between two identical runs; the rest must not.
@@ -176,7 +174,7 @@ _REDUCERS: dict[str, Callable[[str, Parts], dict[str, float]]] = {
 
 
 class MetricsWriter:
-    """Rank 0's writer of a run folder: `starts.jsonl`, `metrics.jsonl`, `tensorboard/`, continued after `steps_done`.
+    """Rank 0's writer of a run folder: `metrics.jsonl` and `tensorboard/`, continued after `steps_done` steps.
 
     Step 0 is before training; step n is after n steps. Lines of steps that a restart will repeat move to
     `metrics.dropped.jsonl`: the checkpoint that is resumed knows nothing of them.
@@ -184,7 +182,6 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        record_start(run_dir, steps_done)
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, steps_done)
         self._lines = self._path.open("ab")

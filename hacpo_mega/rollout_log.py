@@ -4,7 +4,7 @@ Each lane writes its own prompts, whole or not at all, so no lane waits for anot
 A line is one prompt:
     {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold", "answers": [
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
-         "advantage": {learner: number}, "ratio": {learner: number, in its first update}}, ...]}
+         "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it}}, ...]}
 Not here: metrics, which are about many answers (metrics.py).
 """
 
@@ -54,7 +54,7 @@ class RolloutLog:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
         advantages_PNG  what this learner trained with, float [P, N, G]
-        ratios_PNG      learner over source in the first update, float [P, N, G]; NaN where not known here
+        ratios_PNG      learner over source in the update that trained it, float [P, N, G]; NaN where not known here
         """
         view = {
             "learner": self._agents[self._learner],

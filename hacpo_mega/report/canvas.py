@@ -92,7 +92,7 @@ def panels(num: int, columns: int, height: float, share_y: bool = True) -> tuple
     for axis in axes[max(0, num - columns) : num]:
         axis.set_xlabel("step")
         axis.tick_params(labelbottom=True)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if columns == 1 else 5))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], nbins=8 if columns == 1 else 5))
     return figure, axes[:num]
 
 
