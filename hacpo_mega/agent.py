@@ -166,6 +166,10 @@ class Agent:
         """Writes the agent as a Hugging Face folder that runs by itself."""
         self.actor.save_hf(folder)
 
+    def close(self) -> None:
+        """Shuts the engine down, while the process groups it uses still exist."""
+        self.engine.close()
+
 
 def pack_completions(completions: Sequence[Completion]) -> bytes:
     """Little-endian: int32 count, int32 lengths, uint8 stops, int32 tokens of all answers end to end."""

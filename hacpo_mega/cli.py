@@ -15,7 +15,9 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.launcher import inside_a_job, prepare_environment, run_on_this_machine
 from hacpo_mega.rank_map import RankMap
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0])
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0]
+)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
@@ -55,8 +57,8 @@ def batch_arithmetic(config: Config) -> str:
     updates = training.prompts_per_step // training.prompts_per_update
     return "\n".join(
         (
-            f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} answers "
-            f"per agent, {training.prompts_per_step * group * num_agents} in all; "
+            f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} "
+            f"answers per agent, {training.prompts_per_step * group * num_agents} in all; "
             f"{training.prompts_per_step // config.lanes} prompts per lane",
             f"update: {training.prompts_per_update} prompts x {group} answers x {sources} sources = "
             f"{training.prompts_per_update * group * sources} samples per agent; {updates} updates per step, "
@@ -67,7 +69,7 @@ def batch_arithmetic(config: Config) -> str:
 
 @app.command()
 def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
-    """Create and warm-start the models of the [agents.init] tables; folders that exist are left alone."""
+    """Create and warm-start the models of the agents.init tables; folders that exist are left alone."""
     config = load_config(config_file, overrides or [])
     missing = [agent for agent in config.agents if agent.init and not (agent.model / "config.json").is_file()]
     if not inside_a_job() and not missing:

@@ -107,5 +107,5 @@ def move_aside(path: Path) -> None:
 
 
 def resolved_toml(config: Config) -> str:
-    """The configuration with every default filled in, as TOML that `load_config` reads back. What is None is left out."""
+    """The configuration with every default filled in, as TOML that `load_config` reads back; None is left out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

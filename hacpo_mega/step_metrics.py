@@ -4,7 +4,7 @@ Each function is called by the one rank that owns what it adds, usually the lead
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from hacpo_kernels import ObjectiveStats
@@ -51,6 +51,16 @@ def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgeme
         for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
             metrics.add(f"agent/{name}/accuracy{tail}", judgement.reward, 1)
             metrics.count(f"agent/{name}/num_evaluated{tail}", 1)
+
+
+def add_view(metrics: Metrics, names: Sequence[str], learner: int, counts: Mapping[int, ViewCounts]) -> None:
+    """What became of every source's answers on their way into this learner's samples (data/learner_view.py)."""
+    for source, count in counts.items():
+        prefix = f"agent/{names[learner]}/from/{names[source]}" if source != learner else f"agent/{names[learner]}/self"
+        for what in ("unjudged", "empty", "undecodable", "unwritable", "too_long"):
+            metrics.count(f"{prefix}/num_{what}", getattr(count, f"num_{what}"))
+        # Tokens of the learner per token of the source: how much finer its tokenizer cuts the same text.
+        metrics.add(f"{prefix}/token_count_ratio", count.learner_tokens, count.source_tokens)
 
 
 def add_update(

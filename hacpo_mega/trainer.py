@@ -18,10 +18,10 @@ from hacpo_mega.megatron.actor import UpdateStats
 from hacpo_mega.metrics import Metrics
 from hacpo_mega.prompt_sets import codecs_of, held_out_prompts, training_sampler
 from hacpo_mega.rank_map import RankMap
-from hacpo_mega.records import Pool, Prompt, Rollout, Trajectory
+from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Trajectory
 from hacpo_mega.rollout.exchange import exchange
 from hacpo_mega.run_folder import RunFolder
-from hacpo_mega.step_metrics import add_accuracy, add_answers, add_capability, add_update
+from hacpo_mega.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
 from hacpo_mega.topology import Place
 
 
@@ -58,7 +58,15 @@ class Trainer:
         self.capability = CapabilityTracker(len(config.agents), config.algorithm)
         with self._phase("load"):
             self.agent = Agent(config.agents[self.place.agent], self.place, config)
-            self.view = LearnerView.of(config, self.place.agent, self.agent.codec)
+            stack.callback(self.agent.close)
+        self.view = LearnerView(
+            self.place.agent,
+            codecs,
+            shares_answers=config.algorithm.shares_answers,
+            eos_in_loss=config.algorithm.eos_in_loss,
+            ratio_length=config.algorithm.ratio_length,
+            max_answer_tokens=config.rollout.max_answer_tokens,
+        )
 
     def step(self) -> None:
         """One HACPO step (ALGORITHM section 2): everyone answers, everyone shares, each learns."""
@@ -74,7 +82,7 @@ class Trainer:
             trajectories = self._trajectories(rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.rollout.rollouts_per_prompt)
             advantages_PNG = self._advantages(pool)
-            samples = self.view.samples(self._cell_part(pool), self._cell_part(advantages_PNG), self.metrics)
+            samples = self._view(pool, advantages_PNG)
         with self._phase("learn"):
             ratios = {}
             for update_index, update in enumerate(self.agent.plan(mine, samples)):
@@ -122,6 +130,15 @@ class Trainer:
         if self.place.coordinate.global_rank == 0:
             add_capability(self.metrics, self.names, capability_N, self.config.algorithm)
         return hacpo_advantages(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
+
+    def _view(self, pool: Pool, advantages_PNG: torch.Tensor) -> list[Sample]:
+        """What this cell trains on: all agents' answers to its own prompts, in its agent's tokens."""
+        cells_per_lane = self.place.rank_map.agents[self.place.agent].cells_per_lane
+        mine = slice(self.place.coordinate.cell_in_lane, None, cells_per_lane)
+        samples, counts = self.view.samples(Pool(pool.prompts[mine], pool.trajectories_PNG[mine]), advantages_PNG[mine])
+        if self.place.is_leader:
+            add_view(self.metrics, self.names, self.place.agent, counts)
+        return samples
 
     def _report_update(self, result: UpdateStats, update_index: int) -> dict[SampleKey, float]:
         if self.place.is_leader:
