@@ -5,7 +5,6 @@ loaded. Four gloo processes run all layouts: with tp * pp < 4 they are several c
 """
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import LLAMA3_ROPE, make_model
 from transformers import AutoModelForCausalLM
@@ -84,43 +84,37 @@ def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Te
 
 
 @pytest.fixture(scope="module")
-def results(folders, tmp_path_factory) -> Path:
-    """Where four processes left, for every layout and case, their logits, gradients and exported folder."""
-    out = tmp_path_factory.mktemp("results")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_all_layouts, (port, folders, out), nprocs=4)
-    return out
+def results(folders, tmp_path_factory) -> dict[tuple[str, int, int], list[dict]]:
+    """(case, tp, pp) -> what each of four processes saw; `export` is the folder that cell 0 wrote."""
+    ranks = run_ranks(4, run_all_layouts, folders, tmp_path_factory.mktemp("exports"))
+    return {run: [rank[run] for rank in ranks] for run in ranks[0]}
 
 
-def run_all_layouts(rank: int, port: int, folders: dict[str, Path], out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+def run_all_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
+    seen = {}
     for tp, pp in LAYOUTS:
         initialize_parallel(tp, pp, seed=1)
         for name, folder in folders.items():
             overrides = {} if (name, pp) == ("qwen3-untied", 1) else OVERRIDES.get(name, {})
-            run_case(out / f"{name}-tp{tp}pp{pp}", folder, tp, pp, overrides)
+            seen[name, tp, pp] = run_case(exports / f"{name}-tp{tp}pp{pp}", folder, tp, pp, overrides)
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    return seen
 
 
-def run_case(out: Path, folder: Path, tp: int, pp: int, overrides: dict) -> None:
+def run_case(export: Path, folder: Path, tp: int, pp: int, overrides: dict) -> dict:
     cell, place = divmod(dist.get_rank(), tp * pp)
     architecture = Architecture.from_folder(folder)
     model = build_model(architecture, tp=tp, pp=pp, dtype=torch.float32, max_positions=64, overrides=overrides)
     load_hf_weights(model, folder)
     if cell == 0:
-        save_hf(model, folder, out / "export", torch.float32, bucket_bytes=60_000, file_bytes=100_000)
+        save_hf(model, folder, export, torch.float32, bucket_bytes=60_000, file_bytes=100_000)
     logits = pipeline(model, forward_only=True)
     gradients = gradients_by_name(model, tied_head=False)
     expected_place = (
         parallel_state.get_pipeline_model_parallel_rank() * tp + parallel_state.get_tensor_model_parallel_rank()
     )
     assert place == expected_place, (place, expected_place)
-    dist.barrier()
-    torch.save({"cell": cell, "logits": logits, "gradients": gradients}, out / f"rank{dist.get_rank()}.pt")
+    return {"cell": cell, "logits": logits, "gradients": gradients, "export": export}
 
 
 def pipeline(model: torch.nn.Module, *, forward_only: bool) -> list[torch.Tensor]:
@@ -174,15 +168,11 @@ def gradients_by_name(model: torch.nn.Module, *, tied_head: bool) -> dict[str, t
         return dict(full_tensors(model, bucket_bytes=40_000, tied_head=tied_head))
 
 
-def ranks_of(results: Path, name: str, tp: int, pp: int) -> list[dict]:
-    return [torch.load(results / f"{name}-tp{tp}pp{pp}" / f"rank{rank}.pt") for rank in range(4)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tp, pp", LAYOUTS)
 def test_logits_are_hugging_faces(results, reference, name, tp, pp):
-    ranks = ranks_of(results, name, tp, pp)
+    ranks = results[name, tp, pp]
     for cell in range(4 // (tp * pp)):
         shards = [rank["logits"] for rank in ranks if rank["cell"] == cell and rank["logits"]]
         assert len(shards) == tp
@@ -195,7 +185,7 @@ def test_logits_are_hugging_faces(results, reference, name, tp, pp):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tp, pp", LAYOUTS)
 def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
-    for rank in ranks_of(results, name, tp, pp):
+    for rank in results[name, tp, pp]:
         assert rank["gradients"].keys() == reference[name][1].keys()
         for tensor_name, expected in reference[name][1].items():
             gradient = rank["gradients"][tensor_name]
@@ -208,7 +198,7 @@ def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tp, pp", LAYOUTS)
 def test_export_is_the_loaded_folder_byte_for_byte(results, folders, name, tp, pp):
-    export = results / f"{name}-tp{tp}pp{pp}" / "export"
+    export = results[name, tp, pp][0]["export"]
     assert tensors_of(export) == tensors_of(folders[name])
     assert json.loads((export / "config.json").read_text()) == json.loads((folders[name] / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(export)

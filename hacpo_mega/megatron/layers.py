@@ -4,6 +4,8 @@ With them one layer spec serves the CPU and any GPU without TransformerEngine. S
 N query heads and K key/value heads of this rank, D head size.
 """
 
+import inspect
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -12,6 +14,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+
+# torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -74,7 +79,7 @@ def _attend_flash(
         longest,
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=query_TND.shape[1] != key_TKD.shape[1],
+        **GROUPED_HEADS,
     )
 
 
