@@ -13,15 +13,18 @@ import torch.distributed as dist
 from hacpo_kernels import checks, reference
 from hacpo_kernels import linear_logprob as triton_logprob
 from hacpo_kernels import sequence_objective as triton_objective
-from hacpo_kernels.reference import LogitStats, ObjectiveStats
+from hacpo_kernels import stash as triton_stash
+from hacpo_kernels.reference import LogitStats, ObjectiveStats, RowGradients, Stash
 
 
 @dataclass(frozen=True)
 class Backend:
     """What a backend must do; reference.py says what each of these means."""
 
-    logit_stats: Callable[..., LogitStats]
-    logit_gradient: Callable[..., torch.Tensor]
+    logit_stats: Callable[..., tuple[LogitStats, Stash | None]]
+    logit_gradient: Callable[[torch.Tensor, torch.Tensor, float, RowGradients], torch.Tensor]
+    stash_gradient: Callable[[Stash, torch.Tensor, float, RowGradients], torch.Tensor]
+    operand: Callable[[torch.Tensor], torch.Tensor]
     chunk_rows: Callable[[int], int]
     segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, ObjectiveStats]]
@@ -30,6 +33,8 @@ class Backend:
 REFERENCE = Backend(
     reference.logit_stats,
     reference.logit_gradient,
+    reference.stash_gradient,
+    reference.operand,
     reference.chunk_rows,
     reference.segment_sum,
     reference.packed_objective,
@@ -37,6 +42,8 @@ REFERENCE = Backend(
 TRITON = Backend(
     triton_logprob.logit_stats,
     triton_logprob.logit_gradient,
+    triton_stash.stash_gradient,
+    triton_logprob.operand,
     triton_logprob.chunk_rows,
     triton_objective.segment_sum,
     triton_objective.packed_objective,
@@ -71,6 +78,8 @@ class _Head:
     group: dist.ProcessGroup | None
     reduce_hidden_grad: bool
     fuse_main_grad: bool
+    return_entropy: bool
+    stash: bool
 
 
 def linear_logprob(
@@ -86,6 +95,7 @@ def linear_logprob(
     return_entropy: bool = False,
     reduce_hidden_grad: bool = True,
     fuse_main_grad: bool = False,
+    stash: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `target` under softmax(hidden @ weight^T / temperature), without ever holding the logits.
@@ -101,6 +111,9 @@ def linear_logprob(
                   reduce-scatter of sequence parallelism follows
     fuse_main_grad   add the weight gradient to `weight.main_grad` in float32, as Megatron's
                   gradient_accumulation_fusion does, and hand autograd a placeholder
+
+    stash         keep exp(logit - max) of the forward, T * V_local numbers in the dtype of hidden (float32 on the
+                  reference path), and save backward the recomputation: a quarter of the arithmetic of the head
 
     Returns nats [T], float32 (float64 for float64 inputs), differentiable in hidden and weight; with `return_entropy`
     also the entropy of the softmax [T]. Raises ValueError on arguments that do not fit (checks.py).
@@ -120,54 +133,55 @@ def linear_logprob(
         group=group if num_shards > 1 else None,
         reduce_hidden_grad=reduce_hidden_grad,
         fuse_main_grad=fuse_main_grad,
+        return_entropy=return_entropy,
+        stash=stash and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
     )
     target = target.to(hidden.device, torch.int64, non_blocking=True)
     column_T = target - vocab_start
     column_T = column_T.masked_fill((column_T < 0) | (column_T >= head.num_columns), -1)
-    logprob_T, entropy_T = _LinearLogprob.apply(hidden, weight, column_T, target == ignore_index, return_entropy, head)
+    logprob_T, entropy_T = _LinearLogprob.apply(hidden, weight, column_T, target == ignore_index, head)
     return (logprob_T, entropy_T) if return_entropy else logprob_T
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """Forward keeps one number per token; backward makes the logits again, chunk by chunk."""
+    """Forward keeps one number per token (unless it stashes); backward makes the logits again, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, column_T, ignored_T, with_entropy, head):
-        stats = head.backend.logit_stats(
-            hidden_TH, weight_VH[: head.num_columns], column_T, head.inverse_temperature, with_entropy
+    def forward(ctx, hidden_TH, weight_VH, column_T, ignored_T, head):
+        stats, stash = head.backend.logit_stats(
+            hidden_TH,
+            weight_VH[: head.num_columns],
+            column_T,
+            head.inverse_temperature,
+            head.return_entropy,
+            head.stash,
         )
         if head.group is not None:
             stats = _merge_over_group(stats, head.group)
         logprob_T, logsumexp_T, entropy_T = reference.finish_stats(stats)
         logprob_T = logprob_T.masked_fill_(ignored_T, 0.0)
         entropy_T = entropy_T.masked_fill_(ignored_T, 0.0)
-        ctx.save_for_backward(hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T)
-        ctx.head, ctx.with_entropy = head, with_entropy
+        ctx.save_for_backward(hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T, *(stash or ()))
+        ctx.head = head
         ctx.set_materialize_grads(False)
         return logprob_T, entropy_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprob_T, grad_entropy_T):
-        hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T = ctx.saved_tensors
-        if not ctx.with_entropy:
+        hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T, *stash = ctx.saved_tensors
+        if not ctx.head.return_entropy:
             grad_entropy_T = None
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(logsumexp_T)
         rows_N = _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T)
-        chunks = _GradientChunks(ctx.head, weight_VH, ctx.needs_input_grad[:2])
-        grad_hidden_NH = chunks.run(
-            hidden_TH[rows_N],
-            column_T[rows_N],
-            logsumexp_T[rows_N],
-            grad_logprob_T[rows_N],
-            None if grad_entropy_T is None else grad_entropy_T[rows_N],
-            entropy_T[rows_N],
-        )
-        grad_hidden_TH = None
-        if grad_hidden_NH is not None:
-            grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH.to(hidden_TH.dtype))
-        return grad_hidden_TH, chunks.weight_gradient(), None, None, None, None
+        columns = (column_T, logsumexp_T, grad_logprob_T, entropy_T, grad_entropy_T)
+        rows = RowGradients(*(x if x is None else x[rows_N] for x in columns))
+        stash = Stash(*stash) if stash else None
+        grad_hidden_NH, grad_weight_VH = _fold_chunks(ctx, hidden_TH, weight_VH, rows_N, rows, stash)
+        if grad_hidden_NH is not None and len(rows_N) < len(hidden_TH):
+            grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH)
+        return grad_hidden_NH, grad_weight_VH, None, None, None
 
 
 def _merge_over_group(stats: LogitStats, group: dist.ProcessGroup) -> LogitStats:
@@ -185,58 +199,60 @@ def _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T) -> torch.Tens
     return (needed_T & ~ignored_T).nonzero()[:, 0]
 
 
-class _GradientChunks:
-    """Makes the gradient of the logits one chunk of rows at a time and folds it into both gradients at once."""
+def _fold_chunks(
+    ctx, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows_N: torch.Tensor, rows: RowGradients, stash: Stash | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of the logits, one bounded chunk at a time, folded into (grad_hidden [N, H], grad_weight [V, H])."""
+    head, backend, dtype = ctx.head, ctx.head.backend, reference.compute_dtype(weight_VH.dtype)
+    wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+    reduces = head.group is not None and head.reduce_hidden_grad
+    vocabulary_VH = backend.operand(weight_VH[: head.num_columns])
+    grad_hidden_NH = grad_weight_VH = None
+    if wants_hidden:
+        shape = (len(rows_N), hidden_TH.shape[1])
+        grad_hidden_NH = hidden_TH.new_zeros(shape, dtype=dtype if reduces else hidden_TH.dtype)
+    if wants_weight:
+        grad_weight_VH = weight_VH.main_grad if head.fuse_main_grad else torch.zeros_like(weight_VH, dtype=dtype)
+    step = backend.chunk_rows(head.num_columns)
+    for start in range(0, len(rows_N) if head.num_columns else 0, step):
+        chunk = slice(start, start + step)
+        hidden_CH = hidden_TH[rows_N[chunk]]
+        chunk_rows = RowGradients(*(x if x is None else x[chunk] for x in rows))
+        if stash is None:
+            gradient_CV = backend.logit_gradient(hidden_CH, vocabulary_VH, head.inverse_temperature, chunk_rows)
+        else:
+            gradient_CV = backend.stash_gradient(stash, rows_N[chunk], head.inverse_temperature, chunk_rows)
+        if wants_hidden:
+            grad_hidden_NH[chunk] = _product(gradient_CV, vocabulary_VH, dtype)
+        if wants_weight:
+            _add_product(grad_weight_VH[: head.num_columns], gradient_CV.t(), hidden_CH)
+    if wants_hidden and reduces:
+        dist.all_reduce(grad_hidden_NH, group=head.group)
+        grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
+    return grad_hidden_NH, _weight_gradient(head, weight_VH, grad_weight_VH) if wants_weight else None
 
-    def __init__(self, head: _Head, weight_VH: torch.Tensor, wanted: tuple[bool, bool]) -> None:
-        self.head, self.weight_VH = head, weight_VH
-        self.wants_hidden, self.wants_weight = wanted
-        self.dtype = reference.compute_dtype(weight_VH.dtype)
-        self.grad_weight_VH = None
-        if self.wants_weight:
-            in_place = head.fuse_main_grad
-            self.grad_weight_VH = weight_VH.main_grad if in_place else torch.zeros_like(weight_VH, dtype=self.dtype)
 
-    def run(self, hidden_NH, column_N, logsumexp_N, coefficient_N, entropy_coefficient_N, entropy_N):
-        """Gradient of these rows of hidden, float32 or float64 [N, H], summed over the group; None if not wanted."""
-        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=self.dtype) if self.wants_hidden else None
-        vocabulary_VH = self.weight_VH[: self.head.num_columns]
-        step = self.head.backend.chunk_rows(self.head.num_columns)
-        for start in range(0, len(hidden_NH) if self.head.num_columns else 0, step):
-            rows = slice(start, start + step)
-            gradient_CV = self.head.backend.logit_gradient(
-                hidden_NH[rows],
-                vocabulary_VH,
-                column_N[rows],
-                self.head.inverse_temperature,
-                logsumexp_N[rows],
-                coefficient_N[rows],
-                None if entropy_coefficient_N is None else entropy_coefficient_N[rows],
-                entropy_N[rows],
-            )
-            if self.wants_hidden:
-                _add_product(grad_hidden_NH[rows], gradient_CV, vocabulary_VH)
-            if self.wants_weight:
-                _add_product(self.grad_weight_VH[: self.head.num_columns], gradient_CV.t(), hidden_NH[rows])
-        if self.wants_hidden and self.head.group is not None and self.head.reduce_hidden_grad:
-            dist.all_reduce(grad_hidden_NH, group=self.head.group)
-        return grad_hidden_NH
+def _weight_gradient(head: _Head, weight_VH: torch.Tensor, grad_weight_VH: torch.Tensor) -> torch.Tensor:
+    """What autograd gets: the gradient, or with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
+    if not head.fuse_main_grad:
+        return grad_weight_VH.to(weight_VH.dtype)
+    weight_VH.grad_added_to_main_grad = True
+    # The embedding of a tied weight adds its own gradient to the placeholder; Megatron marks such weights and then
+    # adds the sum to main_grad, so the placeholder must be 0.
+    tied = getattr(weight_VH, "zero_out_wgrad", False)
+    return torch.zeros_like(weight_VH) if tied else torch.empty_like(weight_VH)
 
-    def weight_gradient(self) -> torch.Tensor | None:
-        """What autograd gets: the gradient, or with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
-        if not self.wants_weight:
-            return None
-        if not self.head.fuse_main_grad:
-            return self.grad_weight_VH.to(self.weight_VH.dtype)
-        self.weight_VH.grad_added_to_main_grad = True
-        # A tied embedding adds its own gradient to the placeholder, and Megatron then adds the sum to main_grad.
-        tied = getattr(self.weight_VH, "zero_out_wgrad", False)
-        return torch.zeros_like(self.weight_VH) if tied else torch.empty_like(self.weight_VH)
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """left @ right in `dtype`: float32 sums of bf16 operands, never rounded between partial sums."""
+    if left.is_cuda and left.dtype == right.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, accumulated in the dtype of `total` (float32 for bf16 operands) and never in bf16."""
-    if left.is_cuda and left.dtype == right.dtype and left.dtype != total.dtype:
+    """total += left @ right in the dtype of `total`: float32 over all chunks, however many there are."""
+    if left.is_cuda and left.dtype == right.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hacpo_kernels.reference import LogitStats
+from hacpo_kernels.reference import LogitStats, RowGradients, Stash
 
 INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.bfloat16, torch.float32)
@@ -86,14 +86,17 @@ def _stats_kernel(
     weight_ptr,  # as hidden [V, H]
     target_ptr,  # *i64 [T], row of weight or -1
     partial_ptr,  # *fp32 [3 or 4, S, T]: raw max, sum, raw target logit, tilt
-    num_rows, hidden_size, num_columns, hidden_stride, weight_stride, inverse_temperature,
+    stash_ptr, stash_top_ptr,  # as hidden [T, V] and *fp32 [V / block_v, T], written when with_stash
+    num_rows, hidden_size, num_columns, hidden_stride, weight_stride, stash_stride, inverse_temperature,
     block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr,
     tiles_per_split: tl.constexpr, group_t: tl.constexpr,
-    with_entropy: tl.constexpr, upcast: tl.constexpr,
+    with_entropy: tl.constexpr, with_stash: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes items p, p + programs, ...; an item is one row block and one vocabulary split."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
     weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
+    if with_stash:
+        stash = tl.make_tensor_descriptor(stash_ptr, [num_rows, num_columns], [stash_stride, 1], [block_t, block_v])
     split_columns: tl.constexpr = block_v * tiles_per_split
     num_splits = tl.cdiv(num_columns, split_columns)
     num_items = tl.cdiv(num_rows, block_t) * num_splits
@@ -122,6 +125,10 @@ def _stats_kernel(
             shrink = tl.exp2(shift * to_log2)
             distance = logits - base[:, None]
             weights = tl.exp2(distance * to_log2)
+            if with_stash:
+                stash.store([row, column], weights.to(stash_ptr.dtype.element_ty))
+                block = tl.cast(column // block_v, tl.int64)
+                tl.store(stash_top_ptr + block * num_rows + rows, base * inverse_temperature, mask=rows < num_rows)
             if with_entropy:
                 moments = tl.where(logits == float("-inf"), 0.0, weights * (distance * inverse_temperature))
                 tilt = shrink * (tilt + shift * inverse_temperature * total) + tl.sum(moments, axis=1)
@@ -175,6 +182,24 @@ def _join_kernel(
 
 
 @triton.jit
+def softmax_gradient(
+    logprob, rows, columns, num_rows, target_ptr, coefficient_ptr, entropy_coefficient_ptr, entropy_ptr,
+    with_entropy: tl.constexpr,
+):  # fmt: skip
+    """d(coefficient * log-prob + entropy_coefficient * entropy) / dz of one tile of log-probs (reference.py)."""
+    inside = rows < num_rows
+    target = tl.load(target_ptr + rows, mask=inside, other=-1)
+    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
+    prob = tl.exp2(logprob * 1.4426950408889634)
+    slope = tl.zeros_like(prob) + coefficient[:, None]
+    if with_entropy:
+        entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
+        entropy_coefficient = tl.load(entropy_coefficient_ptr + rows, mask=inside, other=0.0)
+        slope += tl.where(prob == 0, 0.0, entropy_coefficient[:, None] * (logprob + entropy[:, None]))
+    return tl.where(columns[None, :] == target[:, None], coefficient[:, None], 0.0) - slope * prob
+
+
+@triton.jit
 def _gradient_kernel(
     hidden_ptr,  # *bf16 or *fp32 [C, H], rows 16-byte aligned
     weight_ptr,  # as hidden [V, H]
@@ -197,20 +222,12 @@ def _gradient_kernel(
         column = split * block_v
         logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
         rows = row + tl.arange(0, block_t)
-        inside = rows < num_rows
-        target = tl.load(target_ptr + rows, mask=inside, other=-1)
         # A row past the end gets probability 0.
-        logsumexp = tl.load(logsumexp_ptr + rows, mask=inside, other=float("inf"))
-        coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
-        logprob = logits * inverse_temperature - logsumexp[:, None]
-        prob = tl.exp2(logprob * 1.4426950408889634)
-        slope = tl.zeros_like(prob) + coefficient[:, None]
-        if with_entropy:
-            entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
-            entropy_coefficient = tl.load(entropy_coefficient_ptr + rows, mask=inside, other=0.0)
-            slope += tl.where(prob == 0, 0.0, entropy_coefficient[:, None] * (logprob + entropy[:, None]))
-        here = (column + tl.arange(0, block_v))[None, :] == target[:, None]
-        gradient = tl.where(here, coefficient[:, None], 0.0) - slope * prob
+        logsumexp = tl.load(logsumexp_ptr + rows, mask=rows < num_rows, other=float("inf"))
+        gradient = softmax_gradient(
+            logits * inverse_temperature - logsumexp[:, None], rows, column + tl.arange(0, block_v), num_rows,
+            target_ptr, coefficient_ptr, entropy_coefficient_ptr, entropy_ptr, with_entropy,
+        )  # fmt: skip
         out.store([row, column], (gradient * inverse_temperature).to(out_ptr.dtype.element_ty))
 
 
@@ -220,54 +237,55 @@ def logit_stats(
     column_T: torch.Tensor,
     inverse_temperature: float,
     with_entropy: bool,
-) -> LogitStats:
+    with_stash: bool,
+) -> tuple[LogitStats, Stash | None]:
     """As reference.logit_stats, float32."""
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
-    tiling = STATS_BF16 if hidden_TH.dtype == torch.bfloat16 else FLOAT32
+    tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else GRADIENT_BF16 if with_stash else STATS_BF16
     num_splits = triton.cdiv(num_columns, tiling.block_v * tiling.tiles_per_split)
     stats_4T = hidden_TH.new_empty((4, num_rows), dtype=torch.float32)
-    if num_rows == 0:
-        return LogitStats(*stats_4T)
-    hidden_TH, weight_VH = _aligned(hidden_TH), _aligned(weight_VH)
     partial = hidden_TH.new_empty((4 if with_entropy else 3, num_splits, num_rows), dtype=torch.float32)
-    if num_splits:
+    stash = None
+    if with_stash:
+        num_blocks = triton.cdiv(num_columns, tiling.block_v)
+        top_ST = hidden_TH.new_empty((num_blocks, num_rows), dtype=torch.float32)
+        stash = Stash(aligned_empty(hidden_TH, num_rows, num_columns), top_ST)
+    if num_rows and num_splits:
+        hidden_TH, weight_VH = aligned(hidden_TH), aligned(weight_VH)
         _launch(
             _stats_kernel, triton.cdiv(num_rows, tiling.block_t) * num_splits, tiling,
-            hidden_TH, weight_VH, column_T, partial,
-            num_rows, hidden_TH.shape[1], num_columns, hidden_TH.stride(0), weight_VH.stride(0), inverse_temperature,
-            tiles_per_split=tiling.tiles_per_split, with_entropy=with_entropy,
+            hidden_TH, weight_VH, column_T, partial, *(stash or (partial, partial)),
+            num_rows, hidden_TH.shape[1], num_columns,
+            hidden_TH.stride(0), weight_VH.stride(0), stash.exp_TV.stride(0) if stash else 0, inverse_temperature,
+            tiles_per_split=tiling.tiles_per_split, with_entropy=with_entropy, with_stash=with_stash,
         )  # fmt: skip
-    block_t = 64 if not INTERPRETED else 1024
-    with_scratch(
-        lambda: _join_kernel[(triton.cdiv(num_rows, block_t),)](
-            partial, stats_4T, num_rows, num_splits, inverse_temperature, block_t, with_entropy, num_warps=2
-        ),
-        hidden_TH.device,
-    )
-    return LogitStats(*stats_4T)
+    if num_rows:
+        block_t = 1024 if INTERPRETED else 64
+        with torch.cuda.device_of(hidden_TH):
+            _join_kernel[(triton.cdiv(num_rows, block_t),)](
+                partial, stats_4T, num_rows, num_splits, inverse_temperature, block_t, with_entropy, num_warps=2
+            )
+    return LogitStats(*stats_4T), stash
+
+
+def operand(weight_VH: torch.Tensor) -> torch.Tensor:
+    """The weight as every chunk multiplies with it: as it is, or copied once to where TMA can read it."""
+    return aligned(weight_VH)
 
 
 def logit_gradient(
-    hidden_CH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    column_C: torch.Tensor,
-    inverse_temperature: float,
-    logsumexp_C: torch.Tensor,
-    coefficient_C: torch.Tensor,
-    entropy_coefficient_C: torch.Tensor | None,
-    entropy_C: torch.Tensor | None,
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, inverse_temperature: float, rows: RowGradients
 ) -> torch.Tensor:
     """As reference.logit_gradient, but [C, V] in the dtype of hidden: what the tensor cores take next."""
     num_rows, num_columns = len(hidden_CH), len(weight_VH)
-    tiling = GRADIENT_BF16 if hidden_CH.dtype == torch.bfloat16 else FLOAT32
-    gradient_CV = hidden_CH.new_empty((num_rows, triton.cdiv(num_columns, 16) * 16))[:, :num_columns]
-    hidden_CH, weight_VH = _aligned(hidden_CH), _aligned(weight_VH)
-    with_entropy = entropy_coefficient_C is not None
+    tiling = FLOAT32 if hidden_CH.dtype == torch.float32 else GRADIENT_BF16
+    gradient_CV = aligned_empty(hidden_CH, num_rows, num_columns)
+    hidden_CH, weight_VH = aligned(hidden_CH), aligned(weight_VH)
+    with_entropy = rows.entropy_coefficient_C is not None
     _launch(
         _gradient_kernel, triton.cdiv(num_rows, tiling.block_t) * triton.cdiv(num_columns, tiling.block_v), tiling,
-        hidden_CH, weight_VH, column_C, logsumexp_C, coefficient_C.contiguous(),
-        entropy_coefficient_C.contiguous() if with_entropy else coefficient_C,
-        entropy_C if with_entropy else logsumexp_C, gradient_CV,
+        hidden_CH, weight_VH, rows.column_C, rows.logsumexp_C, rows.coefficient_C,
+        rows.entropy_coefficient_C if with_entropy else rows.coefficient_C, rows.entropy_C, gradient_CV,
         num_rows, hidden_CH.shape[1], num_columns, hidden_CH.stride(0), weight_VH.stride(0), gradient_CV.stride(0),
         inverse_temperature, with_entropy=with_entropy,
     )  # fmt: skip
@@ -306,7 +324,7 @@ def with_scratch(launch: Callable[[], object], device: torch.device) -> None:
     contextvars.copy_context().run(run)
 
 
-def _aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
+def aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
     """The same rows where TMA can read them: contiguous, 16-byte aligned. A copy only for odd sizes and strides."""
     step = 16 // tensor_NH.element_size()
     if tensor_NH.stride(1) == 1 and tensor_NH.stride(0) % step == 0 and tensor_NH.data_ptr() % 16 == 0:
@@ -315,3 +333,8 @@ def _aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
     padded_NH = tensor_NH.new_empty((rows, triton.cdiv(width, step) * step))
     padded_NH[:, :width] = tensor_NH
     return padded_NH[:, :width]
+
+
+def aligned_empty(like: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    """[num_rows, num_columns] that TMA can write: rows start on 32 bytes or better."""
+    return like.new_empty((num_rows, triton.cdiv(num_columns, 16) * 16))[:, :num_columns]

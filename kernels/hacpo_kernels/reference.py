@@ -38,6 +38,18 @@ class LogitStats(NamedTuple):
     tilt_T: torch.Tensor
 
 
+class Stash(NamedTuple):
+    """What forward keeps when it trades memory for the second matrix product: exp(z - top), not z, because rounding an
+    exponential to bf16 costs 2^-9 of a probability and rounding a logit of 20 costs 6 % of it.
+
+    exp_TV    exp(z - top), in the dtype of hidden on the Triton path
+    top_ST    the maximum that was subtracted, per token and block of columns (one block in plain torch)
+    """
+
+    exp_TV: torch.Tensor
+    top_ST: torch.Tensor
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays, everything else is computed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -49,18 +61,26 @@ def logit_stats(
     column_T: torch.Tensor,
     inverse_temperature: float,
     with_entropy: bool,
-) -> LogitStats:
+    with_stash: bool,
+) -> tuple[LogitStats, Stash | None]:
     """The statistics of this shard. `column_T` is the target's row of `weight_VH`, or -1 when it is not here."""
     dtype = compute_dtype(hidden_TH.dtype)
-    weight_HV = weight_VH.to(dtype).t()
+    weight_HV = operand(weight_VH).t()
     stats_4T = hidden_TH.new_zeros((4, len(hidden_TH)), dtype=dtype)
     stats_4T[0].fill_(-torch.inf)
     stats_4T[2].fill_(-torch.inf)
-    if len(weight_VH) > 0:
-        for rows in _chunks(len(hidden_TH), len(weight_VH)):
-            z_CV = (hidden_TH[rows].to(dtype) @ weight_HV).mul_(inverse_temperature)
-            _chunk_stats(z_CV, column_T[rows], with_entropy, stats_4T[:, rows])
-    return LogitStats(*stats_4T)
+    exp_TV = hidden_TH.new_empty((len(hidden_TH), len(weight_VH)), dtype=dtype) if with_stash else None
+    for rows in _chunks(len(hidden_TH), len(weight_VH)) if len(weight_VH) else ():
+        z_CV = (hidden_TH[rows].to(dtype) @ weight_HV).mul_(inverse_temperature)
+        stats_4T[:, rows], exp_CV = _chunk_stats(z_CV, column_T[rows], with_entropy)
+        if with_stash:
+            exp_TV[rows] = exp_CV
+    return LogitStats(*stats_4T), Stash(exp_TV, stats_4T[:1]) if with_stash else None
+
+
+def operand(weight_VH: torch.Tensor) -> torch.Tensor:
+    """The weight as every chunk multiplies with it: converted once, not once per chunk."""
+    return weight_VH.to(compute_dtype(weight_VH.dtype))
 
 
 def _chunks(num_rows: int, num_columns: int) -> list[slice]:
@@ -68,21 +88,19 @@ def _chunks(num_rows: int, num_columns: int) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _chunk_stats(z_CV: torch.Tensor, column_C: torch.Tensor, with_entropy: bool, out_4C: torch.Tensor) -> None:
-    """Fill out_4C from one chunk of logits, which is overwritten."""
-    target_C = z_CV.gather(1, column_C.clamp(min=0)[:, None])[:, 0]
+def _chunk_stats(z_CV: torch.Tensor, column_C: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(statistics [4, C], exp(z - max) [C, V]) of one chunk of logits, which is overwritten."""
+    target_C = z_CV.gather(1, column_C.clamp(min=0)[:, None])[:, 0].masked_fill(column_C < 0, -torch.inf)
     max_C = z_CV.amax(dim=1)
     # A fully masked row has max -inf: subtracting it would make NaN of every column.
-    shifted_CV = z_CV.sub_(max_C.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0)[:, None])
-    if with_entropy:
-        weight_CV = shifted_CV.exp()
-        out_4C[1] = weight_CV.sum(dim=1)
-        # exp(-inf) * -inf is 0 here: a column without probability has no entropy.
-        out_4C[3] = weight_CV.mul_(shifted_CV.masked_fill_(shifted_CV == -torch.inf, 0.0)).sum(dim=1)
-    else:
-        out_4C[1] = shifted_CV.exp_().sum(dim=1)
-    out_4C[0] = max_C
-    out_4C[2] = target_C.masked_fill(column_C < 0, -torch.inf)
+    shifted_CV = z_CV.sub_(torch.where(max_C == -torch.inf, 0.0, max_C)[:, None])
+    if not with_entropy:
+        exp_CV = shifted_CV.exp_()
+        return torch.stack([max_C, exp_CV.sum(dim=1), target_C, torch.zeros_like(max_C)]), exp_CV
+    exp_CV = shifted_CV.exp()
+    # exp(-inf) * -inf is 0 here: a column without probability has no entropy.
+    tilt_C = shifted_CV.masked_fill_(shifted_CV == -torch.inf, 0.0).mul_(exp_CV).sum(dim=1)
+    return torch.stack([max_C, exp_CV.sum(dim=1), target_C, tilt_C]), exp_CV
 
 
 def merge_stats(shards_R: list[LogitStats]) -> LogitStats:
@@ -107,30 +125,43 @@ def finish_stats(stats: LogitStats) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return logprob_T, stats.max_T + log_sum_T, log_sum_T - stats.tilt_T / stats.sum_T
 
 
-def logit_gradient(
-    hidden_CH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    column_C: torch.Tensor,
-    inverse_temperature: float,
-    logsumexp_C: torch.Tensor,
-    coefficient_C: torch.Tensor,
-    entropy_coefficient_C: torch.Tensor | None,
-    entropy_C: torch.Tensor | None,
-) -> torch.Tensor:
-    """d(sum_t coefficient_t logprob_t + entropy_coefficient_t entropy_t) / d(hidden @ weight^T), one chunk [C, V].
+class RowGradients(NamedTuple):
+    """What backward knows of the rows it treats, each [C]. `column_C` is the target's row of the weight shard or -1."""
 
-    d logprob / dz_v = 1{v = target} - p_v        d entropy / dz_v = -p_v (log p_v + entropy)
-    """
-    dtype = compute_dtype(hidden_CH.dtype)
-    z_CV = (hidden_CH.to(dtype) @ weight_VH.to(dtype).t()).mul_(inverse_temperature).sub_(logsumexp_C[:, None])
-    if entropy_coefficient_C is None:
-        gradient_CV = z_CV.exp_().mul_(-coefficient_C[:, None])
+    column_C: torch.Tensor
+    logsumexp_C: torch.Tensor
+    coefficient_C: torch.Tensor  # d loss / d logprob
+    entropy_C: torch.Tensor
+    entropy_coefficient_C: torch.Tensor | None  # d loss / d entropy, None when nobody asked
+
+
+def logit_gradient(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, inverse_temperature: float, rows: RowGradients
+) -> torch.Tensor:
+    """d loss / d(hidden @ weight^T), one chunk [C, V]; the logits are computed again."""
+    hidden_CH = hidden_CH.to(compute_dtype(hidden_CH.dtype))
+    z_CV = (hidden_CH @ operand(weight_VH).t()).mul_(inverse_temperature)
+    return _softmax_gradient(z_CV.sub_(rows.logsumexp_C[:, None]), inverse_temperature, rows)
+
+
+def stash_gradient(stash: Stash, index_C: torch.Tensor, inverse_temperature: float, rows: RowGradients) -> torch.Tensor:
+    """As logit_gradient, for the tokens `index_C` of the stash."""
+    logprob_CV = stash.exp_TV[index_C].log_().add_((stash.top_ST[0, index_C] - rows.logsumexp_C)[:, None])
+    return _softmax_gradient(logprob_CV, inverse_temperature, rows)
+
+
+def _softmax_gradient(logprob_CV: torch.Tensor, inverse_temperature: float, rows: RowGradients) -> torch.Tensor:
+    """d logprob / dz_v = 1{v = target} - p_v,  d entropy / dz_v = -p_v (log p_v + entropy),  dz / dlogit = 1 / T."""
+    coefficient_C = rows.coefficient_C
+    if rows.entropy_coefficient_C is None:
+        gradient_CV = logprob_CV.exp_().mul_(-coefficient_C[:, None])
     else:
-        slope_CV = z_CV.add(entropy_C[:, None]).mul_(entropy_coefficient_C[:, None]).add_(coefficient_C[:, None])
-        prob_CV = z_CV.exp_()
+        slope_CV = logprob_CV + rows.entropy_C[:, None]
+        slope_CV.mul_(rows.entropy_coefficient_C[:, None]).add_(coefficient_C[:, None])
+        prob_CV = logprob_CV.exp_()
         gradient_CV = slope_CV.masked_fill_(prob_CV == 0, 0.0).mul_(prob_CV).neg_()
-    here_C = (column_C >= 0).to(dtype) * coefficient_C
-    gradient_CV.scatter_add_(1, column_C.clamp(min=0)[:, None], here_C[:, None])
+    here_C = (rows.column_C >= 0).to(coefficient_C.dtype) * coefficient_C
+    gradient_CV.scatter_add_(1, rows.column_C.clamp(min=0)[:, None], here_C[:, None])
     return gradient_CV.mul_(inverse_temperature)
 
 
