@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -130,7 +131,8 @@ def smooth(series: Series) -> Series:
     """The mean over a window of steps around each point: a tenth of the run, at least 3 and at most 25 steps."""
     half = max(1, min(12, len(series.values) // 20))
     windows = (series.values[max(0, i - half) : i + half + 1] for i in range(len(series.values)))
-    return Series(series.steps, tuple(sum(window) / len(window) for window in windows))
+    finite = ([value for value in window if math.isfinite(value)] for window in windows)
+    return Series(series.steps, tuple(fmean(values) if values else math.nan for values in finite))
 
 
 def stack(axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], colours: list[str]) -> None:

@@ -102,9 +102,7 @@ def draw_ratio(run: Run) -> Figure | None:
 
 def draw_ess(run: Run) -> Figure | None:
     """Effective sample size of the cross weights, as a share of the answers."""
-    figure = _draw_by_learner(
-        run, lambda k, j: f"agent/{k}/from/{j}/weight_ess", "effective share", None
-    )
+    figure = _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/weight_ess", "effective share", None)
     for axis in figure.axes if figure else ():
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     return figure
