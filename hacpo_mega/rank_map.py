@@ -5,23 +5,17 @@
     cell        = lane * cells_per_lane + cell_in_lane            a cell is one replica; its first rank is the leader
 
 It lives beside topology.py, which needs torch, so that `hacpo-mega check` and the launchers can ask for the number of
-processes in well under a second. Run as a module it prints that number: `python -m hacpo_mega.rank_map CONFIG`.
+processes in well under a second. Megatron is told the same order of ranks in megatron/platform.py.
 Not here: process groups (topology.py) and which node a rank runs on (the launcher's business).
 """
 
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 
-from hacpo_mega.config import Config, load_config
-
-# Megatron's default order puts data parallel between tensor and pipeline parallel, which would scatter a cell over the
-# agent's world. With this one its groups follow the arithmetic above (test_topology.py compares them rank by rank).
-MEGATRON_ORDER = "tp-cp-ep-pp-dp"
+from hacpo_mega.config import Config
 
 
 @dataclass(frozen=True)
@@ -192,18 +186,3 @@ class RankMap:
             last = first + shape.cells_per_lane * shape.cell_size - 1
             span = f"{first}" if first == last else f"{first}-{last}"
             yield span if shape.cells_per_lane == 1 else f"{span} in {shape.cells_per_lane} cells"
-
-
-def main(arguments: list[str]) -> None:
-    """Print the number of processes of a configuration, for the launchers."""
-    if not arguments:
-        raise SystemExit("usage: python -m hacpo_mega.rank_map CONFIG [key=value ...]")
-    try:
-        config = load_config(Path(arguments[0]), arguments[1:])
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from None
-    print(RankMap.of(config).world_size)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

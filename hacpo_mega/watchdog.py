@@ -58,8 +58,8 @@ class Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """Ends this process with status 1, after every other process has been told why. Never returns."""
-        traceback.print_exception(error)
         time.sleep(GRACE_S)
+        traceback.print_exception(error)
         detail = str(error).strip().split("\n")[0]
         self._go_down(f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}")
 
@@ -77,8 +77,10 @@ class Watchdog:
     def _go_down(self, cause: str) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
         self._tell(f"down {cause}")
-        print(f"{self._me}, in phase {self._phase}, stops: {cause}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        # One write: the processes of a node share their standard error, and print's line end would be a second one.
+        sys.stderr.write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
+        sys.stderr.flush()
         os._exit(1)  # not sys.exit: the main thread may be inside a collective that will never return
 
     def _tell(self, line: str) -> None:

@@ -12,9 +12,9 @@ import torch
 from hacpo_mega.rank_map import RankMap
 from hacpo_mega.topology import Place
 
-# Processes are forked from a server that has imported torch once, instead of importing it once each.
+# Processes are forked from a server that has imported what is slow to import once, instead of once each.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["hacpo_mega.topology"])
+PROCESSES.set_forkserver_preload(["hacpo_mega.topology", "hacpo_mega.megatron.platform"])
 
 
 def free_port() -> int:
