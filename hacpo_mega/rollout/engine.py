@@ -21,7 +21,7 @@ import random
 import secrets
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -84,7 +85,7 @@ def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int,
 def eos_token_ids(model: Path) -> tuple[int, ...]:
     """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
 
-    The files disagree in practice: config.json of a chat model may name the end of a text, its tokenizer that of a turn.
+    The files disagree in practice: one may name the end of a text, another that of a chat turn.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -280,10 +281,7 @@ class Engine:
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. The default process group stays the caller's."""
-        destroy = dist.destroy_process_group
-        # vLLM takes down its own groups and then, with no argument, the default one, which the actor still needs.
-        keep_default = patch.object(dist, "destroy_process_group", lambda group=None: group and destroy(group))
-        with _process_untouched(), keep_default:
+        with _process_untouched():
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()
@@ -369,6 +367,21 @@ def _joined_to_default_group() -> Iterator[None]:
     arguments = (f"env://:{name[0]}", dist.get_rank(), local_rank)
     with patch.object(ExecutorWithExternalLauncher, "_distributed_args", lambda executor: arguments):
         yield
+
+
+def _keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
+    """vLLM's teardown of its groups, less its last line, which destroys the default group. The actor still needs it."""
+
+    def destroy_own_groups() -> None:
+        destroy = dist.destroy_process_group
+        with patch.object(dist, "destroy_process_group", lambda group=None: None if group is None else destroy(group)):
+            teardown()
+
+    return destroy_own_groups
+
+
+# For good, since it also runs when an engine that nobody closed is collected.
+parallel_state.destroy_distributed_environment = _keeping_default_group(parallel_state.destroy_distributed_environment)
 
 
 def _weight_names(model: Path) -> frozenset[str]:
