@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.launcher import inside_a_job, prepare_environment, run_on_this_machine
+from hacpo_mega.launcher import inside_a_job, prepare_environment
 from hacpo_mega.rank_map import RankMap
 
 app = typer.Typer(
@@ -115,14 +115,9 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the run in short for machines.")] = False,
 ) -> None:
     """Write report.html and its curves from a run folder."""
-    if as_json:
-        from hacpo_mega.run_folder import summary
+    from hacpo_mega.report import summary, write_report
 
-        print(json.dumps(summary(run_dir), indent=2))
-        return
-    from hacpo_mega.report import write_report
-
-    print(write_report(run_dir))
+    print(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
 def _this_process_is_a_rank(config: Config) -> bool:
@@ -130,6 +125,8 @@ def _this_process_is_a_rank(config: Config) -> bool:
     prepare_environment()
     if inside_a_job():
         return True
+    from hacpo_mega.local_job import run_on_this_machine
+
     code = run_on_this_machine(sys.argv[1:], RankMap.of(config).world_size)
     if code:
         raise typer.Exit(code)

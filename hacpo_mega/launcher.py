@@ -1,14 +1,11 @@
-"""How a job's processes come to be: their environment, and torchrun on one machine.
+"""The environment of a job's processes, and whether this process is one of them.
 
-`hacpo-mega train|init|doctor CONFIG` outside a job starts torchrun with one process per rank of the configuration and
-then runs itself inside each of them. Inside a job (torchrun, or srun with launch/env.sh) it finds RANK and goes on.
-Not here: what a process does with its rank (topology.py).
+`hacpo-mega train|init|doctor CONFIG` outside a job starts one (local_job.py) and runs itself in every rank; inside a job
+(torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
@@ -16,12 +13,13 @@ EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor that feeds it
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CONFIGURE_LOGGING": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps tensor-parallel communication only in this order
+    "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
 }
 ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
@@ -46,16 +44,4 @@ def _has_cuda() -> bool:
 
 def inside_a_job() -> bool:
     """Whether this process is one rank of a job."""
-    return "RANK" in os.environ
-
-
-def run_on_this_machine(arguments: list[str], world_size: int) -> int:
-    """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here and returns the exit code of the job.
-
-    torchrun picks a free port, so that two jobs on one machine do not meet, and ends all ranks when one dies.
-    """
-    threads = max(1, (os.cpu_count() or 1) // world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world_size}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    return subprocess.call([*command, "-m", "hacpo_mega.cli", *arguments])
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
