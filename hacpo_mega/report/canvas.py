@@ -147,6 +147,7 @@ def stack(axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], c
 
 
 def legend(figure: Figure, names: list[str], colours: list[str]) -> None:
+    """One legend above all panels."""
     patches = [Patch(color=colour) for colour in colours]
     figure.legend(
         patches, names, loc="outside upper left", ncols=len(names), frameon=False, fontsize=8.5, handlelength=1

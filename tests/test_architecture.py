@@ -1,0 +1,369 @@
+"""The rules of the house, held over the source as it is: who may import whom, one door per heavy library, small files.
+
+Every rule is a function from parsed files to complaints, and every rule is shown here to catch a file that breaks it.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A file or folder of hacpo_mega belongs to a room; a room may use rooms on lower floors and nothing beside it.
+ROOMS = {
+    "config": ("config/",),
+    "records": ("records.py",),
+    "metrics": ("metrics.py", "console.py", "provenance.py", "rollout_log.py"),
+    "topology": ("topology.py", "rank_map.py", "watchdog.py"),
+    "algorithm": ("algorithm/",),
+    "data": ("data/",),
+    "megatron": ("megatron/",),
+    "rollout": ("rollout/",),
+    "agent": (
+        "agent.py",
+        "learning.py",
+        "step_metrics.py",
+        "prompt_sets.py",
+        "run_folder.py",
+        "evaluation.py",
+        "checkpoint.py",
+    ),
+    "trainer": ("trainer.py", "warm_start.py", "doctor.py", "export.py"),
+    "planner": ("planner.py",),
+    "report": ("report/",),
+    "cli": ("cli.py", "launcher.py", "local_job.py", "__init__.py"),
+}
+FLOORS = (
+    ("config", "records"),
+    ("metrics",),
+    ("topology", "algorithm", "data"),
+    ("megatron", "rollout"),
+    ("agent",),
+    ("trainer", "planner", "report"),
+    ("cli",),
+)
+
+# Where a heavy library may be named at all.
+DOORS = {
+    "megatron": ("hacpo_mega/megatron/",),
+    "vllm": ("hacpo_mega/rollout/engine.py",),
+    "triton": ("kernels/hacpo_kernels/",),
+    "tensorboard": ("hacpo_mega/metrics.py",),
+    "matplotlib": ("hacpo_mega/report/",),
+    "typer": ("hacpo_mega/cli.py",),
+}
+# A hang has these suspects. In the kernels it is the vocabulary-parallel log-prob, over its tensor-parallel group.
+COLLECTIVES = (
+    "hacpo_mega/topology.py",
+    "hacpo_mega/watchdog.py",
+    "hacpo_mega/rollout/",
+    "hacpo_mega/megatron/",
+    "hacpo_mega/checkpoint.py",
+    "hacpo_mega/run_folder.py",
+    "kernels/hacpo_kernels/",
+)
+# Before the start, or where a library reads its settings from there and nowhere else.
+ENVIRONMENT = (
+    "hacpo_mega/launcher.py",
+    "hacpo_mega/local_job.py",
+    "hacpo_mega/topology.py",
+    "hacpo_mega/rank_map.py",
+    "hacpo_mega/watchdog.py",
+    "hacpo_mega/megatron/platform.py",
+    "hacpo_mega/rollout/engine.py",
+)
+ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
+EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
+MAX_FILE_LINES = 350
+# Files that load code by a name the user gave: a grader of his own.
+LOADS_BY_NAME = ("hacpo_mega/data/grading_worker.py",)
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file; `path` is relative to the root of the repository, with slashes."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.path)
+
+    @property
+    def module(self) -> str:
+        """The dotted name; a package is named by its folder."""
+        parts = PurePosixPath(self.path.removeprefix("kernels/")).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def lies_in(self, places: tuple[str, ...]) -> bool:
+        return any(self.path == place or (place.endswith("/") and self.path.startswith(place)) for place in places)
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of everything imported anywhere in the file; `from a import b` gives a.b."""
+        package = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+Sources = list[Source]
+Complaints = Iterator[str]
+
+
+def read_sources() -> Sources:
+    files = sorted([*(ROOT / "hacpo_mega").rglob("*.py"), *(ROOT / "kernels" / "hacpo_kernels").rglob("*.py")])
+    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+def room_of(path: str) -> str | None:
+    inside = path.removeprefix("hacpo_mega/")
+    for room, places in ROOMS.items():
+        if any(inside == place or (place.endswith("/") and inside.startswith(place)) for place in places):
+            return room
+    return None
+
+
+def own_modules(sources: Sources, imported: str) -> list[Source]:
+    """The files of ours that an imported dotted name leads to: the module itself, or the one that holds the name."""
+    by_module = {source.module: source for source in sources}
+    return [by_module[name] for name in (imported, imported.rpartition(".")[0]) if name in by_module][:1]
+
+
+def every_file_has_a_room(sources: Sources) -> Complaints:
+    for source in sources:
+        if source.path.startswith("hacpo_mega/") and room_of(source.path) is None:
+            yield f"{source.path}: belongs to no room; give it one in ROOMS of tests/test_architecture.py"
+
+
+def imports_go_down(sources: Sources) -> Complaints:
+    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+    for source in sources:
+        here = room_of(source.path) if source.path.startswith("hacpo_mega/") else None
+        for line, name in source.imports():
+            for target in own_modules(sources, name):
+                there = room_of(target.path) if target.path.startswith("hacpo_mega/") else None
+                if here and there and here != there and floor[there] >= floor[here]:
+                    yield f"{source.path}:{line}: room {here!r} may not import {name} of room {there!r}"
+
+
+def imports_have_no_circle(sources: Sources) -> Complaints:
+    graph = {
+        source.module: {t.module for _, name in source.imports() for t in own_modules(sources, name)} - {source.module}
+        for source in sources
+    }
+    while leaves := [module for module, needs in graph.items() if not needs & graph.keys()]:
+        for module in leaves:
+            del graph[module]
+    if graph:
+        yield f"import circle among {', '.join(sorted(graph))}"
+
+
+def kernels_know_nothing_of_us(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            if source.path.startswith("kernels/") and name.split(".")[0] == "hacpo_mega":
+                yield f"{source.path}:{line}: hacpo_kernels stands alone, but imports {name}"
+
+
+def one_door_per_library(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            library = name.split(".")[0]
+            if library in DOORS and not source.lies_in(DOORS[library]):
+                yield f"{source.path}:{line}: {library} has its door at {', '.join(DOORS[library])}"
+
+
+def collectives_have_few_suspects(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            starts_processes = name.startswith(("torch.distributed.launcher", "torch.distributed.elastic"))
+            speaks = f"{name}.".startswith("torch.distributed.") and not starts_processes
+            if speaks and not source.lies_in(COLLECTIVES):
+                yield f"{source.path}:{line}: torch.distributed outside the places where a job may hang"
+
+
+def algorithm_is_the_paper(sources: Sources) -> Complaints:
+    for source in sources:
+        if not source.path.startswith("hacpo_mega/algorithm/"):
+            continue
+        for line, name in source.imports():
+            ours = name.startswith(("hacpo_mega.config.", "hacpo_mega.algorithm."))
+            if not ours and (name.split(".")[0] not in ALGORITHM_MAY_IMPORT or name.startswith("torch.distributed")):
+                yield f"{source.path}:{line}: the algorithm is tensors and math, but imports {name}"
+
+
+def imports_stand_at_the_top(sources: Sources) -> Complaints:
+    for source in sources:
+        if source.path == "hacpo_mega/cli.py":
+            continue
+        for function in functions(source):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    yield f"{source.path}:{node.lineno}: import inside {function.name}(); only cli.py may"
+        for node in ast.walk(source.tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            by_name = called in ("__import__", "importlib.import_module", "import_module")
+            if by_name and not source.lies_in(LOADS_BY_NAME):
+                yield f"{source.path}:{node.lineno}: {called}() hides an import"
+
+
+def nothing_is_pickled(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
+                yield f"{source.path}:{line}: {name}; what is read back must not run as code"
+
+
+def environment_is_read_at_the_start(sources: Sources) -> Complaints:
+    for source in sources:
+        for node in ast.walk(source.tree):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+            if named and not source.lies_in(ENVIRONMENT):
+                yield f"{source.path}:{node.lineno}: os.{node.attr}; numbers come from the configuration"
+
+
+def nothing_is_left_undone(sources: Sources) -> Complaints:
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            if found := re.search(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|breakpoint\(\))", line):
+                yield f"{source.path}:{number}: {found[1]}"
+
+
+def files_and_functions_are_small(sources: Sources) -> Complaints:
+    for source in sources:
+        if (lines := len(source.text.splitlines())) > MAX_FILE_LINES:
+            yield f"{source.path}: {lines} lines, more than {MAX_FILE_LINES}"
+        for function in functions(source):
+            is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+            most = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+            if (length := function.end_lineno - function.lineno + 1) > most:
+                yield f"{source.path}:{function.lineno}: {function.name}() has {length} lines, more than {most}"
+
+
+def names_say_something(sources: Sources) -> Complaints:
+    for source in sources:
+        names = [(1, PurePosixPath(source.path).stem)]
+        names += [(n.lineno, n.name) for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+        for line, name in names:
+            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+            if empty := {"util", "utils", "common", "helper", "helpers", "manager", "misc"} & {
+                w.lower() for w in words
+            }:
+                yield f"{source.path}:{line}: {name}: {', '.join(empty)} says nothing"
+
+
+def files_say_what_they_are(sources: Sources) -> Complaints:
+    for source in sources:
+        if source.text.strip() and not ast.get_docstring(source.tree):
+            yield f"{source.path}: opens without saying what it is"
+
+
+def public_things_are_described(sources: Sources) -> Complaints:
+    for source in sources:
+        for node in source.tree.body:
+            described = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+            if described and not ast.get_docstring(node):
+                yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
+
+
+def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+Rule = Callable[[Sources], Complaints]
+RULES: tuple[Rule, ...] = (
+    every_file_has_a_room,
+    imports_go_down,
+    imports_have_no_circle,
+    kernels_know_nothing_of_us,
+    one_door_per_library,
+    collectives_have_few_suspects,
+    algorithm_is_the_paper,
+    imports_stand_at_the_top,
+    nothing_is_pickled,
+    environment_is_read_at_the_start,
+    nothing_is_left_undone,
+    files_and_functions_are_small,
+    names_say_something,
+    files_say_what_they_are,
+    public_things_are_described,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps(rule: Rule) -> None:
+    complaints = list(rule(read_sources()))
+    assert complaints == [], "\n" + "\n".join(complaints)
+
+
+A = "hacpo_mega/agent.py"
+BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
+    (every_file_has_a_room, {"hacpo_mega/elsewhere.py": ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.agent import Agent", A: ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.algorithm import y", "hacpo_mega/algorithm/y.py": ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "def f():\n    import hacpo_mega.agent", A: ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "from ..agent import Agent", A: ""}),
+    (imports_have_no_circle, {"hacpo_mega/data/x.py": "from .y import b", "hacpo_mega/data/y.py": "from .x import a"}),
+    (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
+    (one_door_per_library, {A: "from megatron.core import parallel_state"}),
+    (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
+    (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),
+    (one_door_per_library, {"hacpo_mega/console.py": "def f():\n    from tensorboard import program"}),
+    (collectives_have_few_suspects, {A: "import torch.distributed as dist"}),
+    (collectives_have_few_suspects, {A: "from torch import distributed"}),
+    (algorithm_is_the_paper, {"hacpo_mega/algorithm/x.py": "import json"}),
+    (algorithm_is_the_paper, {"hacpo_mega/algorithm/x.py": "import torch.distributed"}),
+    (imports_stand_at_the_top, {A: "def f():\n    import json"}),
+    (imports_stand_at_the_top, {A: "import importlib\nx = importlib.import_module('vllm')"}),
+    (nothing_is_pickled, {A: "import pickle"}),
+    (nothing_is_pickled, {A: "from marshal import loads"}),
+    (environment_is_read_at_the_start, {A: "import os\nx = os.environ['RANK']"}),
+    (nothing_is_left_undone, {A: "x = 1  # TODO: two"}),
+    (nothing_is_left_undone, {A: "def f():\n    raise NotImplementedError"}),
+    (files_and_functions_are_small, {A: "x = 1\n" * (MAX_FILE_LINES + 1)}),
+    (files_and_functions_are_small, {A: "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES}),
+    (names_say_something, {"hacpo_mega/data/utils.py": ""}),
+    (names_say_something, {A: "class WeightManager:\n    pass"}),
+    (names_say_something, {A: "def load_helper():\n    pass"}),
+    (files_say_what_they_are, {A: "x = 1"}),
+    (public_things_are_described, {A: "def roll_out():\n    pass"}),
+)
+
+
+@pytest.mark.parametrize(("rule", "files"), BAD, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_rule_catches_what_breaks_it(rule: Rule, files: dict[str, str]) -> None:
+    assert len(list(rule([Source(path, text) for path, text in files.items()]))) == 1
+
+
+def test_every_rule_is_shown_to_catch_something() -> None:
+    assert {rule for rule, _ in BAD} == set(RULES)
+
+
+def test_rules_accept_a_file_that_keeps_them() -> None:
+    good = (
+        '"""What it is."""\n\nimport torch\n\nfrom hacpo_mega.config import AlgorithmConfig\n\n\n'
+        'def omega() -> None:\n    """Of k and j."""\n'
+    )
+    sources = [Source("hacpo_mega/algorithm/omega.py", good), Source("hacpo_mega/config/__init__.py", '"""Types."""\n')]
+    assert [complaint for rule in RULES for complaint in rule(sources)] == []
+
+
+@pytest.mark.parametrize("module", ["hacpo_mega.config", "hacpo_mega.cli", "hacpo_mega.metrics", "hacpo_mega.rank_map"])
+def test_light_rooms_load_no_heavy_library(module: str) -> None:
+    heavy = {"torch", "vllm", "megatron", "transformers", "triton", "matplotlib", "tensorflow"}
+    code = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
