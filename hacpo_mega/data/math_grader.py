@@ -1,0 +1,201 @@
+"""Graders for mathematics: the answer of a text against gold, by math-verify, in a guarded worker (rewards.py).
+
+math-verify's own time limits are off: they need SIGALRM, which only a main thread has, and they turn a hang into "not
+equal". Without them a hang is the guard's business, and it is reported as a time-out.
+An answer that cannot be parsed or compared is wrong; running out of memory is an error, so it is never swallowed here.
+Golds may be bare ("18", "\\frac{1}{2}"), in dollars, boxed, a whole solution with a box, or end in "#### 18".
+"""
+
+import functools
+import logging
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Expr, UnevaluatedExpr
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
+logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
+
+MAX_PARSED_CHARACTERS = 2000
+MAX_NESTING = 20
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are signs, not groups
+BARE = re.compile(r"[^\s$]+")
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
+TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+MATHEMATICS = ("$", "\\[", "\\(", "\\boxed", "\\begin")
+
+
+@dataclass(frozen=True)
+class MatchRules:
+    """What counts as an answer and as equal: LaTeX and plain expressions; decimals that floats are rounded to."""
+
+    latex: bool = True
+    expressions: bool = True
+    decimals: int = 6
+    relations_are_sets: bool = False
+
+    @property
+    def targets(self) -> tuple:
+        """What math-verify is to look for. A box comes before anything else in the text."""
+        latex = (LatexExtractionConfig(boxed_match_priority=0),) if self.latex else ()
+        return (*latex, ExprExtractionConfig()) if self.expressions else latex
+
+
+RULES = MatchRules()
+
+
+def boxed(prompt: str, answer: str, gold: str) -> float | None:
+    """1 when the last box of the text equals gold, 0 when not, None without a box.
+
+    What comes before </think> does not count, and a text that opens <think> and never closes it has not answered.
+    """
+    text = after_thinking(answer)
+    content = None if "<think>" in text else last_boxed(text)
+    return None if content is None else float(equal(gold_answer(gold), content))
+
+
+def anywhere(prompt: str, answer: str, gold: str) -> float | None:
+    """1 when an answer anywhere in the text equals gold as math-verify sees it, boxed or not; None for an empty text.
+
+    For grading answers whose writer was asked for no box. Neighbouring boxes are one answer, a list.
+    """
+    text = after_thinking(answer).strip()
+    return float(equal(gold_answer(gold), text)) if text else None
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last </think>, or the whole text."""
+    return text.rpartition("</think>")[2]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed or \fbox that is complete: nested braces, or one token as in `\boxed 5`."""
+    span = _last_box(text)
+    return None if span is None else text[span[1] : span[2]]
+
+
+def _last_box(text: str) -> tuple[int, int, int] | None:
+    """Where the last complete box starts, and where its content starts and ends. One pass, linear in the text."""
+    closing = _closing_braces(text)
+    for box in reversed(list(BOX.finditer(text))):
+        if text.startswith("{", box.end()):
+            if box.end() in closing:
+                return box.start(), box.end() + 1, closing[box.end()]
+        elif bare := BARE.match(text, box.end()):
+            return box.start(), bare.start(), bare.end()
+    return None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    closing, opened = {}, []
+    for sign in BRACE.finditer(text):
+        if sign.group() == "{":
+            opened.append(sign.start())
+        elif sign.group() == "}" and opened:
+            closing[opened.pop()] = sign.start()
+    return closing
+
+
+def gold_answer(gold: str) -> str:
+    """The answer in a gold text: after the last "####" (GSM8K), else the text itself; a box in it is found later."""
+    return gold.rpartition("####")[2].strip()
+
+
+def equal(gold: str, answer: str, rules: MatchRules = RULES) -> bool:
+    """Whether two answers are the same: as text, as exact whole numbers, else as math-verify sees them."""
+    plain_gold, plain_answer = plain(gold), plain(answer)
+    if plain_gold == plain_answer:
+        return bool(plain_gold)
+    numbers = as_integer(plain_gold), as_integer(plain_answer)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    gold, answer = region(gold), region(answer)
+    if nesting(answer) > max(MAX_NESTING, nesting(gold)):  # the parser is exponential in it, and no answer needs it
+        return False
+    return any(_verified(g, a, rules) for g in _parsed(gold, rules) for a in _parsed(answer, rules))
+
+
+def region(text: str) -> str:
+    """The part of a long text where its answer is: the last box and a little before it, else its end."""
+    if len(text) <= MAX_PARSED_CHARACTERS:
+        return text
+    box = _last_box(text)
+    if box is None:
+        return text[-MAX_PARSED_CHARACTERS:]
+    return text[max(0, box[0] - 200) : box[2] + 1][:MAX_PARSED_CHARACTERS]
+
+
+def nesting(text: str) -> int:
+    """How deep the brackets of a text are nested."""
+    depth = deepest = 0
+    for sign in text:
+        depth += (sign in "{([") - (sign in "})]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def plain(answer: str) -> str:
+    """An answer without what never changes its meaning: its box, dollars, sizes, spaces, a final full stop."""
+    text = answer.strip().rstrip(".").strip()
+    for noise in ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$"):
+        text = text.replace(noise, "")
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
+    # "1, 234" is a list and "1,234" a number, so a space after a comma stays
+    return re.sub(r"(?<!,)\s+", "", TEXT_COMMAND.sub(r"\1", text))
+
+
+def as_integer(text: str) -> int | None:
+    """A plain whole number, thousands commas allowed ("7,000", "27.0"); None for anything else."""
+    if len(text) > 1000 or not text.isascii() or not NUMBER.fullmatch(text):
+        return None
+    number = Fraction(text.replace(",", ""))
+    return int(number) if number.denominator == 1 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(answer: str, rules: MatchRules) -> tuple:
+    is_marked = any(sign in answer for sign in MATHEMATICS)
+    forms = (answer,) if is_marked or not rules.latex else (f"\\boxed{{{answer}}}",)
+    if not is_marked and " " in answer:  # it may be a sentence with the answer in it
+        forms = (*forms, answer)
+    return tuple(found for form in forms for found in _extracted(form, rules))
+
+
+def _extracted(text: str, rules: MatchRules) -> list:
+    try:
+        return parse(text, rules.targets, parsing_timeout=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception:
+        return []
+
+
+def _verified(gold: object, answer: object, rules: MatchRules) -> bool:
+    try:
+        if _are_far_apart(gold, answer, 10.0**-rules.decimals):
+            return False
+        return verify(
+            gold,
+            answer,
+            float_rounding=rules.decimals,
+            allow_set_relation_comp=rules.relations_are_sets,
+            timeout_seconds=None,
+            raise_on_error=True,
+        )
+    except MemoryError:
+        raise
+    except Exception:
+        return False
+
+
+def _are_far_apart(gold: object, answer: object, tolerance: float) -> bool:
+    """Whether both are numbers in closed form and differ. sympy would try to simplify their difference, for ever."""
+    if not all(isinstance(x, Expr) and x.is_number and not x.has(UnevaluatedExpr) for x in (gold, answer)):
+        return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
+    values = [x.evalf(30) for x in (gold, answer)]
+    if not all(value.is_finite and value.is_Number for value in values):
+        return False
+    return bool(abs(values[0] - values[1]) > tolerance * max(1, abs(values[0])))
