@@ -10,6 +10,7 @@ RUNTIME = [
     "pydantic>=2.12",
     "typer>=0.20",
     "rich>=14",
+    "tomli-w>=1.0",
     "math-verify[antlr4_13_2]>=0.9",
     "tensorboard>=2.20",
     "matplotlib>=3.10",
