@@ -1,16 +1,18 @@
-"""A lane's answers as one learner sees them: its own tokens, its own advantages (ALGORITHM section 2, steps 6 to 9).
+"""A lane's pool as one learner trains on it: own tokens, own prompt, own advantage (ALGORITHM section 2, step 7).
 
-Own answers keep the ids that were sampled, and so do answers of sources whose tokenizer is the same by content. All
-others are decoded text, encoded with the learner's tokenizer, with its EOS behind them if the answer ended by itself.
-Not here: what an advantage is (algorithm/), and packing (batches.py).
+Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens nobody sampled. So do
+answers of a source with the identical tokenizer, except that the final EOS becomes the learner's own (a base model and
+its instruct twin differ in that one token). Other answers are encoded from text as a continuation of a prompt.
+Not here: the advantages themselves (algorithm/) and which samples share an update (batches.py).
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from hacpo_mega.data.tokenizers import TextCodec
 from hacpo_mega.records import Pool, Prompt, Sample, Stop, Trajectory
@@ -19,106 +21,144 @@ REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
-class ViewCounts:
-    """What became of the answers of one source: numbers of answers, and tokens of both sides over the kept ones.
+class ViewRules:
+    """How a learner sees the answers of a pool.
 
-    unjudged       no verdict: not trained, except that own ones stay in their micro-batch with advantage 0
-    empty          nothing to train: no token, or none but an EOS that is not trained
-    undecodable    the text holds U+FFFD, so the learner may read other bytes than the source wrote; only counted
-    unwritable     a character has no token of the learner: dropped
-    too_long       longer than the learner's limit after encoding: dropped, never cut
+    same_tokenizer      per source agent: whether its tokenizer is the learner's, by content (`TextCodec.fingerprint`)
+    shares_answers      whether answers of other agents are trained on at all
+    eos_in_loss         whether the final EOS is a trained token
+    ratio_length        what the learner's log-prob sum is divided by: its own token count, or the source's
+    max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending is what was judged
     """
 
-    num_answers: int = 0
-    num_kept: int = 0
+    same_tokenizer: tuple[bool, ...]
+    shares_answers: bool
+    eos_in_loss: bool
+    ratio_length: Literal["own", "source"]
+    max_answer_tokens: int
+
+
+@dataclass(frozen=True)
+class ViewCounts:
+    """What became of the answers of a pool. Dropped: unjudged, too long, unencodable. The rest is trained on.
+
+    `num_changed` counts re-encoded answers whose new ids do not decode to the same text; `token_ratio_sum` adds up
+    learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
+    """
+
+    num_own: int = 0
+    num_cross: int = 0
     num_unjudged: int = 0
-    num_empty: int = 0
-    num_undecodable: int = 0
-    num_unwritable: int = 0
     num_too_long: int = 0
-    source_tokens: int = 0
-    learner_tokens: int = 0
+    num_unencodable: int = 0
+    num_empty: int = 0
+    num_truncated: int = 0
+    num_undecodable: int = 0
+    num_reencoded: int = 0
+    num_changed: int = 0
+    token_ratio_sum: float = 0.0
 
 
-class LearnerView:
-    """How one learner reads the answers of every source."""
+def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
+    """How many leading tokens of an answer its loss trains, and its score averages: all, or all but the final EOS."""
+    return num_tokens - 1 if ended and not eos_in_loss else num_tokens
 
-    def __init__(
-        self,
-        learner: int,
-        codecs: Sequence[TextCodec],
-        *,
-        shares_answers: bool,
-        eos_in_loss: bool,
-        ratio_length: str,
-        max_answer_tokens: int,
-    ) -> None:
-        """`codecs` are those of all agents, in order; whether two agree is decided by their content."""
-        self._learner = learner
-        self._codec = codecs[learner]
-        self._keeps_ids = tuple(codec.fingerprint == self._codec.fingerprint for codec in codecs)
-        self._shares_answers = shares_answers
-        self._eos_in_loss = eos_in_loss
-        self._ratio_length = ratio_length
-        self._max_answer_tokens = max_answer_tokens
 
-    def samples(self, pool: Pool, advantages_PNG: Tensor) -> tuple[list[Sample], dict[int, ViewCounts]]:
-        """The samples to train on, by prompt, source and rollout, and the counts of every source (by its index)."""
-        sources = range(len(self._keeps_ids)) if self._shares_answers else (self._learner,)
-        tallies = {source: Counter() for source in sources}
-        samples = [
-            sample
-            for prompt, by_agent, advantages_NG in zip(pool.prompts, pool.trajectories_PNG, advantages_PNG.tolist())
-            for source in sources
-            for trajectory, advantage in zip(by_agent[source], advantages_NG[source], strict=True)
-            if (sample := self._sample(prompt, trajectory, advantage, tallies[source])) is not None
-        ]
-        return samples, {source: ViewCounts(**tally) for source, tally in tallies.items()}
+def learner_view(
+    pool: Pool, advantages_PNG: torch.Tensor, learner: int, codec: TextCodec, rules: ViewRules
+) -> tuple[list[Sample], ViewCounts]:
+    """The samples of `learner`, ordered by (prompt, source, rollout), and what became of the rest.
 
-    def _sample(self, prompt: Prompt, trajectory: Trajectory, advantage: float, tally: Counter) -> Sample | None:
-        """The answer as a sample, or None when it cannot be trained; counts what was met."""
-        rollout, is_self = trajectory.rollout, trajectory.agent == self._learner
-        tally["num_answers"] += 1
-        tally["num_unjudged"] += not trajectory.verdict.is_judged
+    `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `codec` is the learner's.
+    """
+    tally: Counter[str] = Counter()
+    samples = []
+    for p, prompt in enumerate(pool.prompts):
+        prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
+        for j, group in enumerate(pool.trajectories_PNG[p]):
+            if j != learner and not rules.shares_answers:
+                continue
+            for g, trajectory in enumerate(group):
+                answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tally)
+                if answer_ids is not None:
+                    advantage = float(advantages_PNG[p, j, g])
+                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, learner, rules))
+    return samples, ViewCounts(**tally)
+
+
+def _answer_ids(
+    trajectory: Trajectory, is_self: bool, codec: TextCodec, rules: ViewRules, tally: Counter[str]
+) -> np.ndarray | None:
+    """The answer in the learner's tokens, or None when it is not trained on; counts which and why."""
+    rollout = trajectory.rollout
+    if not trajectory.verdict.is_judged:
+        tally["num_unjudged"] += 1
+        return None
+    if is_self:
+        ids = rollout.token_ids
+    elif rules.same_tokenizer[trajectory.agent]:
+        ids = _with_own_end(rollout.token_ids, rollout.stop == Stop.EOS, codec.eos_id)
+    else:
+        ids = _reencoded(trajectory, codec, rules.max_answer_tokens, tally)
+    if ids is not None:
+        tally["num_own" if is_self else "num_cross"] += 1
+        tally["num_empty"] += rollout.text == ""
+        tally["num_truncated"] += rollout.stop != Stop.EOS
         tally["num_undecodable"] += REPLACEMENT in rollout.text
-        # An own answer without a verdict stays, with advantage 0: leaving it out would pack the others differently from
-        # when they were scored, and their first ratio would no longer be exactly 1.
-        if not trajectory.verdict.is_judged and not is_self:
-            return None
-        try:
-            answer_ids = self._answer_ids(trajectory)
-        except ValueError:
-            tally["num_unwritable"] += 1
-            return None
-        num_trained = len(answer_ids) - (rollout.stop is Stop.EOS and not self._eos_in_loss)
-        if num_trained == 0 or trajectory.num_scored == 0:
-            tally["num_empty"] += 1
-            return None
-        if len(answer_ids) > self._max_answer_tokens:
-            tally["num_too_long"] += 1
-            return None
-        tally["num_kept"] += 1
-        tally["source_tokens"] += len(rollout.token_ids)
-        tally["learner_tokens"] += len(answer_ids)
-        return Sample(
-            source=trajectory.agent,
-            is_self=is_self,
-            prompt_index=prompt.index,
-            rollout_index=rollout.rollout_index,
-            prompt_ids=np.array(self._codec.encode_prompt(prompt.text), dtype=np.int32),
-            answer_ids=answer_ids,
-            num_trained=num_trained,
-            advantage=advantage,
-            source_logprob=trajectory.mean_logprob,
-            length=float(num_trained if self._ratio_length == "own" else trajectory.num_scored),
-        )
+    return ids
 
-    def _answer_ids(self, trajectory: Trajectory) -> np.ndarray:
-        rollout, ended = trajectory.rollout, trajectory.rollout.stop is Stop.EOS
-        if trajectory.agent == self._learner:
-            return rollout.token_ids
-        if self._keeps_ids[trajectory.agent]:
-            # A base model and its instruct twin may share every token but the one that ends an answer.
-            tail = [self._codec.eos_id] if ended else []
-            return np.concatenate([rollout.token_ids[: len(rollout.token_ids) - ended], tail]).astype(np.int32)
-        return np.array(self._codec.encode_answer(rollout.text, ended), dtype=np.int32)
+
+def _with_own_end(ids: np.ndarray, ended: bool, eos_id: int) -> np.ndarray:
+    return np.append(ids[:-1], np.int32(eos_id)) if ended else ids
+
+
+def _reencoded(trajectory: Trajectory, codec: TextCodec, max_tokens: int, tally: Counter[str]) -> np.ndarray | None:
+    rollout = trajectory.rollout
+    try:
+        ids = codec.encode_answer(rollout.text, ended=rollout.stop == Stop.EOS)
+    except ValueError:
+        tally["num_unencodable"] += 1
+        return None
+    if len(ids) > max_tokens:
+        tally["num_too_long"] += 1
+        return None
+    tally["num_reencoded"] += 1
+    tally["num_changed"] += codec.decode_answer(ids) != rollout.text
+    tally["token_ratio_sum"] += len(ids) / max(1, len(rollout.token_ids))
+    return np.array(ids, dtype=np.int32)
+
+
+def _sample(
+    prompt: Prompt,
+    prompt_ids: np.ndarray,
+    trajectory: Trajectory,
+    answer_ids: np.ndarray,
+    advantage: float,
+    learner: int,
+    rules: ViewRules,
+) -> Sample:
+    rollout = trajectory.rollout
+    num_trained = trained_tokens(len(answer_ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
+    is_self = trajectory.agent == learner
+    # an own ratio is only 1 before the first update if both sides average over the same tokens
+    assert not is_self or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
+    assert np.isfinite(advantage), (prompt, trajectory.agent, rollout.rollout_index)
+    assert np.isfinite(trajectory.mean_logprob), (prompt, trajectory.agent, rollout.rollout_index)
+    length = num_trained if rules.ratio_length == "own" else trajectory.num_scored
+    return Sample(
+        source=trajectory.agent,
+        is_self=is_self,
+        prompt_index=prompt.index,
+        rollout_index=rollout.rollout_index,
+        prompt_ids=prompt_ids,
+        answer_ids=answer_ids,
+        num_trained=num_trained,
+        advantage=advantage,
+        source_logprob=trajectory.mean_logprob,
+        length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
+    )
+
+
+def same_tokenizers(learner_fingerprint: str, source_fingerprints: Sequence[str]) -> tuple[bool, ...]:
+    """Per source: whether its tokenizer is the learner's, by content."""
+    return tuple(fingerprint == learner_fingerprint for fingerprint in source_fingerprints)
