@@ -15,6 +15,7 @@ import numpy as np
 from hacpo_mega.algorithm import sample_weight
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.data.batches import plan_updates
+from hacpo_mega.data.learner_view import trained_tokens
 from hacpo_mega.data.tokenizers import TextCodec, load_tokenizer
 from hacpo_mega.learning import PolicyLoss, SampleKey
 from hacpo_mega.megatron.actor import Actor, UpdateStats
@@ -126,8 +127,7 @@ class Agent:
         return [scores[rollout.prompt_index, rollout.rollout_index] for rollout in rollouts]
 
     def _own_sample(self, prompt_text: str, rollout: Rollout) -> Sample:
-        silent_eos = rollout.stop is Stop.EOS and not self._algorithm.eos_in_loss
-        num_trained = len(rollout.token_ids) - silent_eos
+        num_trained = trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)
         return Sample(
             source=self.index,
             is_self=True,
@@ -138,7 +138,7 @@ class Agent:
             num_trained=num_trained,
             advantage=0.0,
             source_logprob=0.0,
-            length=float(num_trained),
+            length=float(max(1, num_trained)),
         )
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:

@@ -97,7 +97,9 @@ def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
 def doctor(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    tolerance: Annotated[float, typer.Option(help="Largest log-prob difference (nats) that passes.")] = 1e-4,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest log-prob difference (nats) that passes; default 1e-4 in fp32.")
+    ] = None,
 ) -> None:
     """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
     config = load_config(config_file, overrides or [])

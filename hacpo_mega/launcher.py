@@ -1,6 +1,6 @@
 """The environment of a job's processes, and whether this process is one of them.
 
-`hacpo-mega train|init|doctor CONFIG` outside a job starts one (local_job.py) and runs itself in every rank; inside a job
+`hacpo-mega train|init|doctor CONFIG` outside a job starts one (local_job.py) and runs itself in every rank; inside one
 (torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 

@@ -3,8 +3,9 @@
 Each function is called by the one rank that owns what it adds, usually the leader of a cell.
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from hacpo_kernels import ObjectiveStats
@@ -53,14 +54,14 @@ def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgeme
             metrics.count(f"agent/{name}/num_evaluated{tail}", 1)
 
 
-def add_view(metrics: Metrics, names: Sequence[str], learner: int, counts: Mapping[int, ViewCounts]) -> None:
-    """What became of every source's answers on their way into this learner's samples (data/learner_view.py)."""
-    for source, count in counts.items():
-        prefix = f"agent/{names[learner]}/from/{names[source]}" if source != learner else f"agent/{names[learner]}/self"
-        for what in ("unjudged", "empty", "undecodable", "unwritable", "too_long"):
-            metrics.count(f"{prefix}/num_{what}", getattr(count, f"num_{what}"))
-        # Tokens of the learner per token of the source: how much finer its tokenizer cuts the same text.
-        metrics.add(f"{prefix}/token_count_ratio", count.learner_tokens, count.source_tokens)
+def add_view(metrics: Metrics, name: str, counts: ViewCounts) -> None:
+    """What became of all answers on their way into this learner's samples (data/learner_view.py)."""
+    prefix = f"agent/{name}/view"
+    for field in dataclasses.fields(counts):
+        if field.name.startswith("num_"):
+            metrics.count(f"{prefix}/{field.name}", getattr(counts, field.name))
+    # How much finer the learner's tokenizer cuts the same text than the source's.
+    metrics.add(f"{prefix}/token_ratio_mean", counts.token_ratio_sum, counts.num_reencoded)
 
 
 def add_update(

@@ -11,7 +11,7 @@ import torch
 from hacpo_mega.agent import Agent
 from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages
 from hacpo_mega.config import Config
-from hacpo_mega.data.learner_view import LearnerView
+from hacpo_mega.data.learner_view import ViewRules, learner_view, same_tokenizers
 from hacpo_mega.data.rewards import Judge, Judgement
 from hacpo_mega.learning import SampleKey, ratios_by_key
 from hacpo_mega.megatron.actor import UpdateStats
@@ -59,9 +59,8 @@ class Trainer:
         with self._phase("load"):
             self.agent = Agent(config.agents[self.place.agent], self.place, config)
             stack.callback(self.agent.close)
-        self.view = LearnerView(
-            self.place.agent,
-            codecs,
+        self.view_rules = ViewRules(
+            same_tokenizer=same_tokenizers(self.agent.codec.fingerprint, [codec.fingerprint for codec in codecs]),
             shares_answers=config.algorithm.shares_answers,
             eos_in_loss=config.algorithm.eos_in_loss,
             ratio_length=config.algorithm.ratio_length,
@@ -135,9 +134,10 @@ class Trainer:
         """What this cell trains on: all agents' answers to its own prompts, in its agent's tokens."""
         cells_per_lane = self.place.rank_map.agents[self.place.agent].cells_per_lane
         mine = slice(self.place.coordinate.cell_in_lane, None, cells_per_lane)
-        samples, counts = self.view.samples(Pool(pool.prompts[mine], pool.trajectories_PNG[mine]), advantages_PNG[mine])
+        part = Pool(pool.prompts[mine], pool.trajectories_PNG[mine])
+        samples, counts = learner_view(part, advantages_PNG[mine], self.place.agent, self.agent.codec, self.view_rules)
         if self.place.is_leader:
-            add_view(self.metrics, self.names, self.place.agent, counts)
+            add_view(self.metrics, self.agent.name, counts)
         return samples
 
     def _report_update(self, result: UpdateStats, update_index: int) -> dict[SampleKey, float]:

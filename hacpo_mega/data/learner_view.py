@@ -40,7 +40,7 @@ class ViewRules:
 
 @dataclass(frozen=True)
 class ViewCounts:
-    """What became of the answers of a pool. Dropped: unjudged, too long, unencodable. The rest is trained on.
+    """What became of the answers of a pool. Dropped: others' unjudged, too long, unencodable. The rest is trained on.
 
     `num_changed` counts re-encoded answers whose new ids do not decode to the same text; `token_ratio_sum` adds up
     learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
@@ -91,8 +91,10 @@ def _answer_ids(
 ) -> np.ndarray | None:
     """The answer in the learner's tokens, or None when it is not trained on; counts which and why."""
     rollout = trajectory.rollout
-    if not trajectory.verdict.is_judged:
-        tally["num_unjudged"] += 1
+    tally["num_unjudged"] += not trajectory.verdict.is_judged
+    # An own answer without a verdict stays, with advantage 0: leaving it out would pack the others differently from
+    # when they were scored, and their first ratio would no longer be exactly 1.
+    if not trajectory.verdict.is_judged and not is_self:
         return None
     if is_self:
         ids = rollout.token_ids
