@@ -5,11 +5,13 @@ paper; nothing of hacpo_mega or its kernels takes part.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
@@ -119,6 +121,17 @@ def objective(token_logprob_R: torch.Tensor, batch: MicroBatch):
     """The project's own objective as a loss function of an actor."""
     sequences = PackedSequences(*(getattr(batch, name) for name in PackedSequences._fields))
     return policy_loss(token_logprob_R, sequences, UPDATE_INDEX, WEIGHT, ALGORITHM)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """This process as an agent of one rank; nothing of Megatron's groups is left to the next test module."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def make_actor(folder: Path, *, tp: int = 1, pp: int = 1, optimizer: OptimizerConfig = DESCENT, **options) -> Actor:

@@ -15,6 +15,7 @@ from actor_cases import (
     make_actor,
     norm,
     objective,
+    one_rank,
     random_samples,
     relative_error,
     with_sources_near,
@@ -34,10 +35,8 @@ NUM_PROMPTS = 6
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    """This process as an agent of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

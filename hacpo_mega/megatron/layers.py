@@ -34,8 +34,9 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
 
-    CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention per sequence. Both
-    take the same path with and without gradients, so a score and the training forward agree to the last bit.
+    CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention over sequences of
+    similar length. Both take the same path with and without gradients, so a score and the training forward agree to the
+    last bit.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_place: object) -> None:
@@ -56,7 +57,7 @@ class PackedAttention(torch.nn.Module):
         """Return the attention output [T, N, D]."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
         flash = query_TND.is_cuda and query_TND.dtype in (torch.bfloat16, torch.float16)
-        attend = _attend_flash if flash else _attend_by_sequence
+        attend = _attend_flash if flash else _attend_in_groups
         return attend(query_TND, key_TKD, value_TKD, packed_seq_params, self.scale)
 
 
@@ -83,24 +84,54 @@ def _attend_flash(
     )
 
 
-def _attend_by_sequence(
+def _attend_in_groups(
     query_TND: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     packed: PackedSeqParams,
     scale: float | None,
 ) -> torch.Tensor:
-    lengths = packed.cu_seqlens_q.diff().tolist()
-    sequences = zip(*(tensor.split(lengths) for tensor in (query_TND, key_TKD, value_TKD)), strict=True)
-    return torch.cat([_attend_one(*sequence, scale) for sequence in sequences])
+    """Neighbouring sequences of similar length attend as one padded batch: a call for each costs more than its work.
+
+    The padding comes after a sequence, where causality hides it from every token of the sequence.
+    """
+    groups = similar_lengths(packed.cu_seqlens_q.diff().tolist())
+    sizes = [sum(lengths) for lengths in groups]
+    parts = zip(groups, *(tensor.split(sizes) for tensor in (query_TND, key_TKD, value_TKD)), strict=True)
+    return torch.cat([_attend_padded(lengths, *tensors, scale) for lengths, *tensors in parts])
 
 
-def _attend_one(
-    query_TND: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, scale: float | None
+def similar_lengths(lengths: list[int]) -> list[list[int]]:
+    """Cut `lengths` into runs whose longest is at most half again as long as their shortest."""
+    groups: list[list[int]] = []
+    shortest = longest = 0
+    for length in lengths:
+        shortest, longest = min(shortest, length), max(longest, length)
+        if groups and 2 * longest <= 3 * shortest:
+            groups[-1].append(length)
+        else:
+            groups.append([length])
+            shortest = longest = length
+    return groups
+
+
+def _attend_padded(
+    lengths: list[int], query_TND: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_TND, key_TKD, value_TKD))
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    return output[0].transpose(0, 1)
+    longest = max(lengths)
+    counting = torch.arange(longest, device=query_TND.device)
+    is_token_BL = counting < torch.tensor(lengths, device=query_TND.device)[:, None]
+    places_T = is_token_BL.flatten().nonzero()[:, 0]
+
+    def pad(tensor_TND: torch.Tensor) -> torch.Tensor:
+        """[B, N, longest, D], as scaled_dot_product_attention wants it."""
+        padded = tensor_TND.new_zeros(is_token_BL.numel(), *tensor_TND.shape[1:]).index_copy(0, places_T, tensor_TND)
+        return padded.unflatten(0, is_token_BL.shape).transpose(1, 2)
+
+    output = scaled_dot_product_attention(
+        pad(query_TND), pad(key_TKD), pad(value_TKD), is_causal=True, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2).flatten(0, 1)[places_T]
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

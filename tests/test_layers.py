@@ -1,0 +1,47 @@
+"""Packed attention of the CPU path: softmax written out, sequence by sequence, in float64."""
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+
+from hacpo_mega.megatron.layers import PackedAttention, similar_lengths
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale):
+    parts = []
+    for query_LND, key_LKD, value_LKD in zip(*(t.split(lengths) for t in (query_TND, key_TKD, value_TKD)), strict=True):
+        key_LND, value_LND = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key_LKD, value_LKD))
+        scores_NLL = torch.einsum("qnd,knd->nqk", query_LND, key_LND) * scale
+        future_LL = torch.ones(scores_NLL.shape[1:], dtype=torch.bool).triu(1)
+        weights_NLL = scores_NLL.masked_fill(future_LL, -torch.inf).softmax(dim=-1)
+        parts.append(torch.einsum("nqk,knd->qnd", weights_NLL, value_LND))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 8, 7, 3, 1], [1, 1, 12, 2, 11, 10, 4]])
+def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths):
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    *inputs, direction_TND = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    expected_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    expected_TND = attention_by_hand(*expected_inputs, lengths, scale=0.3)
+    (expected_TND * direction_TND).sum().backward()
+
+    inputs = [tensor.float().requires_grad_() for tensor in inputs]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    found_TND = PackedAttention(config, softmax_scale=0.3)(*inputs, None, packed_seq_params=packed)
+    (found_TND * direction_TND).sum().backward()
+    torch.testing.assert_close(found_TND.double(), expected_TND, rtol=0, atol=2e-6)
+    for tensor, expected in zip(inputs, expected_inputs, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=0, atol=5e-6)
+
+
+def test_a_group_pads_at_most_by_half():
+    assert similar_lengths([30, 21, 20, 19, 9, 6, 4, 1, 1]) == [[30, 21, 20], [19], [9, 6], [4], [1, 1]]
+    assert similar_lengths([4, 6, 7, 5]) == [[4, 6], [7, 5]]
+    assert similar_lengths([]) == []
