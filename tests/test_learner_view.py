@@ -116,7 +116,7 @@ def test_trained_tokens_and_length(codecs, eos_in_loss, ratio_length):
     assert [s.length for s in samples[3:]] == ([ended, 5, 5] if ratio_length == "own" else [source, 3, 3])
 
 
-def test_unjudged_answers_are_counted_not_trained_on(codecs):
+def test_unjudged_answers_are_counted_and_teach_nothing(codecs):
     verdicts = (Verdict.TIMEOUT, Verdict.CORRECT, Verdict.ERROR, Verdict.NO_ANSWER)
     pool = one_prompt(
         *(tuple(trajectory(codecs[j], j, g, "1", verdict=v) for g, v in enumerate(verdicts)) for j in (0, 1))
@@ -124,8 +124,10 @@ def test_unjudged_answers_are_counted_not_trained_on(codecs):
     advantages = constant(pool)
     advantages[pool.rewards_PNG.isnan()] = math.nan
     samples, counts = learner_view(pool, advantages, 0, codecs[0], RULES)
-    assert [(s.source, s.rollout_index) for s in samples] == [(0, 1), (0, 3), (1, 1), (1, 3)]
-    assert (counts.num_unjudged, counts.num_own, counts.num_cross) == (4, 2, 2)
+    # own ones keep their place in the micro-batch, so that the others' ratios repeat their scores bit by bit
+    assert [(s.source, s.rollout_index) for s in samples] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 3)]
+    assert [s.advantage for s in samples][0:3:2] == [0.0, 0.0]
+    assert (counts.num_unjudged, counts.num_own, counts.num_cross) == (4, 4, 2)
 
 
 @pytest.mark.parametrize("eos_in_loss", [True, False])

@@ -81,7 +81,7 @@ def learner_view(
             for g, trajectory in enumerate(group):
                 answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tally)
                 if answer_ids is not None:
-                    advantage = float(advantages_PNG[p, j, g])
+                    advantage = float(advantages_PNG[p, j, g]) if trajectory.verdict.is_judged else 0.0
                     samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, learner, rules))
     return samples, ViewCounts(**tally)
 
