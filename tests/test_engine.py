@@ -4,18 +4,15 @@ One job of four real processes (tests/engine_job.py) does everything; the tests 
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scripts import run_script
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.launcher import EVERYWHERE, ON_CPU
 from hacpo_mega.records import Stop
 
 pytestmark = pytest.mark.slow
@@ -57,11 +54,7 @@ def models(tmp_path_factory) -> Path:
 def saw(models, tmp_path_factory) -> dict[tuple[str, int], dict]:
     """What every process of the job saw, by agent and rank."""
     out = tmp_path_factory.mktemp("saw")
-    job = Path(__file__).with_name("engine_job.py")
-    environment = {**os.environ, **EVERYWHERE, **ON_CPU, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    subprocess.run([*command, job, models, out], env=environment, check=True, timeout=280)
+    run_script("engine_job.py", 4, models, out)
     return {(agent, rank): torch.load(out / f"{agent}-{rank}.pt", weights_only=False) for agent, rank in RANKS}
 
 

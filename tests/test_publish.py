@@ -1,0 +1,70 @@
+"""From Megatron's shards into the live vLLM engine of the same processes: whose policy answers, and whose is trained.
+
+What the engine says of the tokens it sampled must be what the actor says of them, at every layout, after every update.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scripts import run_script
+from tiny_models import make_model
+
+pytestmark = pytest.mark.slow
+MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
+LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
+NUM_UPDATES = 3
+CASES = [(name, *layout) for name, layout in itertools.product(MODELS, LAYOUTS)]
+
+
+@pytest.fixture(scope="module")
+def saw(tmp_path_factory) -> list[dict]:
+    """What both processes saw, by rank."""
+    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saw")
+    for name, (family, tied) in MODELS.items():
+        make_model(models / name, family, tied=tied, num_heads=2, head_dim=32)
+    run_script("publish_job.py", 2, models, out)
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
+def test_the_engine_samples_from_the_policy_that_is_trained(saw, case, rank):
+    seen = saw[rank][case]
+    assert len(seen["sampled"]) == NUM_UPDATES + 1
+    for sampled, scored in zip(seen["sampled"], seen["scored"]):
+        for by_engine, by_actor in zip(sampled, scored, strict=True):
+            np.testing.assert_allclose(by_engine, by_actor, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
+def test_every_update_moved_the_policy_far_more_than_that(saw, case):
+    """Otherwise a publish that does nothing would pass above."""
+    for before, after in itertools.pairwise(saw[0][case]["fixed"]):
+        assert np.abs(after - before).max() > 0.01
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_of_one_cell_answer_alike(saw, name):
+    """pp 2 with engines of one rank: both got every tensor of both stages."""
+    first, second = (rank[name, 1, 2, 1]["samples"] for rank in saw)
+    for step_first, step_second in zip(first, second, strict=True):
+        assert [s.answer_ids.tolist() for s in step_first] == [s.answer_ids.tolist() for s in step_second]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layouts_learn_the_same(saw, name):
+    """One cell, whichever way it is cut and published, ends at the same policy (answers are the same by seed)."""
+    _, *same_cell = (saw[0][name, *layout]["fixed"][-1] for layout in LAYOUTS)
+    for other in same_cell[1:]:
+        np.testing.assert_allclose(other, same_cell[0], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_in_the_process_does_not_change_training(saw, name, rank):
+    """Bit for bit: neither its random streams nor its threads reach the actor."""
+    beside, alone = saw[rank][name, *LAYOUTS[0]]["scored"][-1], saw[rank][name, "alone"]
+    for with_engine, without in zip(beside, alone, strict=True):
+        np.testing.assert_array_equal(with_engine, without)
