@@ -97,7 +97,7 @@ class GuardedWorkers:
             "grader": spec,
             "path": sys.path,
             "memory_bytes": memory_bytes,
-            "cpu_seconds": math.ceil(2 * timeout_s) + 10,
+            "cpu_seconds": math.ceil(2 * timeout_s) + 2,
         }
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
