@@ -5,6 +5,7 @@ One line per step, for example
 Not here: what is measured (metrics.py). A number that a step does not have is left out of its line.
 """
 
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Self, TextIO
 
@@ -75,15 +76,20 @@ def agent_names(metrics: StepMetrics) -> list[str]:
 
 
 def phase_seconds(metrics: StepMetrics) -> dict[str, float]:
-    """Seconds of every phase, of the slowest agent, in the order of a step; other phases follow by name."""
+    """Seconds of every phase, of the slowest agent, in the order of a step."""
     seconds: dict[str, float] = {}
     for name, value in metrics.timing.items():
         _, _, phase = name.partition("/phase/")
         if phase:
             phase = phase.removesuffix("_s")
             seconds[phase] = max(value, seconds.get(phase, 0.0))
-    order = {phase: i for i, phase in enumerate(PHASES)}
-    return {phase: seconds[phase] for phase in sorted(seconds, key=lambda phase: (order.get(phase, len(order)), phase))}
+    return {phase: seconds[phase] for phase in in_step_order(seconds)}
+
+
+def in_step_order(phases: Iterable[str]) -> list[str]:
+    """Phases as they follow each other in a step; those outside it (evaluate, load) come last, by name."""
+    rank = {phase: i for i, phase in enumerate(PHASES)}
+    return sorted(phases, key=lambda phase: (rank.get(phase, len(rank)), phase))
 
 
 def _format_agent(name: str, values: dict[str, float]) -> str:

@@ -5,6 +5,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +224,14 @@ def test_summary_is_the_run_in_short(reported: Path) -> None:
     assert qwen["phase_s"]["learn"] == pytest.approx(sum(learn) / 10, abs=1e-6)
 
 
+def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:
+    command = [sys.executable, "-m", "hacpo_mega.cli", "report", "--json"]
+    done = subprocess.run([*command, str(reported)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == summary(reported)
+    refused = subprocess.run([*command, str(reported / "report")], capture_output=True, text=True)
+    assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr and "Traceback" not in refused.stderr
+
+
 def test_a_run_that_was_killed_early_still_reports(tmp_path: Path) -> None:
     write_run(tmp_path, ("qwen", "llama"), num_steps=6, evaluate_every=6)
     path = tmp_path / "metrics.jsonl"
@@ -275,6 +285,16 @@ def test_what_is_no_run_is_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("seed = ")
     with pytest.raises(ValueError, match=r"config.toml: not valid TOML"):
         write_report(tmp_path)
+
+
+def test_equal_answers_are_shown_once_with_their_number(tmp_path: Path) -> None:
+    write_run(tmp_path, ("a",), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    path.write_text(
+        re.sub(r"7\+5=12;12 [12]", "same", path.read_text()).replace("no_answer", "wrong").replace("length", "eos")
+    )
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert text.count("same") == 3 and text.count("2 times") == 3, "once in each of the three prompts"
 
 
 def test_samples_prefer_prompts_on_which_answers_differ_and_take_skills_in_turn() -> None:

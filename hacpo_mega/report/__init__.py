@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hacpo_mega.console import phase_seconds
+from hacpo_mega.console import in_step_order, phase_seconds
 from hacpo_mega.report.page import render_page
 from hacpo_mega.report.plots import draw_pictures
 from hacpo_mega.report.run import Run, accuracies, load_run, phase_series
@@ -33,8 +33,8 @@ def write_report(run_dir: Path) -> Path:
 def summary(run_dir: Path) -> dict[str, Any]:
     """The run in short, ready for json.dumps; what is not known is None. Raises ValueError like `write_report`.
 
-    `phase_s` is the mean number of seconds per training step: of an agent its slowest rank's, of the run the slowest
-    agent's.
+    `phase_s` is the mean number of seconds per training step that has the phase: of an agent its slowest rank's, of
+    the run the slowest agent's.
     """
     run = load_run(Path(run_dir))
     agents = {name: _summarize(run, name) for name in run.agents}
@@ -58,7 +58,8 @@ def _summarize(run: Run, agent: str) -> dict[str, Any]:
     evaluated = accuracies(run, agent)
     answers = run.series(f"agent/{agent}/num_answers")
     trained = run.series(f"agent/{agent}/reward_mean")
-    by_step = {phase: [s for step, s in table.items() if step] for phase, table in phase_series(run, agent).items()}
+    seconds = phase_series(run, agent)
+    by_step = {phase: [s for step, s in seconds[phase].items() if step] for phase in in_step_order(seconds)}
     return {
         "accuracy_start": evaluated[0].value if evaluated else None,
         "accuracy_end": evaluated[-1].value if len(evaluated) > 1 else None,

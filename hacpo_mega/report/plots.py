@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from hacpo_mega.console import PHASES
+from hacpo_mega.console import in_step_order
 from hacpo_mega.report.canvas import dressed, label_ends, legend, line, panels, smooth, stack, to_inline_svg, to_png
 from hacpo_mega.report.run import Run, Series, accuracies, phase_series
 
@@ -104,7 +104,7 @@ def draw_ess(run: Run) -> Figure | None:
     """Effective sample size of the cross weights, as a share of the answers."""
     figure = _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/weight_ess", "effective share", None)
     for axis in figure.axes if figure else ():
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     return figure
 
 
@@ -119,7 +119,7 @@ def draw_bands(run: Run) -> Figure | None:
         axis.set_title(f"{learner} from {source}")
         stack(axis, sides[0].steps, [side.values for side in sides], list(BAND_COLOURS.values()))
         axis.set_ylim(0, 1)
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[0].set_ylabel("share of cross answers")
     legend(figure, list(BAND_COLOURS), list(BAND_COLOURS.values()))
     return figure
@@ -130,8 +130,7 @@ def draw_phases(run: Run) -> Figure | None:
     tables = {agent: phases for agent in run.agents if (phases := phase_series(run, agent))}
     if not tables:
         return None
-    names = {phase for phases in tables.values() for phase in phases}
-    order = [phase for phase in PHASES if phase in names] + sorted(names - set(PHASES))
+    order = in_step_order({phase for phases in tables.values() for phase in phases})
     colours = [PHASE_COLOURS[i % len(PHASE_COLOURS)] for i in range(len(order))]
     figure, axes = panels(len(tables), 2, 2.6)
     for (agent, phases), axis in zip(tables.items(), axes):
@@ -149,6 +148,8 @@ HEALTH = {
     "answer_tokens_mean": "tokens per answer",
     "truncated": "share of answers cut at the limit",
     "self/clipped": "share of own answers clipped",
+    "cross_coefficient_share": "share of others' answers in the squared loss coefficients",
+    "kl": "KL to the initial policy (nats)",
     "lr": "learning rate",
 }
 
@@ -164,6 +165,8 @@ def draw_health(run: Run) -> Figure | None:
         axis.set_title(HEALTH[name])
         for agent, series in curves:
             line(axis, series, agent_colour(run, agent), alpha=0.9)
+        if name != "answer_tokens_mean":
+            axis.set_ylim(bottom=0)  # else a constant is drawn as noise
         label_ends(axis, [(series, agent, agent_colour(run, agent)) for agent, series in curves])
     return figure
 
@@ -186,7 +189,12 @@ FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
     ("bands", "Cross answers and the band", draw_bands, "Only answers inside the band give a cross gradient."),
     ("ratio", "Cross ratio", draw_ratio, "Learner over source per answer; the shade is the band of the first update."),
     ("ess", "Effective sample size", draw_ess, "Of the weights of cross answers: 100 % when all weigh the same."),
-    ("phases", "Where the time goes", draw_phases, "The slowest rank of each agent."),
+    (
+        "phases",
+        "Where the time goes",
+        draw_phases,
+        "Of each agent's slowest rank; exchange includes waiting for others.",
+    ),
     ("health", "Health", draw_health, "What to look at first when a run goes wrong."),
 )
 

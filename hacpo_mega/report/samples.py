@@ -8,7 +8,7 @@ from hacpo_mega.report.run import Run
 from hacpo_mega.rollout_log import logged_steps, read_rollouts
 
 PROMPTS_PER_STEP = 4
-ANSWERS_SHOWN = 2
+ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away
 LONGEST_ANSWER = 6000
 
 
@@ -56,15 +56,24 @@ def _render_prompt(run: Run, prompt: dict[str, Any]) -> Html:
 def _render_column(run: Run, agent: str, answers: list[dict[str, Any]]) -> Html:
     rewards = [answer["reward"] for answer in answers if answer["reward"] is not None]
     right = f"mean reward {sum(rewards) / len(rewards):.2f} of {len(rewards)}" if rewards else "nothing judged"
-    shown = [_render_answer(answer) for answer in answers[:ANSWERS_SHOWN]]
-    rest = [_render_answer(answer) for answer in answers[ANSWERS_SHOWN:]]
+    different = _group_equal(answers)
+    shown = [_render_answer(answer, times) for answer, times in different[:ANSWERS_SHOWN]]
+    rest = [_render_answer(answer, times) for answer, times in different[ANSWERS_SHOWN:]]
     more = [tag("details", tag("summary", f"{len(rest)} more"), *rest)] if rest else []
     colour = agent_colour(run, agent) if agent in run.agents else "currentColor"
     name = tag("h4", tag("span", "●", style=f"color:{colour}"), f" {agent} ", tag("small", right))
     return tag("div", name, *shown, *more, class_="column")
 
 
-def _render_answer(answer: dict[str, Any]) -> Html:
+def _group_equal(answers: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Answers of one text as (the first of them, how many), the most frequent first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for answer in answers:
+        groups.setdefault((answer["text"], answer["reward"], answer["verdict"], answer["stop"]), []).append(answer)
+    return [(group[0], len(group)) for group in sorted(groups.values(), key=len, reverse=True)]
+
+
+def _render_answer(answer: dict[str, Any], times: int) -> Html:
     reward = answer["reward"]
     kind = "unjudged" if reward is None else "right" if reward >= 1 else "wrong" if reward <= 0 else "partly"
     facts = [
@@ -72,6 +81,7 @@ def _render_answer(answer: dict[str, Any]) -> Html:
         answer["verdict"].replace("_", " "),
         f"{answer['num_tokens']} tokens",
         *(["cut at the limit"] if answer["stop"] == "length" else []),
+        *([f"{times} times"] if times > 1 else []),
     ]
     learners = list(dict.fromkeys([*answer["advantage"], *answer["ratio"]]))
     return tag(
