@@ -32,7 +32,7 @@ class Agent:
         self.name = spec.name
         self.index = place.agent
         self.place = place
-        self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.chat_template)
+        self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
         self._seed = config.seed
         self._rollout = config.rollout
         self._algorithm = config.algorithm

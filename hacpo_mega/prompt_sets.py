@@ -16,7 +16,7 @@ from hacpo_mega.records import Prompt
 def codecs_of(config: Config) -> tuple[TextCodec, ...]:
     """The tokenizer of every agent: all must be able to read a prompt before anybody is asked it."""
     return tuple(
-        TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.chat_template) for agent in config.agents
+        TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting) for agent in config.agents
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from hacpo_mega.config import Prompting
 from hacpo_mega.data.tasks import SKILLS
 from hacpo_mega.data.tokenizers import TextCodec, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
@@ -110,13 +111,46 @@ def test_folders_without_a_tokenizer(tmp_path, small):
 
 def test_chat_templates(tmp_path, small):
     with pytest.raises(ValueError, match="chat_template is on, but"):
-        TextCodec(small["chars"], chat_template=True)
+        TextCodec(small["chars"], Prompting(chat_template=True))
     tokenizer = make_tokenizer(tmp_path, CHARACTERS)
     tokenizer.chat_template = (
         "{% for m in messages %}s{{ m.content }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    codec = TextCodec(tokenizer, chat_template=True)
+    codec = TextCodec(tokenizer, Prompting(chat_template=True))
     assert codec.tokenizer.decode(codec.encode_prompt("1+2")) == "s1+2;="
+
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'system' %}*{% else %}s{% endif %}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}{% if enable_thinking is defined and not enable_thinking %}0{% endif %}"
+)
+
+
+def test_a_prompt_is_worded_once_for_training_and_evaluation(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    assert TextCodec(tokenizer, Prompting(prompt_template="1+1=2;{prompt}=")).shown_prompt("1+2") == "1+1=2;1+2="
+    tokenizer.chat_template = CHAT
+    prompting = Prompting(True, {"enable_thinking": False}, system_prompt="7*7", prompt_template="9{prompt}9")
+    codec = TextCodec(tokenizer, prompting)
+    assert codec.shown_prompt("1+2") == "*7*7;s91+29;=0"
+    assert tokenizer.decode(codec.encode_prompt("1+2")) == "*7*7;s91+29;=0"
+
+
+def test_wording_that_nobody_reads_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="read by a chat template only"):
+        Prompting(system_prompt="be brief")
+    with pytest.raises(ValueError, match="prompt} 0 times"):
+        Prompting(prompt_template="{problem}")
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    tokenizer.chat_template = CHAT
+    with pytest.raises(ValueError, match="never reads enable_thinkin;"):
+        TextCodec(tokenizer, Prompting(True, {"enable_thinkin": False}))
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="leaves the system prompt out"):
+        TextCodec(tokenizer, Prompting(True, system_prompt="7"))
+    tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('no system role') }}{% endif %}"
+    with pytest.raises(ValueError, match="refuses the prompt: no system role"):
+        TextCodec(tokenizer, Prompting(True, system_prompt="7"))
 
 
 def test_fingerprints_compare_content(small, tmp_path):

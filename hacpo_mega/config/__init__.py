@@ -1,6 +1,7 @@
 """The configuration of a run. Imports no torch and no model library, so that `hacpo-mega check` answers at once."""
 
 from hacpo_mega.config.load import load_config
+from hacpo_mega.config.prompting import Prompting
 from hacpo_mega.config.schema import (
     AgentConfig,
     AlgorithmConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "EvaluationConfig",
     "InitConfig",
     "OptimizerConfig",
+    "Prompting",
     "RewardConfig",
     "RolloutConfig",
     "TrainingConfig",

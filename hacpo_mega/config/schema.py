@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hacpo_mega.config.prompting import Prompting
+
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -164,10 +166,23 @@ class AgentConfig(Section):
     engine_tp: Count | None = None
     trust_remote_code: bool = False
     chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    system_prompt: str | None = None
+    prompt_template: str | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     megatron: dict[str, Any] = {}
     vllm: dict[str, Any] = {}
     init: InitConfig | None = None
+
+    @model_validator(mode="after")
+    def _prompting_is_sound(self) -> Self:
+        _ = self.prompting  # it checks itself
+        return self
+
+    @property
+    def prompting(self) -> Prompting:
+        """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
+        return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
 
     @property
     def cell_size(self) -> int:

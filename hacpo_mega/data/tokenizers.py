@@ -14,8 +14,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hacpo_mega.config import Prompting
 
 PAD, EOS = "<pad>", "<eos>"
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -111,15 +114,12 @@ class TextCodec:
     prompt need the same ids.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: bool = False) -> None:
-        """ValueError when a chat template is asked for and the tokenizer has none."""
-        if chat_template and not tokenizer.chat_template:
-            raise ValueError(
-                f"chat_template is on, but the tokenizer of {tokenizer.name_or_path} has none; "
-                "switch it off for a base model, or add chat_template.jinja to the folder"
-            )
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
+        """ValueError when the tokenizer has no chat template, or one that does not read what it is given."""
+        if prompting.chat_template:
+            _check_chat_template(tokenizer, prompting)
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
+        self.prompting = prompting
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.fingerprint = tokenizer_fingerprint(tokenizer)
@@ -129,11 +129,17 @@ class TextCodec:
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Ids of a prompt as the model sees it: with BOS where the tokenizer adds one, or inside the chat template.
 
-        With a template the text is one user message and the assistant's turn is opened. Special tokens spelled out in a
-        prompt are special tokens: a data file may be written in a template of its own. ValueError if a character has
-        no token, or nothing is left to predict the first token of an answer from.
+        With a chat template the text is one user message and the assistant's turn is opened. Special tokens spelled
+        out in a prompt are special tokens: a data file may be written in a template of its own. ValueError if a
+        character has no token, or nothing is left to predict the first token of an answer from.
         """
         return self._prompt_ids(text)
+
+    def shown_prompt(self, text: str) -> str:
+        """What the model reads for a task, as text: template, system prompt and special tokens included."""
+        return self.tokenizer.decode(
+            list(self.encode_prompt(text)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
         """Ids of an answer that follows a prompt, then EOS if the answer ended by itself.
@@ -157,12 +163,12 @@ class TextCodec:
         return self._text([*anchor_ids, *ids])[len(anchor) :]
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
-        if self.chat_template:
-            message = [{"role": "user", "content": text}]
-            rendered = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        if self.prompting.chat_template:
+            rendered = _rendered(self.tokenizer, self.prompting, text)
             ids = tuple(self._encode(text=rendered, add_special_tokens=False))  # the template writes BOS itself
         else:
-            ids = tuple(self._encode(text=text, add_special_tokens=True, split_special_tokens=False))
+            filled = self.prompting.filled(text)
+            ids = tuple(self._encode(text=filled, add_special_tokens=True, split_special_tokens=False))
             # some tokenizers close every text with EOS; an answer cannot follow that
             while ids and ids[-1] == self.eos_id and not (len(ids) == 1 and ids[0] == self.tokenizer.bos_token_id):
                 ids = ids[:-1]
@@ -198,3 +204,34 @@ class TextCodec:
     def _find_anchors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         usable = [a for a in ANCHORS if self._can_write(a) or self._text(self._plain_ids(a)) == a]
         return tuple((anchor, self._plain_ids(anchor)) for anchor in usable)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            prompting.messages(text), add_generation_prompt=True, tokenize=False, **prompting.template_kwargs
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting) -> None:
+    """A template ignores in silence what it does not know: a misspelled argument, a system prompt."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"chat_template is on, but the tokenizer of {tokenizer.name_or_path} has none; "
+            "switch it off for a base model, or add chat_template.jinja to the folder"
+        )
+    read = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+    unread = sorted(prompting.template_kwargs.keys() - read)
+    if unread:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} never reads {', '.join(unread)}; "
+            "correct or remove it in chat_template_kwargs"
+        )
+    system = (prompting.system_prompt or "").strip()
+    if system not in _rendered(tokenizer, prompting, "x"):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} leaves the system prompt out; "
+            "write it into prompt_template instead"
+        )

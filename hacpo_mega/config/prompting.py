@@ -1,0 +1,50 @@
+"""How the text of a task becomes what one agent reads: chat template, system prompt, few-shot text. Imports no torch.
+
+Training and evaluation share this record, so an agent is asked in one way in both. Not here: the rendering itself,
+which needs a tokenizer (data/tokenizers.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PLACE = "{prompt}"
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """The wording around a task. Of the defaults nothing is added: the task's text is the prompt.
+
+    chat_template     one user message in the tokenizer's chat template, the assistant's turn opened
+    template_kwargs   arguments of that template, such as enable_thinking = false
+    system_prompt     the message before the user's
+    prompt_template   text with `{prompt}` where the task goes: an instruction, or worked examples for a base model
+
+    Raises ValueError for what would otherwise be ignored in silence.
+    """
+
+    chat_template: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.chat_template and (self.template_kwargs or self.system_prompt is not None):
+            raise ValueError(
+                "chat_template_kwargs and system_prompt are read by a chat template only: set chat_template = true, "
+                "or write the text into prompt_template"
+            )
+        if self.prompt_template is not None and self.prompt_template.count(PLACE) != 1:
+            raise ValueError(
+                f"prompt_template has {PLACE} {self.prompt_template.count(PLACE)} times; it needs it exactly once, "
+                "where the task goes"
+            )
+
+    def filled(self, text: str) -> str:
+        """The task inside the prompt template. Other braces of the template are text, so LaTeX needs no escaping."""
+        return text if self.prompt_template is None else self.prompt_template.replace(PLACE, text)
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """The task as the messages of a chat."""
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
+        return [*system, {"role": "user", "content": self.filled(text)}]
