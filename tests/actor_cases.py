@@ -124,9 +124,9 @@ def objective(token_logprob_R: torch.Tensor, batch: MicroBatch):
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
+def one_rank(backend: str = "gloo") -> Iterator[None]:
     """This process as an agent of one rank; nothing of Megatron's groups is left to the next test module."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -142,7 +142,7 @@ def make_actor(folder: Path, *, tp: int = 1, pp: int = 1, optimizer: OptimizerCo
 
 
 def full_weights(actor: Actor) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in actor.weights()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in actor.weights()}
 
 
 def gradient_by_descent(actor: Actor, update) -> tuple[dict[str, torch.Tensor], object]:

@@ -109,6 +109,8 @@ class Actor:
         )
         load_hf_weights(model, self.folder)
         obey_scaling_law(model.config)
+        # Reduction is not overlapped with backward: it happens once after all micro-batches of an update, and a cell
+        # without samples would have no backward to start it from.
         wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         return DistributedDataParallel(model.config, wrapping, model)
 
@@ -150,7 +152,7 @@ class Actor:
     def _token_logprobs(self, hidden_TH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Log-probs of the trained rows, fp32 [R]: the head, without logits. Last pipeline stage only."""
         return linear_logprob(
-            hidden_TH[batch.rows_R.to(self.device, non_blocking=True)],
+            hidden_TH.index_select(0, batch.rows_R.to(self.device, non_blocking=True)),
             lm_head_weight(self.model),
             batch.targets_R,
             vocab_start=vocab_start(self.model),
