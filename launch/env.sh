@@ -1,0 +1,23 @@
+# Source this before Python starts, in every process: `srun bash -c "source launch/env.sh && hacpo-mega train CONFIG"`.
+# What is set already stays. hacpo-mega sets the same values itself (hacpo_mega/launcher.py; tests/test_failure.py compares
+# them), so they matter to whoever imports the package without its command line.
+
+keep() { export "$1=${!1-$2}"; }  # keep NAME DEFAULT
+
+keep VLLM_ENABLE_V1_MULTIPROCESSING 0 # the engine lives in the trainer's process, beside the actor that feeds it
+keep VLLM_LOGGING_LEVEL ERROR         # one line per step is ours; vLLM's would be hundreds
+keep VLLM_NO_USAGE_STATS 1            # nothing is reported to anybody
+keep TORCH_CPP_LOG_LEVEL ERROR        # torch warns of what it does not find on this machine
+keep HF_HUB_OFFLINE 1                 # models are folders; a typo must not become a download on 512 nodes
+keep TRANSFORMERS_OFFLINE 1           # the same, for transformers
+keep HF_HUB_DISABLE_PROGRESS_BARS 1   # every rank would draw its own
+keep TOKENIZERS_PARALLELISM false     # its threads do not survive the forks of reward workers
+keep CUDA_DEVICE_MAX_CONNECTIONS 1    # Megatron overlaps tensor-parallel communication only in this order
+keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
+
+if [[ ! -e /dev/nvidia0 ]] && ! command -v nvidia-smi >/dev/null; then
+  keep TORCHDYNAMO_DISABLE 1            # spares an 18 s compilation on the first answer
+  keep VLLM_CPU_KVCACHE_SPACE 1         # GiB; the default takes half of the machine, per engine
+  keep VLLM_CPU_OMP_THREADS_BIND nobind # else every engine of a machine pins itself to the same cores
+fi
+unset -f keep
