@@ -15,14 +15,13 @@ from fractions import Fraction
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Expr, UnevaluatedExpr
 
+from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 MAX_PARSED_CHARACTERS = 2000
 MAX_NESTING = 20
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are signs, not groups
-BARE = re.compile(r"[^\s$]+")
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 MATHEMATICS = ("$", "\\[", "\\(", "\\boxed", "\\begin")
@@ -66,44 +65,6 @@ def anywhere(prompt: str, answer: str, gold: str) -> float | None:
     return float(equal(gold_answer(gold), text)) if text else None
 
 
-def after_thinking(text: str) -> str:
-    """What follows the last </think>, or the whole text."""
-    return text.rpartition("</think>")[2]
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed or \fbox that is complete: nested braces, or one token as in `\boxed 5`."""
-    span = _last_box(text)
-    return None if span is None else text[span[1] : span[2]]
-
-
-def _last_box(text: str) -> tuple[int, int, int] | None:
-    """Where the last complete box starts, and where its content starts and ends. One pass, linear in the text."""
-    closing = _closing_braces(text)
-    for box in reversed(list(BOX.finditer(text))):
-        if text.startswith("{", box.end()):
-            if box.end() in closing:
-                return box.start(), box.end() + 1, closing[box.end()]
-        elif bare := BARE.match(text, box.end()):
-            return box.start(), bare.start(), bare.end()
-    return None
-
-
-def _closing_braces(text: str) -> dict[int, int]:
-    closing, opened = {}, []
-    for sign in BRACE.finditer(text):
-        if sign.group() == "{":
-            opened.append(sign.start())
-        elif sign.group() == "}" and opened:
-            closing[opened.pop()] = sign.start()
-    return closing
-
-
-def gold_answer(gold: str) -> str:
-    """The answer in a gold text: after the last "####" (GSM8K), else the text itself; a box in it is found later."""
-    return gold.rpartition("####")[2].strip()
-
-
 def equal(gold: str, answer: str, rules: MatchRules = RULES) -> bool:
     """Whether two answers are the same: as text, as exact whole numbers, else as math-verify sees them."""
     plain_gold, plain_answer = plain(gold), plain(answer)
@@ -122,7 +83,7 @@ def region(text: str) -> str:
     """The part of a long text where its answer is: the last box and a little before it, else its end."""
     if len(text) <= MAX_PARSED_CHARACTERS:
         return text
-    box = _last_box(text)
+    box = last_box(text)
     if box is None:
         return text[-MAX_PARSED_CHARACTERS:]
     return text[max(0, box[0] - 200) : box[2] + 1][:MAX_PARSED_CHARACTERS]
