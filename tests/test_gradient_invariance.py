@@ -5,6 +5,7 @@ Every gradient is held against a Hugging Face model in float64 that never saw a 
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from actor_cases import (
     WEIGHT,
@@ -98,6 +99,17 @@ def test_packing_does_not_change_the_gradient(
     assert relative_error(found, expected) < 1e-5
     assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
     assert stats.grad_norm == pytest.approx(norm(expected), rel=1e-5)
+
+
+def test_recomputing_activations_does_not_change_the_gradient_by_a_bit(alone, folders, samples):
+    name = "qwen3-tied"
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    found = []
+    for overrides in ({}, recompute):
+        actor = make_actor(folders[name], overrides=overrides)
+        found.append(gradient_by_descent(actor, lambda a=actor: a.learn(samples[name], objective))[0])
+    for tensor_name, kept in found[0].items():
+        assert torch.equal(kept, found[1][tensor_name]), tensor_name
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ class Actor:
         seed: int = 1,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """Build this rank's part over the default process group (the agent's world) and load `folder` into it.
+        """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `overrides` are
         fields of Megatron's TransformerConfig. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError
