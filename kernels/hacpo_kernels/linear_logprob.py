@@ -45,7 +45,7 @@ class Tiling:
 STATS_BF16 = Tiling(128, 256, 64, num_warps=8, num_stages=4)
 GRADIENT_BF16 = Tiling(128, 256, 64, num_warps=8, num_stages=3)
 # float32 operands take ordinary multiply-adds (no tf32: it has fewer bits than bf16 noise would allow us to lose).
-FLOAT32 = Tiling(64, 128, 32, num_warps=8, num_stages=3, tiles_per_split=8)
+FLOAT32 = Tiling(64, 128, 16, num_warps=8, num_stages=3, tiles_per_split=8)
 
 
 def chunk_rows(num_columns: int) -> int:

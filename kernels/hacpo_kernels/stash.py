@@ -28,7 +28,7 @@ def _stash_kernel(
     rows = tl.program_id(0) // num_blocks * block_t + tl.arange(0, block_t)
     columns = block * block_v + tl.arange(0, block_v)
     inside = rows < num_rows
-    index = tl.load(index_ptr + rows, mask=inside, other=0)
+    index = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & (columns < num_columns)[None, :]
     kept = tl.load(exp_ptr + index[:, None] * exp_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     top = tl.load(top_ptr + tl.cast(block, tl.int64) * num_tokens + index, mask=inside, other=0.0)

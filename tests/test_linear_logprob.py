@@ -1,0 +1,249 @@
+"""linear_logprob, both backends, against float64 with all logits: values, gradients, shards, memory, refusals."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hacpo_kernels import linear_logprob, reference
+from kernel_cases import BACKENDS, DEVICE, exact, largest_error, make_head, on_ranks, relative_error
+
+# Gradients of bf16 inputs pass through a bf16 chunk; the interpreter truncates where a GPU rounds (2^-8, not 2^-9).
+VALUE_ERROR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}
+GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
+
+
+def test_on_hand_numbers():
+    """Two tokens, three words, by hand: softmax of (ln 1, ln 2, ln 5) is (1, 2, 5) / 8."""
+    weight = torch.tensor([[1.0], [2.0], [5.0]]).log().to(DEVICE)
+    hidden = torch.ones(2, 1, device=DEVICE)
+    target = torch.tensor([2, 0])
+    logprob, entropy = linear_logprob(hidden, weight, target, return_entropy=True)
+    assert torch.allclose(logprob.cpu(), torch.tensor([5 / 8, 1 / 8]).log(), atol=1e-6)
+    prob = torch.tensor([1, 2, 5]) / 8
+    assert torch.allclose(entropy.cpu(), -(prob * prob.log()).sum().expand(2), atol=1e-6)
+
+
+CASES = [
+    # tokens, hidden, vocabulary, pads, dtype, temperature
+    (200, 64, 1500, 20, torch.bfloat16, 1.0),
+    (130, 40, 300, 4, torch.float32, 0.7),
+    (64, 13, 257, 0, torch.bfloat16, 1.3),  # rows of hidden that TMA cannot read
+    (1, 16, 1, 0, torch.float32, 1.0),  # one word: certain, no gradient
+    (5, 8, 1025, 63, torch.float32, 1.0),  # one column in the last split
+]
+
+
+@pytest.mark.parametrize("stash", (False, True), ids=("recompute", "stash"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients_match_float64(case, backend, stash):
+    num_tokens, hidden_size, vocab_size, pads, dtype, temperature = case
+    head = make_head(num_tokens, hidden_size, vocab_size, pads=pads, dtype=dtype)
+    head.target[-1] = -100 if num_tokens > 1 else head.target[-1]
+    coefficient, entropy_coefficient = torch.randn(2, num_tokens)
+    coefficient[num_tokens // 2 :: 3] = 0.0
+    want = exact(head, coefficient, entropy_coefficient, temperature)
+    hidden, weight = head.leaves()
+    logprob, entropy = linear_logprob(
+        hidden, weight, head.target, vocab_size=vocab_size, temperature=temperature,
+        return_entropy=True, stash=stash, backend=backend,
+    )  # fmt: skip
+    (logprob * coefficient.to(DEVICE) + entropy * entropy_coefficient.to(DEVICE)).sum().backward()
+    assert logprob.dtype == entropy.dtype == torch.float32
+    assert largest_error(logprob, want.logprob) < VALUE_ERROR[dtype]
+    assert largest_error(entropy, want.entropy) < VALUE_ERROR[dtype]
+    assert (logprob <= 0).all()
+    scale = max(1.0, want.weight_grad.abs().max().item())
+    assert largest_error(hidden.grad, want.hidden_grad) < GRADIENT_ERROR[dtype] * max(
+        1.0, want.hidden_grad.abs().max().item()
+    )
+    assert largest_error(weight.grad[:vocab_size], want.weight_grad) < GRADIENT_ERROR[dtype] * scale
+    assert (weight.grad[vocab_size:] == 0).all()
+
+
+@pytest.mark.parametrize("stash", (False, True))
+def test_reference_is_exact_in_float64(stash, monkeypatch):
+    """In chunks of 7 rows, so that a chunk border is inside the batch."""
+    monkeypatch.setattr(reference, "LOGIT_BUDGET", 7 * 90)
+    head = make_head(60, 24, 90, pads=6, dtype=torch.float64)
+    coefficient, entropy_coefficient = torch.randn(2, 60, dtype=torch.float64)
+    want = exact(head, coefficient, entropy_coefficient, 0.8)
+    hidden, weight = head.leaves()
+    logprob, entropy = linear_logprob(
+        hidden, weight, head.target, vocab_size=90, temperature=0.8, return_entropy=True, stash=stash
+    )
+    (logprob.cpu() * coefficient + entropy.cpu() * entropy_coefficient).sum().backward()
+    assert logprob.dtype == torch.float64
+    assert largest_error(logprob, want.logprob) < 1e-13
+    assert largest_error(entropy, want.entropy) < 1e-13
+    assert relative_error(hidden.grad, want.hidden_grad) < 1e-13
+    assert relative_error(weight.grad[:90], want.weight_grad) < 1e-13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hidden_states_of_a_strided_layout(backend):
+    """Hidden as Megatron has it, [S, B, H] seen as [B, S, H], and a column slice of something wider."""
+    head = make_head(48, 32, 100)
+    want = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
+    transposed = head.hidden.view(6, 8, 32).transpose(0, 1).contiguous().transpose(0, 1).reshape(48, 32)
+    wide = torch.cat([head.hidden, head.hidden], dim=1)[:, :32]
+    fortran = head.hidden.t().contiguous().t()
+    for hidden in (transposed, wide, fortran):
+        assert torch.equal(linear_logprob(hidden, head.weight, head.target, backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_frozen_side_gets_no_gradient_and_costs_none(backend):
+    head = make_head(40, 16, 70)
+    want = exact(head, torch.ones(40))
+    hidden, weight = head.leaves()
+    linear_logprob(hidden, head.weight, head.target, backend=backend).sum().backward()
+    linear_logprob(head.hidden, weight, head.target, backend=backend).sum().backward()
+    assert relative_error(hidden.grad, want.hidden_grad) < 5e-6
+    assert relative_error(weight.grad, want.weight_grad) < 5e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_weight_gradient_into_megatrons_buffer(backend, dtype):
+    """Added in float32 to what main_grad holds; autograd sees a placeholder, of 0 when Megatron will add it."""
+    head = make_head(90, 16, 70, pads=2, dtype=dtype)
+    want = exact(head, torch.ones(90))
+    hidden, weight = head.leaves()
+    weight.main_grad = torch.full_like(weight, 3.0, dtype=torch.float32)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    linear_logprob(hidden, weight, head.target, vocab_size=70, fuse_main_grad=True, backend=backend).sum().backward()
+    assert relative_error(weight.main_grad[:70] - 3.0, want.weight_grad) < GRADIENT_ERROR[dtype]
+    assert (weight.main_grad[70:] == 3.0).all()
+    assert weight.grad_added_to_main_grad
+    assert (weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequence_mean_from_bf16_inputs_is_exact_to_1e_6(backend):
+    """The HACPO quantity. Logits reach 20; a bf16 logit would be off by 0.06 and the mean by 3e-4, the clip itself."""
+    head = make_head(512, 64, 3000, dtype=torch.bfloat16, scale=4.5)
+    logits = head.hidden.double() @ head.weight.double().T
+    assert logits.abs().max() > 18
+    want = exact(head, torch.ones(512)).logprob.view(4, 128).mean(dim=1)
+    got = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
+    assert largest_error(got.double().view(4, 128).mean(dim=1), want) < 1e-6
+    rounded = torch.log_softmax(logits.bfloat16().double(), dim=1).gather(1, head.target[:, None])[:, 0]
+    assert largest_error(rounded.view(4, 128).mean(dim=1), want) > 1e-5, "this data would not tell bf16 logits apart"
+
+
+def _shard_job(rank, group, head, coefficient, entropy_coefficient):
+    """One rank's log-probs, entropies and gradients from its shard, for both backends and with the sum left out."""
+    rows = len(head.weight) // group.size()
+    shard = head.weight[rank * rows : (rank + 1) * rows]
+    results = {}
+    for backend, reduces in (("reference", True), ("triton", True), ("reference", False)):
+        hidden, weight = head.hidden.clone().requires_grad_(), shard.clone().requires_grad_()
+        logprob, entropy = linear_logprob(
+            hidden, weight, head.target, vocab_start=rank * rows, vocab_size=head.vocab_size, temperature=0.9,
+            group=group, return_entropy=True, reduce_hidden_grad=reduces, backend=backend,
+        )  # fmt: skip
+        (logprob * coefficient + entropy * entropy_coefficient).sum().backward()
+        results[backend, reduces] = (logprob.detach(), entropy.detach(), hidden.grad, weight.grad)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks, vocab_size, pads", [(2, 301, 19), (4, 190, 130)])
+def test_sharded_vocabulary_equals_one_rank(num_ranks, vocab_size, pads, tmp_path):
+    """Labels on both edges of every shard; pads in the last shard, and one of 4 shards that is pads alone."""
+    head = make_head(60, 16, vocab_size, pads=pads)
+    rows = (vocab_size + pads) // num_ranks
+    edges = [edge for r in range(num_ranks) for edge in (r * rows, (r + 1) * rows - 1) if edge < vocab_size]
+    head.target[: len(edges)] = torch.tensor(edges)
+    head.target[-2:] = -100
+    head = replace(head, hidden=head.hidden.cpu(), weight=head.weight.cpu(), target=head.target.cpu())
+    coefficient, entropy_coefficient = torch.randn(2, 60)
+    want = exact(head, coefficient, entropy_coefficient, temperature=0.9)
+    ranks = on_ranks(num_ranks, tmp_path, _shard_job, head, coefficient, entropy_coefficient)
+    for backend in BACKENDS:
+        got = [rank[backend, True] for rank in ranks]
+        for logprob, entropy, hidden_grad, _ in got:
+            assert torch.equal(logprob, got[0][0]), "ranks must hold the same bits: they decide the clip alone"
+            assert torch.equal(entropy, got[0][1])
+            assert largest_error(logprob, want.logprob) < 2e-5
+            assert largest_error(entropy, want.entropy) < 2e-5
+            assert relative_error(hidden_grad, want.hidden_grad) < 5e-6
+        weight_grad = torch.cat([rank[3] for rank in got])
+        assert relative_error(weight_grad[:vocab_size], want.weight_grad) < 5e-6
+        assert (weight_grad[vocab_size:] == 0).all()
+    # With sequence parallelism the caller's reduce-scatter adds the shards up.
+    parts = [rank["reference", False][2] for rank in ranks]
+    assert relative_error(sum(parts), want.hidden_grad) < 5e-6
+    assert relative_error(parts[0], want.hidden_grad) > 0.1
+
+
+MEMORY_PROBE = """
+import resource, sys, torch
+from hacpo_kernels import linear_logprob
+torch.set_num_threads(1)
+T, H, V = 4096, 16, 32768
+hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+target = torch.randint(0, V, (T,))
+linear_logprob(hidden[:8], weight, target[:8]).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+linear_logprob(hidden, weight, target).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_logits_are_never_all_there():
+    """All logits of this batch are 512 MiB; scoring and learning may hold a few chunks of 64 MiB."""
+    grown_kib = subprocess.run([sys.executable, "-c", MEMORY_PROBE], capture_output=True, text=True, check=True).stdout
+    assert int(grown_kib) < 260 * 1024, f"{int(grown_kib) / 1024:.0f} MiB"
+
+
+BAD = {
+    "hidden": (lambda h: {"hidden": h.hidden[0]}, r"hidden has shape \[16\]; expected \[any, any\]"),
+    "hidden dtype": (lambda h: {"hidden": h.hidden.long()}, "hidden has dtype torch.int64; expected one of"),
+    "hidden type": (lambda h: {"hidden": [1.0]}, "hidden is a list; expected a tensor"),
+    "weight": (lambda h: {"weight": h.weight[:, :-1]}, r"weight has shape \[50, 15\]; expected \[any, 16\]"),
+    "weight dtype": (
+        lambda h: {"weight": h.weight.double()},
+        "weight has dtype torch.float64; expected one of torch.f",
+    ),
+    "weight device": (lambda h: {"weight": h.weight.to("meta")}, "weight is on meta; expected"),
+    "target": (lambda h: {"target": h.target[:-1]}, r"target has shape \[9\]; expected \[10\]"),
+    "target dtype": (lambda h: {"target": h.target.float()}, "target has dtype torch.float32; expected one of"),
+    "label": (lambda h: {"target": torch.full((10,), 50)}, r"target\[0\] is 50; expected a token id in \[0, 50\)"),
+    "negative": (lambda h: {"target": torch.full((10,), -1)}, r"target\[0\] is -1; expected .* ignore_index \(-100\)"),
+    "padding": (lambda h: {"target": torch.full((10,), 45), "vocab_size": 45}, r"target\[0\] is 45; .*\[0, 45\)"),
+    "temperature": (lambda h: {"temperature": 0.0}, "temperature is 0.0; expected a number above 0"),
+    "vocab_start": (lambda h: {"vocab_start": -1}, "vocab_start is -1; expected 0 or more"),
+    "vocab_size": (lambda h: {"vocab_size": 0}, "vocab_size is 0; expected 1 or more"),
+    "main_grad": (lambda h: {"fuse_main_grad": True}, "weight has no main_grad; expected"),
+    "backend": (lambda h: {"backend": "cutlass"}, "backend is 'cutlass'; expected auto, triton or reference"),
+}
+
+
+@pytest.mark.parametrize("change, message", BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name(change, message):
+    head = make_head(10, 16, 50)
+    arguments = {"hidden": head.hidden, "weight": head.weight, "target": head.target.cpu()}
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(**{**arguments, **change(head)})
+
+
+def test_triton_refuses_float64_and_auto_takes_the_reference():
+    head = make_head(10, 16, 50, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"backend is triton, tensors are torch.float64; expected one of"):
+        linear_logprob(head.hidden, head.weight, head.target, backend="triton")
+    assert linear_logprob(head.hidden, head.weight, head.target).dtype == torch.float64
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper(request):
+    """Every variant compiles for sm_90 without a GPU, fits in shared memory, and the matrix products use WGMMA."""
+    script = request.config.rootpath / "kernels/bench/compile_report.py"
+    report = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert report.returncode == 0, report.stdout + report.stderr
+    lines = {line[:28].strip(): line[28:].split() for line in report.stdout.splitlines()[2:]}
+    for name in ("stats bf16", "stats bf16 entropy", "gradient bf16"):
+        registers, stack, _, wgmma = map(int, lines[name])
+        assert stack == 0 and wgmma > 0 and registers <= 255, (name, lines[name])
