@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
@@ -80,6 +81,7 @@ def create_model(folder: Path, init: InitConfig, seed: int) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
+    disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folder)

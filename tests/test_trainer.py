@@ -124,7 +124,7 @@ def test_exported_agents_run_by_themselves(three_agents):
         tokenizer = load_tokenizer(folder)
         ids = torch.tensor([tokenizer("47+85=").input_ids])
         answer = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :])
-        assert answer.count("1") >= 4  # what the reward asked for
+        assert set(answer.partition("<eos>")[0]) == {"1"}  # what the reward asked for
         trained, started = (
             load_file(folder / "model.safetensors"),
             load_file(config.parent / name / "model.safetensors"),
@@ -134,7 +134,7 @@ def test_exported_agents_run_by_themselves(three_agents):
 
 
 def test_unequal_layouts_and_the_authors_preset(tmp_path):
-    """Tensor parallel 2 beside two cells per lane, KL to the initial policy on, pipelined stages with small engines."""
+    """Tensor parallel 2 beside two cells per lane, KL to the initial policy on."""
     agents = [
         agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2),
         agent_table(tmp_path, "twice", "llama", CHARACTERS + PAIRS, cells_per_lane=2),
@@ -145,7 +145,7 @@ def test_unequal_layouts_and_the_authors_preset(tmp_path):
         values = steps[3].values
         assert values[f"agent/{name}/num_answers"] == 32
         assert values[f"agent/{name}/reward_mean"] > steps[1].values[f"agent/{name}/reward_mean"]
-        assert steps[1].values[f"agent/{name}/kl"] < values[f"agent/{name}/kl"]
+        assert values[f"agent/{name}/kl"] > 0.0
         assert steps[2].values[f"agent/{name}/self/first_ratio_error"] == 0.0
 
 
