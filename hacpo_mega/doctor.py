@@ -6,9 +6,9 @@ publish that changes nothing must not pass. Nothing is written; the models in me
 Not here: whether training improves anything.
 """
 
-import pickle
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -57,8 +57,9 @@ def examine(config: Config, tolerance: float | None = None) -> bool:
     """
     with Place.join(RankMap.of(config)) as place:
         place.enter_phase("doctor", 0)
-        mine = pickle.dumps(diagnose(config, place, tolerance))
-        findings = worst_of([found for payload in place.gather_job(mine) for found in pickle.loads(payload)])
+        mine = json.dumps([asdict(found) for found in diagnose(config, place, tolerance)]).encode()
+        everyones = [Finding(**found) for payload in place.gather_job(mine) for found in json.loads(payload)]
+        findings = worst_of(everyones)
         if place.coordinate.global_rank == 0:
             print(table(findings), flush=True)
     return all(finding.is_good for finding in findings)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from hacpo_mega.rank_map import AgentShape, RankMap
-from hacpo_mega.rollout.engine import Completion, Engine, answer_seed, eos_token_ids
+from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+from hacpo_mega.rollout.model_folder import eos_token_ids
 from hacpo_mega.topology import Place
 
 RANKS = RankMap(lanes=1, agents=(AgentShape("qwen3", tp=2), AgentShape("llama", tp=2)))

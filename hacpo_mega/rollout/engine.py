@@ -15,23 +15,17 @@ The environment must hold, before Python starts (launch/env.sh sets it):
 import enum
 import gc
 import hashlib
-import json
 import os
-import random
-import secrets
 import struct
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -39,9 +33,17 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hacpo_mega.config.checks import OWNED_BY_US_VLLM
 from hacpo_mega.records import Stop
+from hacpo_mega.rollout.host_process import (
+    joined_to_default_group,
+    keeping_default_group,
+    process_untouched,
+)
+from hacpo_mega.rollout.model_folder import eos_token_ids, read_json, weight_names
 
-# CPU: room for keys and values. vLLM's default is most of the machine's memory, for every rank of it.
-CPU_CACHE_BYTES = 256 * 2**20
+# Where the user's table says nothing. vLLM's own defaults take most of the memory, and the actor lives here too; on CPU
+# it would also compile for half a minute what a small model does not need.
+CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20}
+CUDA_DEFAULTS = {"gpu_memory_utilization": 0.5}
 OWNED = OWNED_BY_US_VLLM | {"enable_sleep_mode", "load_format", "logprobs_mode", "worker_cls", "disable_log_stats"}
 
 
@@ -82,22 +84,6 @@ def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int,
     return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
-def eos_token_ids(model: Path) -> tuple[int, ...]:
-    """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
-
-    The files disagree in practice: one may name the end of a text, another that of a chat turn.
-    """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        named = _read_json(model / name).get("eos_token_id")
-        found.update([named] if isinstance(named, int) else named or [])
-    token = _read_json(model / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = _read_json(model / "tokenizer.json").get("added_tokens", [])
-    found.update(entry["id"] for entry in added if text and entry["content"] == text)
-    return tuple(sorted(found))
-
-
 class Engine:
     """A live vLLM: sample answers, take new weights, sleep while the actor trains.
 
@@ -127,13 +113,15 @@ class Engine:
         """
         _check_options(options or {})
         _check_process(tensor_parallel_size)
+        self._on_cuda = torch.cuda.is_available()
+        if not self._on_cuda:
+            _check_cpu_attention(model)
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len = max_model_len
-        self._on_cuda = torch.cuda.is_available()
-        self._names = _weight_names(model)
+        self._names = weight_names(model)
         self._memory = Memory.AWAKE
         self._is_loaded = not random_weights
-        with _process_untouched(), _joined_to_default_group():
+        with process_untouched(), _environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._llm = LLM(
                 model=str(model),
                 tensor_parallel_size=tensor_parallel_size,
@@ -147,17 +135,10 @@ class Engine:
                 logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
                 load_format="dummy" if random_weights else "auto",
                 enable_sleep_mode=self._on_cuda,
-                **({} if self._on_cuda else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES})
-                | {"use_tqdm_on_load": False}
-                | dict(options or {}),
+                **{"use_tqdm_on_load": False, **(CUDA_DEFAULTS if self._on_cuda else CPU_DEFAULTS), **(options or {})},
             )
-        model_config = self._llm.llm_engine.vllm_config.model_config
-        self._has_tied_embeddings = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
-        head_sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if not self._on_cuda and model_config.get_head_size() not in head_sizes:
-            raise ValueError(
-                f"{model} has head_dim {model_config.get_head_size()}; vLLM's attention on CPU knows {head_sizes}"
-            )
+        hf_config = self._llm.llm_engine.vllm_config.model_config.hf_config
+        self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
 
     @property
     def _worker(self) -> Any:
@@ -228,7 +209,7 @@ class Engine:
         """
         self._require(Memory.WEIGHTS, "load", needs_weights=False)
         given: set[str] = set()
-        with _process_untouched():
+        with process_untouched():
             self._worker.reload_weights(weights_iterator=self._recorded(weights, given))
             self._llm.reset_prefix_cache()
         # vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
@@ -259,7 +240,7 @@ class Engine:
         self._require(Memory.AWAKE, "sleep", needs_weights=False)
         self._llm.reset_prefix_cache()
         if self._on_cuda:
-            with _process_untouched():
+            with process_untouched():
                 self._llm.sleep(level=2)
         self._is_loaded = False
         self._memory = Memory.ASLEEP
@@ -275,13 +256,13 @@ class Engine:
         tags = ["weights"] if self._memory is Memory.ASLEEP else []
         tags += ["kv_cache"] if cache else []
         if self._on_cuda and tags:
-            with _process_untouched():
+            with process_untouched():
                 self._llm.wake_up(tags=tags)
         self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. The default process group stays the caller's."""
-        with _process_untouched():
+        with process_untouched():
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()
@@ -301,7 +282,7 @@ class Engine:
         if not prompts:
             return []
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with _process_untouched():
+        with process_untouched():
             return self._llm.generate(requests, sampling, use_tqdm=False)
 
 
@@ -331,67 +312,27 @@ def _check_process(tensor_parallel_size: int) -> None:
         raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
 
 
+def _check_cpu_attention(model: Path) -> None:
+    """Raise ValueError for a head size that vLLM would only refuse at the first answer."""
+    sizes = read_json(model / "config.json")
+    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in known:
+        raise ValueError(f"{model} has head_dim {head_dim}; vLLM's attention on CPU knows {known}")
+
+
 @contextmanager
-def _process_untouched() -> Iterator[None]:
-    """Give the trainer its process back as it was: vLLM seeds and draws from the global generators of Python, NumPy and
-    torch, and on CPU replaces torch.set_num_threads and appends to LD_PRELOAD, which would reach the reward workers."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    environment = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+def _environment_untouched() -> Iterator[None]:
+    """Around vLLM's start, which on CPU adds to LD_PRELOAD: that would reach the processes that judge answers."""
+    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-        for name, value in environment.items():
+        for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
-@contextmanager
-def _joined_to_default_group() -> Iterator[None]:
-    """Build vLLM on the agent's default process group, not on the job's RANK, which counts over all agents.
-
-    The name matters on CPU: vLLM's ranks meet in shared memory under the text after the last colon and their rank
-    numbers. Two agents of one machine, or two jobs, have equal numbers and would read each other's activations.
-    """
-    name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name)
-    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
-    arguments = (f"env://:{name[0]}", dist.get_rank(), local_rank)
-    with patch.object(ExecutorWithExternalLauncher, "_distributed_args", lambda executor: arguments):
-        yield
-
-
-def _keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
-    """vLLM's teardown of its groups, less its last line, which destroys the default group. The actor still needs it."""
-
-    def destroy_own_groups() -> None:
-        destroy = dist.destroy_process_group
-        with patch.object(dist, "destroy_process_group", lambda group=None: None if group is None else destroy(group)):
-            teardown()
-
-    return destroy_own_groups
-
-
 # For good, since it also runs when an engine that nobody closed is collected.
-parallel_state.destroy_distributed_environment = _keeping_default_group(parallel_state.destroy_distributed_environment)
-
-
-def _weight_names(model: Path) -> frozenset[str]:
-    """The names in a folder's safetensors files; empty when it has none (nothing can be checked then)."""
-    names: set[str] = set()
-    for file in model.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return frozenset(names)
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)

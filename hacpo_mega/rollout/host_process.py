@@ -1,0 +1,73 @@
+"""How a trainer's process hosts vLLM and stays itself: random streams, threads, environment, process groups.
+
+Each function here answers something that vLLM does to the process it lives in, because it expects to own it.
+It gets what it needs of vLLM handed in; only engine.py imports vllm.
+"""
+
+import random
+import secrets
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def process_untouched() -> Iterator[None]:
+    """Around every call of vLLM: it seeds and draws from the global generators of Python, NumPy and torch.
+
+    On CPU it also replaces torch.set_num_threads.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def joined_to_default_group(launcher: type) -> Iterator[None]:
+    """Build vLLM on the agent's default process group, not on the job's RANK, which counts over all agents.
+
+    The name matters on CPU: vLLM's ranks meet in shared memory under the text after the last colon and their rank
+    numbers. Two agents of one machine, or two jobs, have equal numbers and would read each other's activations.
+    """
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name)
+    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
+    arguments = (f"env://:{name[0]}", dist.get_rank(), local_rank)
+    with _replaced(launcher, "_distributed_args", lambda executor: arguments):
+        yield
+
+
+def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
+    """vLLM's teardown of its groups, less its last line, which destroys the default group. The actor still needs it."""
+
+    def destroy_own_groups() -> None:
+        destroy = dist.destroy_process_group
+        with _replaced(dist, "destroy_process_group", lambda group=None: None if group is None else destroy(group)):
+            teardown()
+
+    return destroy_own_groups
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
