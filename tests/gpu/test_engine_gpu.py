@@ -1,0 +1,90 @@
+"""On CUDA the engine scores like Hugging Face, frees its memory while it sleeps, and wakes to published weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.launcher import prepare_environment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+EOS = 7
+MAX_MODEL_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """The same small model twice, with other weights."""
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
+    return [make_model(root / str(seed), "qwen3", tied=True, seed=seed, **sizes) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def engine(folders, tmp_path_factory):
+    prepare_environment()
+    # vLLM reads its environment when it is imported, so this import cannot stand above.
+    from hacpo_mega.rollout.engine import Engine
+
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    options = {"gpu_memory_utilization": 0.3}
+    engine = Engine(folders[0], max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, eos_ids=[EOS], options=options)
+    yield engine
+    engine.close()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def sequences() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 131, size).tolist() for size in (2, 17, 140, MAX_MODEL_LEN - 1)]
+
+
+@torch.no_grad()
+def hugging_face(folder: Path, tokens: list[int]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    logits_TV = model(torch.tensor([tokens], device="cuda")).logits[0, :-1]
+    return logits_TV.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]].cpu().numpy()
+
+
+def assert_scores(engine, folder: Path) -> None:
+    """bf16 against fp32: 0.1 nats; the other model's log-probs are off by more than one."""
+    for tokens, found in zip(sequences(), engine.logprobs(sequences()), strict=True):
+        np.testing.assert_allclose(found, hugging_face(folder, tokens), atol=0.1, rtol=0)
+
+
+def test_scores_and_published_weights(engine, folders):
+    assert_scores(engine, folders[0])
+    engine.load({name: tensor.cuda() for name, tensor in load_file(folders[1] / "model.safetensors").items()}.items())
+    assert_scores(engine, folders[1])
+
+
+def test_sampling_repeats_and_brings_its_logprobs(engine):
+    prompts, seeds = [tokens[:100] for tokens in sequences()], [11, 12, 13, 14]
+    before = torch.cuda.get_rng_state()
+    first = engine.generate(prompts, seeds, max_tokens=30, temperature=0.7, return_logprobs=True)
+    again = engine.generate(prompts[::-1], seeds[::-1], max_tokens=30, temperature=0.7)[::-1]
+    assert [answer.token_ids.tolist() for answer in first] == [answer.token_ids.tolist() for answer in again]
+    assert torch.equal(torch.cuda.get_rng_state(), before), "the trainer's generator is where it was"
+    greedy = engine.generate(prompts, seeds, max_tokens=30, temperature=0.0)
+    assert [answer.token_ids.tolist() for answer in first] != [answer.token_ids.tolist() for answer in greedy]
+
+
+def test_sleep_frees_the_device_and_publishing_wakes_it(engine, folders):
+    free_awake, _ = torch.cuda.mem_get_info()
+    engine.sleep()
+    free_asleep, total = torch.cuda.mem_get_info()
+    assert free_asleep - free_awake > 0.15 * total, "weights and key-value cache were about 0.3 of the device"
+    engine.wake(cache=False)
+    engine.load(load_file(folders[0] / "model.safetensors").items())
+    assert torch.cuda.mem_get_info()[0] > free_awake + 0.1 * total, "the cache is still asleep"
+    engine.wake()
+    assert_scores(engine, folders[0])
