@@ -8,7 +8,6 @@ keep VLLM_ENABLE_V1_MULTIPROCESSING 0 # the engine lives in the trainer's proces
 keep VLLM_LOGGING_LEVEL ERROR         # one line per step is ours; vLLM's would be hundreds
 keep VLLM_NO_USAGE_STATS 1            # nothing is reported to anybody
 keep TORCH_CPP_LOG_LEVEL ERROR        # torch warns of what it does not find on this machine
-keep TORCH_CPP_LOG_LEVEL ERROR        # torch warns of NUMA binding once per rank
 keep HF_HUB_OFFLINE 1                 # models are folders; a typo must not become a download on 512 nodes
 keep TRANSFORMERS_OFFLINE 1           # the same, for transformers
 keep HF_HUB_DISABLE_PROGRESS_BARS 1   # every rank would draw its own
