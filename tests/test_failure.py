@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import failing_job
 import pytest
-import torch
-from job import PROCESSES, free_port, launcher_environment
+from job import PROCESSES, free_port
+from test_trainer import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_mega.launcher import EVERYWHERE, ON_CPU
+from hacpo_mega.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60.0
@@ -37,7 +39,9 @@ class Job:
         """Returns when the victim is about to meet its fate."""
         self.folder, port, ready = folder, free_port(), folder / "ready"
         arguments = victim, fate, timeout_s, ready
-        self.ranks = [PROCESSES.Process(target=play, args=(rank, port, folder, arguments)) for rank in range(4)]
+        self.ranks = [
+            PROCESSES.Process(target=failing_job.play, args=(rank, port, folder, arguments)) for rank in range(4)
+        ]
         for process in self.ranks:
             process.start()
         while not ready.exists():
@@ -67,14 +71,6 @@ class Job:
                 line = rf"^{re.escape(NAMES[rank])}, in phase .* of step 12, stops: {cause}$"
                 assert status == 1, (rank, status, errors)
                 assert re.search(line, errors, re.M), (rank, errors)
-
-
-def play(rank: int, port: int, folder: Path, arguments: tuple) -> None:
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    os.environ.update(launcher_environment(rank, 4, port))
-    torch.set_num_threads(1)
-    failing_job.run(*arguments)
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3], ids=["keeper-of-the-store", "in-the-middle", "last"])
@@ -136,3 +132,60 @@ def test_env_sh_says_what_the_launcher_says():
     has_cuda = "VLLM_CPU_KVCACHE_SPACE" not in found
     expected = EVERYWHERE | ({} if has_cuda else ON_CPU) | {"HF_HUB_OFFLINE": "0"}
     assert {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")} == expected
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one, from /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it may end while we read
+            fields = status.read_text().rpartition(")")[2].split()
+            parents[int(status.parent.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than an entry that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank torchrun gave a process, if it is one of the job's."""
+    variables = dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    is_rank = "hacpo_mega.cli" in Path(f"/proc/{pid}/cmdline").read_text()
+    return int(variables["RANK"]) if is_rank and "RANK" in variables else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
+    """A whole run, started as a user starts it and from another folder; its last rank is killed in the middle."""
+    agents = [
+        agent_table(tmp_path, "qwen", "qwen3", CHARACTERS, tp=2),
+        agent_table(tmp_path, "llama", "llama", CHARACTERS + PAIRS),
+    ]
+    write_config(tmp_path, agents, num_steps=100_000)
+    with (tmp_path / "errors").open("w") as errors:
+        job = subprocess.Popen([ROOT / "launch/local.sh", "run.toml"], cwd=tmp_path, stdout=errors, stderr=errors)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert job.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.5)
+    before = read_metrics(metrics)
+    family = descendants(job.pid)
+    victim = next(pid for pid in family if rank_of(pid) == 2)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait(timeout=DEADLINE_S) != 0
+    text = (tmp_path / "errors").read_text()
+    cause = r"rank 2 \(agent llama, lane 0, cell 0, pp 0, tp 0\) died in phase \w+ of step \d+\n"
+    assert re.search(rf"rank 0 \(agent qwen, .*, stops: {cause}", text), text
+    assert not [pid for pid in family if is_running(pid)]
+    after = read_metrics(metrics)
+    assert len(before) >= 3
+    assert {step: after[step] for step in before} == before
