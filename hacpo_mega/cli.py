@@ -1,4 +1,4 @@
-"""The command line: `hacpo-mega check | init | train | doctor | report`. Parses first, imports heavy rooms last.
+"""The command line: `hacpo-mega check | init | train | eval | export | doctor | report`. Imports heavy rooms last.
 
 Exit codes: 0 done, 1 a finding (doctor above its tolerance), 2 the user's input is wrong (one line per problem).
 The imports inside functions are the doors that DESIGN allows: `--help` and `check` must answer without torch.
@@ -122,14 +122,68 @@ def report(
     print(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
+@app.command(name="eval")
+def evaluate_model(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, such as RUN/agents/NAME.")],
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Benchmarks of any layout.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of answers and evaluation.json; an old one is continued.")] = ...,
+    suite: Annotated[str | None, typer.Option(help="'paper': its seven benchmarks, found in --data.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with a suite's files.")] = None,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers per problem.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 0 for one answer, else 1.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each benchmark.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are dropped, counted.")] = None,
+    chat_template: Annotated[bool | None, typer.Option("--chat-template/--no-chat-template")] = None,
+    template_arg: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, such as enable_thinking=false.")] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
+    prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
+    stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
+    reward: Annotated[str | None, typer.Option(help="math, math_any, arithmetic, exact, or module:function.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    tp: Annotated[int, typer.Option(min=1, help="Processes of one engine.")] = 1,
+    engines: Annotated[int, typer.Option(min=1, help="Engines that share the problems.")] = 1,
+    judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
+) -> None:
+    """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
+    from hacpo_mega.evaluation.settings import ask, benchmarks_of
+
+    benchmarks = benchmarks_of(files or [], suite, data, samples, temperature, limit)
+    settings = ask(
+        model,
+        benchmarks,
+        is_suite=suite is not None,
+        chat_template=chat_template,
+        template_args=template_arg or [],
+        system_prompt=system_prompt,
+        prompt_template=prompt_template,
+        stop_text=stop_text,
+        reward=reward,
+        max_prompt_tokens=max_prompt_tokens,
+        max_answer_tokens=max_tokens,
+        seed=seed,
+    )
+    if not _is_one_of(tp * engines):
+        return
+    from hacpo_mega.evaluation.evaluate import evaluate
+    from hacpo_mega.evaluation.table import print_table
+
+    if evaluation := evaluate(settings, out, tp, engines, judges):
+        print_table(evaluation)
+
+
 def _this_process_is_a_rank(config: Config) -> bool:
     """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
+    return _is_one_of(RankMap.of(config).world_size)
+
+
+def _is_one_of(world_size: int) -> bool:
     prepare_environment()
     if inside_a_job():
         return True
     from hacpo_mega.local_job import run_on_this_machine
 
-    code = run_on_this_machine(sys.argv[1:], RankMap.of(config).world_size)
+    code = run_on_this_machine(sys.argv[1:], world_size)
     if code:
         raise typer.Exit(code)
     return False

@@ -31,10 +31,10 @@ ROOMS = {
         "step_metrics.py",
         "prompt_sets.py",
         "run_folder.py",
-        "evaluation.py",
+        "evaluation/",
         "checkpoint.py",
     ),
-    "trainer": ("trainer.py", "warm_start.py", "doctor.py", "export.py"),
+    "trainer": ("trainer.py", "warm_start.py", "doctor.py", "export.py", "quantize.py"),
     "planner": ("planner.py",),
     "report": ("report/",),
     "cli": ("cli.py", "launcher.py", "local_job.py", "__init__.py"),
@@ -56,6 +56,7 @@ DOORS = {
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/metrics.py",),
     "matplotlib": ("hacpo_mega/report/",),
+    "modelopt": ("hacpo_mega/quantize.py",),
     "typer": ("hacpo_mega/cli.py",),
 }
 # A hang has these suspects. In the kernels it is the vocabulary-parallel log-prob, over its tensor-parallel group.

@@ -1,0 +1,134 @@
+"""The answers of an evaluation on disk: what makes it resumable, and what every number can be traced back to.
+
+    settings.json                          what was asked of whom; another evaluation never continues here
+    answers/<benchmark>.lane_0000.jsonl    one line per answer, appended as they come, one file per engine
+A line is an `Answer`. A process that is killed leaves at most a line without its end, which is dropped at the next
+start. Not here: statistics (scores.py).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.records import Verdict
+
+SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One judged answer.
+
+    id, rollout   the problem, and which of its answers this is       seed          of the sampler
+    prompt_seen   what the model read, with template and special tokens   text      what it wrote, cut at a stop text
+    vote          the final answer in `text`, None without one        reward        None when unjudged
+    stop          eos, length or abort                                num_tokens    drawn, with the final EOS
+    """
+
+    id: str
+    rollout: int
+    seed: int
+    prompt_seen: str
+    gold: str
+    text: str
+    vote: str | None
+    verdict: str
+    reward: float | None
+    stop: str
+    num_tokens: int
+
+    @property
+    def is_judged(self) -> bool:
+        return Verdict[self.verdict.upper()].is_judged
+
+    @property
+    def is_correct(self) -> bool:
+        return self.verdict == Verdict.CORRECT.name.lower()
+
+
+Key = tuple[str, int]
+
+
+class AnswerFile:
+    """The file of one engine for one benchmark, open for appending."""
+
+    def __init__(self, folder: Path, benchmark: str, lane: int) -> None:
+        """Drops a half-written last line, which a killed process may have left."""
+        path = _folder(folder) / f"{benchmark}.lane_{lane:04d}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        written = self._file.read()
+        self._file.truncate(written.rfind(b"\n") + 1)
+
+    def append(self, answers: Iterable[Answer]) -> None:
+        """Writes answers; they are in the file when this returns."""
+        lines = (json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False) for answer in answers)
+        # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
+        self._file.write("".join(f"{line}\n" for line in lines).encode("utf-8", errors="backslashreplace"))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
+    """The complete lines of all engines by (problem, rollout). ValueError for a line that is no answer."""
+    found = {}
+    for path in sorted(_folder(folder).glob(f"{_escaped(benchmark)}.lane_[0-9]*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+            try:
+                answer = Answer(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
+            found[answer.id, answer.rollout] = answer
+    return found
+
+
+def claim(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Makes the folder this evaluation's; one process of the job does. What lies there has been checked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = (folder / SETTINGS).with_suffix(".tmp")
+    fresh.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.replace(folder / SETTINGS)
+
+
+def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """ValueError when a folder holds anything but an evaluation of these settings, naming what differs."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and holds no evaluation: give a new folder")
+        return
+    there, asked = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+    # A model is what its weights are, wherever the folder lies.
+    keys = (there.keys() | asked.keys()) - {"model"}
+    differing = sorted(key for key in keys if there.get(key) != asked.get(key))
+    if differing:
+        lines = [f"  {key}: there {_short(there.get(key))}, asked {_short(asked.get(key))}" for key in differing]
+        raise ValueError(
+            f"{folder} holds an evaluation with other settings; continue it with the same ones, or give a new folder:\n"
+            + "\n".join(lines)
+        )
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON knows it: None for NaN."""
+    return None if math.isnan(value) else value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _folder(folder: Path) -> Path:
+    return folder / "answers"
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,0 +1,147 @@
+"""What is asked: benchmarks, the paper's seven of them as data, and the files they are found in.
+
+Not here: what rows look like in a file (data/), how a model is asked (config/prompting.py).
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.data.files import PromptRow, describe
+
+Headline = Literal["avg", "best", "maj"]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Problems, how many answers each gets, and the score that stands for the benchmark.
+
+    temperature   0 is greedy; more than one answer needs sampling
+    """
+
+    name: str
+    rows: tuple[PromptRow, ...]
+    num_answers: int
+    temperature: float
+    headline: Headline = "avg"
+
+    def __post_init__(self) -> None:
+        if self.num_answers < 1 or self.temperature < 0.0:
+            raise ValueError(
+                f"{self.name}: {self.num_answers} answers at temperature {self.temperature:g}; needs at least one "
+                "answer and a temperature of 0 or more"
+            )
+        if self.num_answers > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"{self.name}: {self.num_answers} answers at temperature 0 are the same answer {self.num_answers} "
+                "times; give a temperature, or ask for one answer"
+            )
+
+
+def describe_benchmark(benchmark: Benchmark) -> dict[str, Any]:
+    """A benchmark as settings record it; the problems by a hash of prompts and gold answers in order."""
+    content = json.dumps([(row.id, row.text, row.answer) for row in benchmark.rows]).encode()
+    return {
+        "name": benchmark.name,
+        "num_problems": len(benchmark.rows),
+        "content": hashlib.sha256(content).hexdigest()[:16],
+        "num_answers": benchmark.num_answers,
+        "temperature": benchmark.temperature,
+    }
+
+
+@dataclass(frozen=True)
+class SuiteEntry:
+    """One benchmark of a suite: where its file may lie below the user's folder, first found first."""
+
+    name: str
+    places: tuple[str, ...]
+    num_answers: int = 1
+    temperature: float = 0.0
+    headline: Headline = "avg"
+
+
+# arXiv 2603.02604: best@30 on AIME2025, avg@1 elsewhere, answers up to 8,192 tokens. It prints no temperature for these
+# numbers: one answer is greedy here, as in the authors' validation, and thirty are drawn at the training's temperature.
+PAPER_MAX_TOKENS = 8192
+PAPER_SUITE = (
+    SuiteEntry("math500", ("math500/test", "math500", "MATH-500/test", "math_oai/test")),
+    SuiteEntry("math", ("math/test", "math/harness_test", "math/MATH_original_test", "math", "MATH/test")),
+    SuiteEntry("gsm8k", ("gsm8k/test", "gsm8k")),
+    SuiteEntry("aime25", ("aime25/test", "aime25/nemo_test", "aime25", "aime2025/test"), 30, 1.0, "best"),
+    SuiteEntry("amc23", ("amc23/test", "amc23")),
+    SuiteEntry("minerva_math", ("minerva_math/test", "minerva_math/qwen_test", "minerva_math")),
+    SuiteEntry("olympiadbench", ("olympiadbench/test", "olympiadbench")),
+)
+SUFFIXES = (".jsonl", ".parquet", ".json", ".txt", ".tar.gz")
+
+
+def find_suite(suite: Sequence[SuiteEntry], folder: Path) -> dict[str, Path]:
+    """The file of every entry below `folder`, by name. One ValueError names all that are not there."""
+    found = {entry.name: _first_file(folder, entry.places) for entry in suite}
+    missing = [entry for entry in suite if found[entry.name] is None]
+    if missing:
+        lines = [f"  {entry.name}: none of {', '.join(entry.places)} ({'|'.join(SUFFIXES)})" for entry in missing]
+        raise ValueError(f"{folder} lacks {len(missing)} of {len(suite)} benchmarks:\n" + "\n".join(lines))
+    return found
+
+
+def _first_file(folder: Path, places: Iterable[str]) -> Path | None:
+    candidates = (folder / f"{place}{suffix}" for place in places for suffix in SUFFIXES)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def load_suite(suite: Sequence[SuiteEntry], folder: Path, limit: int | None = None) -> tuple[Benchmark, ...]:
+    """The benchmarks of a suite, of each the first `limit` problems. ValueError for missing files and for bad rows."""
+    files = find_suite(suite, folder)
+    return tuple(
+        Benchmark(
+            entry.name, read_rows(files[entry.name])[:limit], entry.num_answers, entry.temperature, entry.headline
+        )
+        for entry in suite
+    )
+
+
+def load_benchmarks(
+    files: Sequence[Path], num_answers: int, temperature: float, limit: int | None = None
+) -> tuple[Benchmark, ...]:
+    """Every file as a benchmark of its own (`names_of`). ValueError for bad rows."""
+    return tuple(
+        Benchmark(name, read_rows(file)[:limit], num_answers, temperature) for name, file in zip(names_of(files), files)
+    )
+
+
+def read_rows(file: Path) -> tuple[PromptRow, ...]:
+    """The problems of a file of any known layout, in order. One ValueError names its bad rows.
+
+    A problem that a file repeats counts as often as it is there, as in the published numbers; its `id` then ends in #2.
+    """
+    dataset = read_dataset(file)
+    if dataset.defects:
+        raise ValueError(describe(dataset.defects))
+    seen: Counter[str] = Counter()
+    rows = []
+    for problem in dataset.problems:
+        seen[problem.id] += 1
+        times = seen[problem.id]
+        rows.append(replace(problem.row, id=problem.id if times == 1 else f"{problem.id}#{times}"))
+    return tuple(rows)
+
+
+def names_of(files: Sequence[Path]) -> tuple[str, ...]:
+    """Names that are file names too: the stem, with as many folders before it as it takes to tell all files apart.
+
+    A stem that says only which split it is ("test") always takes its folder along. ValueError for a file given twice.
+    """
+    parts = [(*file.resolve().parts[1:-1], file.name.split(".")[0]) for file in files]
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"a benchmark file is given twice: {', '.join(map(str, files))}")
+    depth = 2 if any(path[-1] in ("test", "train", "dev", "validation") for path in parts) else 1
+    while len({path[-depth:] for path in parts}) < len(parts):
+        depth += 1
+    return tuple("_".join(path[-depth:]) for path in parts)

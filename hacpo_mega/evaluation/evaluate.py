@@ -1,0 +1,199 @@
+"""One model answers benchmarks through the vLLM engine, is judged, and can be interrupted at any time.
+
+`tp` ranks form an engine (a cell of topology.py), `engines` of them share the problems. What is still to be asked
+follows from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is
+a pure function of (seed, problem, which answer), never of its place in a batch.
+Not here: statistics (scores.py) and the table (table.py). In training the trainer evaluates by itself.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacpo_mega.data.answer_text import after_thinking, last_boxed
+from hacpo_mega.data.files import PromptRow
+from hacpo_mega.data.math_grader import plain
+from hacpo_mega.data.rewards import Judge, Judgement
+from hacpo_mega.data.tokenizers import TextCodec, load_tokenizer
+from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, finite, read_answers
+from hacpo_mega.evaluation.benchmarks import Benchmark
+from hacpo_mega.evaluation.model_folder import check_positions, weights_dtype, weights_fingerprint
+from hacpo_mega.evaluation.settings import EvaluationSettings
+from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
+from hacpo_mega.provenance import installed_versions, source_commit
+from hacpo_mega.rank_map import AgentShape, RankMap
+from hacpo_mega.records import Stop
+from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+from hacpo_mega.topology import Place
+
+# Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
+ANSWERS_PER_WRITE = 512
+MAX_VOTE_CHARACTERS = 500
+EVALUATION_STEP = -1  # no training step: an evaluation never draws the noise of a rollout
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to be drawn."""
+
+    row: PromptRow
+    rollout: int
+
+
+def evaluate(
+    settings: EvaluationSettings, out: Path, tp: int = 1, engines: int = 1, num_judges: int = 1
+) -> Evaluation | None:
+    """Asks what is not answered yet and writes `out`; the result on the job's rank 0, None elsewhere.
+
+    Collective over tp * engines processes. Raises ValueError for settings that do not fit the model or the folder.
+    """
+    check_positions(settings.model, settings.max_prompt_tokens, settings.max_answer_tokens)
+    codec = TextCodec(load_tokenizer(settings.model, settings.trust_remote_code), settings.prompting)
+    asked = settings.record(weights_fingerprint(settings.model))
+    check_folder(out, asked)
+    with Place.join(RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))) as place, ExitStack() as stack:
+        is_first = place.coordinate.global_rank == 0
+        if is_first:
+            claim(out, asked)
+        place.barrier()
+        run = _Run(settings, codec, out, place, num_judges, stack)
+        run.answer_everything()
+        place.barrier()
+        if not is_first:
+            return None
+        described = asked | {"commit": source_commit(), "packages": installed_versions()}
+        evaluation = summarize(described, settings.benchmarks, run.num_dropped, out, settings.seed)
+        write_evaluation(evaluation, out)
+        return evaluation
+
+
+class _Run:
+    """This rank's share of an evaluation."""
+
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        codec: TextCodec,
+        out: Path,
+        place: Place,
+        num_judges: int,
+        stack: ExitStack,
+    ) -> None:
+        self.settings = settings
+        self.out = out
+        self.place = place
+        self.codec = codec
+        self.kept = {b.name: self._within_limit(b.rows) for b in settings.benchmarks}
+        self.num_dropped = {b.name: len(b.rows) - len(self.kept[b.name]) for b in settings.benchmarks}
+        self._stack = stack
+        self._num_judges = num_judges
+
+    def answer_everything(self) -> None:
+        """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
+        missing = {b.name: self._missing(b) for b in self.settings.benchmarks}
+        self.place.barrier()  # nobody writes before all have seen the same files
+        if not any(missing.values()):
+            return
+        self._start()
+        for benchmark in self.settings.benchmarks:
+            self.place.enter_phase(f"evaluate {benchmark.name}", 0)
+            self._answer(benchmark, missing[benchmark.name][self.place.lane :: self.place.rank_map.lanes])
+
+    def _within_limit(self, rows: Sequence[PromptRow]) -> tuple[PromptRow, ...]:
+        limit = self.settings.max_prompt_tokens
+        return tuple(row for row in rows if len(self.codec.encode_prompt(row.text)) <= limit)
+
+    def _missing(self, benchmark: Benchmark) -> list[Request]:
+        answered = read_answers(self.out, benchmark.name)
+        wanted = [Request(row, i) for row in self.kept[benchmark.name] for i in range(benchmark.num_answers)]
+        return [request for request in wanted if (request.row.id, request.rollout) not in answered]
+
+    def _start(self) -> None:
+        settings = self.settings
+        if self.place.is_leader:
+            judge = Judge(settings.reward, self._num_judges, settings.reward_timeout_s, settings.require_stop)
+            self.judge = self._stack.enter_context(judge)
+        self.engine = Engine(
+            settings.model,
+            max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
+            dtype=weights_dtype(settings.model),
+            tensor_parallel_size=self.place.rank_map.agents[0].engine_tp,
+            trust_remote_code=settings.trust_remote_code,
+            options=settings.vllm,
+        )
+        self._stack.callback(self.engine.close)
+
+    def _answer(self, benchmark: Benchmark, requests: Sequence[Request]) -> None:
+        with ExitStack() as stack:
+            file = None
+            if self.place.is_leader:
+                file = AnswerFile(self.out, benchmark.name, self.place.lane)
+                stack.callback(file.close)
+            for start in range(0, len(requests), ANSWERS_PER_WRITE):
+                batch = requests[start : start + ANSWERS_PER_WRITE]
+                completions = self._draw(benchmark, batch)
+                if file is not None:
+                    file.append(self._judged(batch, completions))
+
+    def _draw(self, benchmark: Benchmark, batch: Sequence[Request]) -> list[Completion]:
+        return self.engine.generate(
+            [self.codec.encode_prompt(request.row.text) for request in batch],
+            [request_seed(self.settings.seed, request) for request in batch],
+            max_tokens=self.settings.max_answer_tokens,
+            temperature=benchmark.temperature,
+        )
+
+    def _judged(self, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
+        texts = [self._text(completion) for completion in completions]
+        judgements = self.judge.judge(
+            [request.row.text for request in batch],
+            [request.row.answer for request in batch],
+            texts,
+            [completion.stop for completion in completions],
+        )
+        parts = zip(batch, completions, texts, judgements, strict=True)
+        return [self._record(*part) for part in parts]
+
+    def _record(self, request: Request, completion: Completion, text: str, judgement: Judgement) -> Answer:
+        return Answer(
+            id=request.row.id,
+            rollout=request.rollout,
+            seed=request_seed(self.settings.seed, request),
+            prompt_seen=self.codec.shown_prompt(request.row.text),
+            gold=request.row.answer,
+            text=text,
+            vote=final_answer(self.settings.reward, text),
+            verdict=judgement.verdict.name.lower(),
+            reward=finite(judgement.reward),
+            stop=completion.stop.name.lower(),
+            num_tokens=len(completion.token_ids),
+        )
+
+    def _text(self, completion: Completion) -> str:
+        ended = completion.stop is Stop.EOS
+        text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
+        return text if self.settings.stop_text is None else text.partition(self.settings.stop_text)[0]
+
+
+def request_seed(seed: int, request: Request) -> int:
+    """The sampling seed of one answer: of the problem's text, wherever in which file it stands."""
+    problem = int.from_bytes(hashlib.blake2b(request.row.id.encode(), digest_size=7).digest(), "little")
+    return answer_seed(seed, EVALUATION_STEP, problem, request.rollout, 0)
+
+
+def final_answer(reward: str, text: str) -> str | None:
+    """What an answer votes for under maj@k: its final answer as normalised text, None without one.
+
+    The last box for mathematics, what follows the first `;` for the arithmetic task, else the whole text. Two wrong
+    answers that are equal but written differently stay two candidates.
+    """
+    if reward in ("math", "math_any"):
+        boxed = last_boxed(after_thinking(text))
+        vote = None if boxed is None else plain(boxed[:MAX_VOTE_CHARACTERS])
+    elif reward == "arithmetic":
+        vote = text.partition(";")[2]
+    else:
+        vote = text.strip()[:MAX_VOTE_CHARACTERS]
+    return vote or None

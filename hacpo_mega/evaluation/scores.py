@@ -1,0 +1,112 @@
+"""Statistics of k judged answers per problem, and what their error is over problems. Pure functions, no files.
+
+    avg@k    mean share of correct answers: the expected accuracy of one answer
+    best@k   share of problems with a correct one among their k answers
+    pass@k   the same for k of n answers, without bias: 1 - C(n - c, k) / C(n, k)   (Chen et al. 2021, eq. 1)
+    maj@k    share of problems whose most frequent final answer is correct
+
+An answer without a verdict (time-out, error) is in no statistic, since it says nothing about the model; a problem
+without any judged answer is left out. Not here: what is correct (data/rewards.py).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, nan
+from statistics import fmean
+
+import numpy as np
+
+NUM_RESAMPLES = 2000
+CONFIDENCE = 0.95
+RESAMPLES_AT_ONCE = 100
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The judged answers to one problem, in the order they were drawn.
+
+    votes   the final answer of each as text, None where there is none. Equal texts are one candidate of maj@k, and so
+            are all correct ones however they are written
+    """
+
+    correct: tuple[bool, ...]
+    votes: tuple[str | None, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.correct) == len(self.votes) > 0, (len(self.correct), len(self.votes))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over problems with its bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def average(answers: Answers) -> float:
+    """The share of correct answers."""
+    return fmean(answers.correct)
+
+
+def best(answers: Answers) -> float:
+    """1 when any answer is correct."""
+    return float(any(answers.correct))
+
+
+def pass_at(k: int, answers: Answers) -> float:
+    """The chance that k answers, drawn from these without replacement, hold a correct one.
+
+    ValueError with fewer than k answers: there is no unbiased estimate of pass@k from them.
+    """
+    drawn, num_correct = len(answers.correct), sum(answers.correct)
+    if not 1 <= k <= drawn:
+        raise ValueError(f"pass@{k} needs at least {k} judged answers to a problem, found {drawn}")
+    return 1.0 - comb(drawn - num_correct, k) / comb(drawn, k)
+
+
+def majority(answers: Answers) -> float:
+    """1 when the most frequent final answer is correct; of t candidates in a tie each wins with chance 1/t.
+
+    Texts without a final answer do not vote. Without any vote the problem is not solved.
+    """
+    candidates = Counter(
+        True if correct else vote
+        for correct, vote in zip(answers.correct, answers.votes)
+        if correct or vote is not None
+    )
+    if not candidates:
+        return 0.0
+    most = max(candidates.values())
+    winners = [candidate for candidate, count in candidates.items() if count == most]
+    return float(True in winners) / len(winners)
+
+
+def over_problems(value_P: Sequence[float], seed: int = 0) -> Estimate:
+    """The mean over P problems and its percentile bootstrap interval (95 %, problems drawn with replacement).
+
+    The interval is about which problems a benchmark happens to hold. With few problems it is too narrow, and with equal
+    values it has no width. All three numbers are NaN without a problem.
+    """
+    return mean_of_benchmarks([value_P], seed)
+
+
+def mean_of_benchmarks(values: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
+    """The unweighted mean of the means of several benchmarks; each is resampled within itself."""
+    if not values or any(len(value_P) == 0 for value_P in values):
+        return Estimate(nan, nan, nan)
+    random = np.random.default_rng(seed)
+    resampled = np.mean([_resampled_means(np.asarray(value_P, np.float64), random) for value_P in values], axis=0)
+    tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
+    low, high = np.percentile(resampled, [tail, 100.0 - tail])
+    return Estimate(fmean(fmean(value_P) for value_P in values), float(low), float(high))
+
+
+def _resampled_means(value_P: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    means = [
+        value_P[random.integers(len(value_P), size=(RESAMPLES_AT_ONCE, len(value_P)))].mean(axis=1)
+        for _ in range(NUM_RESAMPLES // RESAMPLES_AT_ONCE)
+    ]
+    return np.concatenate(means)

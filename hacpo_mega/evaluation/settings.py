@@ -1,0 +1,164 @@
+"""What an evaluation asks of whom, and what a run's own folder says about it. Imports no torch.
+
+Not here: benchmarks and their files (benchmarks.py).
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hacpo_mega.config import Config, Prompting
+from hacpo_mega.evaluation.benchmarks import (
+    PAPER_MAX_TOKENS,
+    PAPER_SUITE,
+    Benchmark,
+    describe_benchmark,
+    load_benchmarks,
+    load_suite,
+)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Everything that can change an answer or its verdict; all of it must be equal for an evaluation to be resumed.
+
+    stop_text   where an answer is cut before it is judged: a base model goes on with the next question of a few-shot
+                prompt. The tokens behind it were drawn all the same and count as such
+    vllm        engine arguments, as in `agents.vllm` of a run
+    """
+
+    model: Path
+    benchmarks: tuple[Benchmark, ...]
+    prompting: Prompting = field(default_factory=Prompting)
+    reward: str = "math"
+    reward_timeout_s: float = 5.0
+    require_stop: bool = False
+    max_prompt_tokens: int = 1024
+    max_answer_tokens: int = 4096
+    stop_text: str | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self, fingerprint: str) -> dict[str, Any]:
+        """The settings as JSON; problems and weights by their hashes."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+            "model": str(self.model),
+            "weights": fingerprint,
+            "prompting": asdict(self.prompting),
+            "vllm": dict(self.vllm),
+            "benchmarks": [describe_benchmark(benchmark) for benchmark in self.benchmarks],
+        }
+
+
+def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSettings:
+    """The defaults; for RUN/agents/NAME those of the run, so that an agent is asked and judged as in its training.
+
+    ValueError when the run's config.toml is broken.
+    """
+    benchmarks = tuple(benchmarks)
+    folder = model.resolve()
+    file = folder.parent.parent / "config.toml"
+    if folder.parent.name != "agents" or not file.is_file():
+        return EvaluationSettings(model, benchmarks)
+    try:
+        config = Config.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise ValueError(f"{file} is not the configuration of a run: {error}") from error
+    agent = next((agent for agent in config.agents if agent.name == folder.name), None)
+    if agent is None:
+        return EvaluationSettings(model, benchmarks)
+    return EvaluationSettings(
+        model,
+        benchmarks,
+        prompting=agent.prompting,
+        reward=config.reward.kind,
+        reward_timeout_s=config.reward.timeout_s,
+        require_stop=config.reward.require_stop,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_answer_tokens=config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
+        trust_remote_code=agent.trust_remote_code,
+        vllm=agent.vllm,
+    )
+
+
+def benchmarks_of(
+    files: Sequence[Path],
+    suite: str | None,
+    data: Path | None,
+    num_answers: int,
+    temperature: float | None,
+    limit: int | None,
+) -> tuple[Benchmark, ...]:
+    """The benchmarks that the command line names: files, or the suite "paper" below `data`.
+
+    A suite says itself how many answers a problem gets, and at which temperature. ValueError for both or none.
+    """
+    if suite is None:
+        if not files or data is not None:
+            raise ValueError("give benchmark files, or --suite paper with --data FOLDER")
+        sampled = 1.0 if num_answers > 1 else 0.0
+        return load_benchmarks(files, num_answers, sampled if temperature is None else temperature, limit)
+    if suite != "paper":
+        raise ValueError(f"--suite {suite!r} is unknown; there is 'paper'")
+    if files or data is None or temperature is not None or num_answers != 1:
+        raise ValueError("--suite paper takes --data FOLDER, and neither files nor --samples nor --temperature")
+    return load_suite(PAPER_SUITE, data, limit)
+
+
+def ask(
+    model: Path,
+    benchmarks: Sequence[Benchmark],
+    *,
+    is_suite: bool,
+    chat_template: bool | None,
+    template_args: Sequence[str],
+    system_prompt: str | None,
+    prompt_template: str | None,
+    stop_text: str | None,
+    reward: str | None,
+    max_prompt_tokens: int | None,
+    max_answer_tokens: int | None,
+    seed: int,
+) -> EvaluationSettings:
+    """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing."""
+    settings = settings_for(model, benchmarks)
+    worded = {
+        "chat_template": chat_template,
+        "template_kwargs": dict(map(_template_argument, template_args)) or None,
+        "system_prompt": system_prompt,
+        "prompt_template": _text_of(prompt_template),
+    }
+    asked = {
+        "prompting": replace(settings.prompting, **{k: v for k, v in worded.items() if v is not None}),
+        "stop_text": stop_text,
+        "reward": reward,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_answer_tokens": PAPER_MAX_TOKENS if is_suite and max_answer_tokens is None else max_answer_tokens,
+        "seed": seed,
+    }
+    return replace(settings, **{k: v for k, v in asked.items() if v is not None})
+
+
+def _template_argument(text: str) -> tuple[str, Any]:
+    """KEY=VALUE with a TOML value, as overrides of a configuration have it."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"--template-arg {text!r}: expected KEY=VALUE, such as enable_thinking=false")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _text_of(prompt_template: str | None) -> str | None:
+    if prompt_template is None or not prompt_template.startswith("@"):
+        return prompt_template
+    try:
+        return Path(prompt_template[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--prompt-template {prompt_template}: cannot be read ({error.strerror})") from error

@@ -1,0 +1,195 @@
+"""The result of an evaluation: from answers to scores, `evaluation.json` for machines, a table for people.
+
+Not here: the statistics themselves (scores.py) and the report page of a run (report/).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hacpo_mega.evaluation.answers import Answer, read_answers
+from hacpo_mega.evaluation.benchmarks import Benchmark
+from hacpo_mega.evaluation.scores import (
+    Answers,
+    Estimate,
+    average,
+    best,
+    majority,
+    mean_of_benchmarks,
+    over_problems,
+    pass_at,
+)
+
+RESULT = "evaluation.json"
+LOG_WIDTH = 160  # of a table in a file
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """One benchmark: its scores by name, such as "avg@30", and what they rest on.
+
+    num_problems      that were asked                num_dropped       over the prompt limit, not asked
+    num_unscored      without any judged answer      num_unjudged      answers without a verdict
+    no_answer, cut    shares of answers without a final answer, and ended by the length limit
+    """
+
+    name: str
+    headline: str
+    scores: dict[str, Estimate]
+    num_problems: int
+    num_dropped: int
+    num_unscored: int
+    num_answers: int
+    num_unjudged: int
+    no_answer: float
+    cut: float
+    tokens_mean: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All benchmarks of one evaluation; `average` is the unweighted mean of their headline scores."""
+
+    settings: dict[str, Any]
+    benchmarks: tuple[BenchmarkResult, ...]
+    average: Estimate
+
+
+def summarize(
+    settings: dict[str, Any], benchmarks: Sequence[Benchmark], num_dropped: Mapping[str, int], out: Path, seed: int
+) -> Evaluation:
+    """Scores everything that was answered into `out`."""
+    results, headlines = [], []
+    for benchmark in benchmarks:
+        answers = [list(group) for group in _by_problem(read_answers(out, benchmark.name).values())]
+        values = scores_of_problems([judged(group) for group in answers if judged(group)], benchmark.num_answers)
+        headline = f"{benchmark.headline}@{benchmark.num_answers}"
+        headlines.append(values[headline])
+        scores = {name: over_problems(value_P, seed) for name, value_P in values.items()}
+        results.append(_result(benchmark.name, headline, scores, answers, num_dropped[benchmark.name]))
+    return Evaluation(settings, tuple(results), mean_of_benchmarks(headlines, seed))
+
+
+def judged(answers: Sequence[Answer]) -> Answers | None:
+    """The judged answers to one problem, by rollout; None without any."""
+    kept = sorted((answer for answer in answers if answer.is_judged), key=lambda answer: answer.rollout)
+    return Answers(tuple(a.is_correct for a in kept), tuple(a.vote for a in kept)) if kept else None
+
+
+def scores_of_problems(problems: Sequence[Answers], num_answers: int) -> dict[str, list[float]]:
+    """Every score of every problem, by name. pass@k leaves problems out that have fewer than k judged answers."""
+    values = {f"avg@{num_answers}": [average(problem) for problem in problems]}
+    if num_answers > 1:
+        values[f"best@{num_answers}"] = [best(problem) for problem in problems]
+        values[f"maj@{num_answers}"] = [majority(problem) for problem in problems]
+    k = 2
+    while k < num_answers:  # pass@1 is avg@n, and pass@n is best@n
+        values[f"pass@{k}"] = [*map(partial(pass_at, k), (p for p in problems if len(p.correct) >= k))]
+        k *= 2
+    return values
+
+
+def _by_problem(answers: Any) -> list[list[Answer]]:
+    groups: dict[str, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(answer.id, []).append(answer)
+    return list(groups.values())
+
+
+def _result(
+    name: str, headline: str, scores: dict[str, Estimate], problems: list[list[Answer]], num_dropped: int
+) -> BenchmarkResult:
+    answers = [answer for group in problems for answer in group]
+    return BenchmarkResult(
+        name=name,
+        headline=headline,
+        scores=scores,
+        num_problems=len(problems),
+        num_dropped=num_dropped,
+        num_unscored=sum(judged(group) is None for group in problems),
+        num_answers=len(answers),
+        num_unjudged=sum(not answer.is_judged for answer in answers),
+        no_answer=_mean(answer.verdict == "no_answer" for answer in answers),
+        cut=_mean(answer.stop == "length" for answer in answers),
+        tokens_mean=_mean(answer.num_tokens for answer in answers),
+    )
+
+
+def _mean(values: Any) -> float:
+    found = list(values)
+    return fmean(found) if found else math.nan
+
+
+def write_evaluation(evaluation: Evaluation, out: Path) -> None:
+    """Writes `evaluation.json`, whole or not at all; what is not a number is null."""
+    path = out / RESULT
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(_finite(asdict(evaluation)), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def print_table(evaluation: Evaluation) -> None:
+    """One line per benchmark, and their mean. What makes a score doubtful stands below."""
+    table = Table(title=f"{evaluation.settings['model']}", title_justify="left")
+    for column in ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", "tokens"):
+        table.add_column(column, justify="left" if column in ("benchmark", "others") else "right")
+    for result in evaluation.benchmarks:
+        table.add_row(*_row(result))
+    if len(evaluation.benchmarks) > 1:
+        table.add_section()
+        table.add_row("mean", "", f"{evaluation.average.value:.4f}", _interval(evaluation.average), "", "", "", "")
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    console.print(table)
+    for line in warnings_of(evaluation):
+        console.print(line, highlight=False)
+
+
+def warnings_of(evaluation: Evaluation) -> list[str]:
+    """What a reader of the scores must know: dropped problems, answers without a verdict."""
+    lines = []
+    for result in evaluation.benchmarks:
+        if result.num_dropped:
+            lines.append(f"{result.name}: {result.num_dropped} problems dropped, longer than the prompt limit")
+        if result.num_unjudged:
+            lines.append(
+                f"{result.name}: {result.num_unjudged} of {result.num_answers} answers have no verdict (time-out or "
+                f"error) and count nowhere; {result.num_unscored} problems are left out"
+            )
+    return lines
+
+
+def _row(result: BenchmarkResult) -> tuple[str, ...]:
+    headline = result.scores[result.headline]
+    others = "  ".join(f"{name} {s.value:.4f}" for name, s in result.scores.items() if name != result.headline)
+    return (
+        result.name,
+        str(result.num_problems),
+        f"{result.headline} {headline.value:.4f}",
+        _interval(headline),
+        others,
+        f"{result.no_answer:.1%}",
+        f"{result.cut:.1%}",
+        f"{result.tokens_mean:.0f}",
+    )
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.low:.4f} to {estimate.high:.4f}"
