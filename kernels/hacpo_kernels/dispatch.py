@@ -314,7 +314,7 @@ def sequence_objective(
         if length is None:
             raise ValueError("total is given without length; expected the token counts over all ranks with it")
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
-    length = length if length is None else length.to(token_logprob.device, torch.float64, non_blocking=True)
+    length = length if length is None else length.to(token_logprob.device, non_blocking=True)
     loss_B, coefficient_B, stats = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
         token_logprob.detach(),
         cu_seqlens,
@@ -336,7 +336,7 @@ class _PackedLoss(torch.autograd.Function):
     def forward(ctx, token_logprob_T, loss_B, coefficient_B, cu_seqlens):
         ctx.save_for_backward(coefficient_B, cu_seqlens)
         ctx.num_tokens = len(token_logprob_T)
-        return loss_B.clone()
+        return loss_B.view_as(loss_B)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

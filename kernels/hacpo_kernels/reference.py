@@ -322,6 +322,7 @@ def packed_objective(
     if length_B is None:
         length_B = count_B
     else:
+        length_B = length_B.double()
         empty_B = empty_B | (length_B <= 0)
     if total_B is None:
         total_B = segment_sum(token_logprob_T, cu_seqlens)

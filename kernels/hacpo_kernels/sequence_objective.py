@@ -75,7 +75,7 @@ def _objective_kernel(
     cu_seqlens_ptr,  # *i32 or *i64 [B + 1]
     source_logprob_ptr, advantage_ptr,  # *fp32 or *fp64 [B]
     is_self_ptr,  # *u1 [B]
-    length_ptr, total_ptr,  # *fp64 [B], read when has_length, has_total
+    length_ptr, total_ptr,  # any number and *fp64 [B], read when has_length, has_total
     loss_ptr, coefficient_ptr,  # *fp32 or *fp64 [B]
     value_ptr,  # *fp64 [K, B]
     class_ptr,  # *i32 [B]: OWN, CROSS, or EVERY when it is in no mean
@@ -96,7 +96,7 @@ def _objective_kernel(
     length = (stop - start).to(tl.float64)
     empty = length <= 0
     if has_length:
-        given = tl.load(length_ptr + sequence, mask=inside, other=0.0)
+        given = tl.load(length_ptr + sequence, mask=inside, other=0).to(tl.float64)
         empty = (given <= 0) if has_total else (empty | (given <= 0))
         broken |= given < 0
         length = given
@@ -244,7 +244,7 @@ def packed_objective(
             _objective_kernel[(triton.cdiv(num_sequences, SEQUENCES_PER_PROGRAM),)](
                 token_logprob_T.contiguous(), cu_seqlens.contiguous(), source_logprob_B.contiguous(),
                 advantage_B.contiguous(), is_self_B.contiguous(),
-                coefficient_B if length_B is None else length_B, coefficient_B if total_B is None else total_B,
+                coefficient_B if length_B is None else length_B.contiguous(), coefficient_B if total_B is None else total_B,
                 loss_B, coefficient_B, value_KB, class_B, num_sequences, len(token_logprob_T),
                 *(half for pair in bounds for half in pair),
                 length_B is not None, total_B is not None, SEQUENCES_PER_PROGRAM, TOKENS_PER_STEP, num_warps=8,
