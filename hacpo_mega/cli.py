@@ -172,6 +172,27 @@ def evaluate_model(
         print_table(evaluation)
 
 
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    out: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
+    agent: Annotated[str | None, typer.Option(help="Its name; a run of one agent needs none.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
+) -> None:
+    """Write an agent of a run as a Hugging Face folder with a model card."""
+    prepare_environment()
+    from hacpo_mega.export import export_copy, trained_agent
+
+    chosen = trained_agent(run_dir, agent)
+    if quantize is None:
+        export_copy(chosen, out)
+    else:
+        from hacpo_mega.quantize import export_quantized
+
+        export_quantized(chosen, out, quantize)
+    print(out)
+
+
 def _this_process_is_a_rank(config: Config) -> bool:
     """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
     return _is_one_of(RankMap.of(config).world_size)

@@ -2,6 +2,7 @@
 
 from hacpo_mega.config.load import load_config
 from hacpo_mega.config.prompting import Prompting
+from hacpo_mega.config.run import config_of_run
 from hacpo_mega.config.schema import (
     AgentConfig,
     AlgorithmConfig,
@@ -29,5 +30,6 @@ __all__ = [
     "RolloutConfig",
     "TrainingConfig",
     "WarmStartConfig",
+    "config_of_run",
     "load_config",
 ]

@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from hacpo_mega.config import Config, Prompting
+from hacpo_mega.config import Prompting, config_of_run
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_MAX_TOKENS,
     PAPER_SUITE,
@@ -62,13 +60,10 @@ def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSett
     """
     benchmarks = tuple(benchmarks)
     folder = model.resolve()
-    file = folder.parent.parent / "config.toml"
-    if folder.parent.name != "agents" or not file.is_file():
+    run_dir = folder.parent.parent
+    if folder.parent.name != "agents" or not (run_dir / "config.toml").is_file():
         return EvaluationSettings(model, benchmarks)
-    try:
-        config = Config.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ValueError(f"{file} is not the configuration of a run: {error}") from error
+    config = config_of_run(run_dir)
     agent = next((agent for agent in config.agents if agent.name == folder.name), None)
     if agent is None:
         return EvaluationSettings(model, benchmarks)

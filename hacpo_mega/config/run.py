@@ -1,0 +1,22 @@
+"""The configuration of a run from its own folder, whether or not its models and data still lie where they did."""
+
+import tomllib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hacpo_mega.config.schema import Config
+
+
+def config_of_run(run_dir: Path) -> Config:
+    """The resolved configuration that a run wrote. ValueError when the folder is none of a run, or the file is broken.
+
+    Unlike `load_config` it looks at no model and no data file: the run is over, and they may be gone.
+    """
+    file = run_dir / "config.toml"
+    try:
+        return Config.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{file} is not the configuration of a run: {error}") from error
