@@ -11,7 +11,7 @@ from pathlib import Path
 from hacpo_mega.launcher import EVERYWHERE, ON_CPU
 
 
-def run_script(name: str, num_processes: int, *arguments: Path, timeout_s: float = 280.0) -> None:
+def run_script(name: str, num_processes: int, *arguments: Path, timeout_s: float = 540.0) -> None:
     """`torchrun --nproc-per-node=num_processes tests/name arguments`; raises CalledProcessError if it fails."""
     environment = {**os.environ, **EVERYWHERE, **ON_CPU, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]

@@ -11,7 +11,7 @@ from scripts import run_script
 from hacpo_mega.config import InitConfig
 from hacpo_mega.warm_start import create_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = """
 run_dir = "{folder}/run"
 num_steps = 1
@@ -85,7 +85,7 @@ def test_a_stale_copy_is_found(reports):
 def test_the_command_says_so_by_its_exit_code(config_file):
     """No two implementations agree to 1e-12 in fp32, so this tolerance must fail."""
     command = [sys.executable, "-m", "hacpo_mega.cli", "doctor", str(config_file), "--tolerance", "1e-12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stdout.splitlines() if "Megatron - vLLM" in line]
     assert len(lines) == 6

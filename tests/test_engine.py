@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hacpo_mega.records import Stop
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 AGENTS = ("qwen3", "llama")
 RANKS = [(agent, rank) for agent in AGENTS for rank in (0, 1)]
 EOS = 7

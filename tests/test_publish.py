@@ -11,7 +11,7 @@ import torch
 from scripts import run_script
 from tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3

@@ -5,7 +5,7 @@ group form one vLLM, further ranks are independent replicas of it. New weights a
 no file and no second process between trainer and engine. This is the only file that imports vllm.
 Not here: prompts as text (the engine sees token ids and never decodes), and who is awake when (agent.py).
 
-The environment must hold, before Python starts (launch/env.sh sets it):
+The environment must hold, before torch and vllm are imported (launcher.py sets it):
     VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine must live in this process; without it the constructor refuses
     VLLM_LOGGING_LEVEL=ERROR           vLLM's console noise
     TORCHDYNAMO_DISABLE=1              CPU only: vLLM would compile a tiny function for 18 s at the first log-probs
@@ -42,7 +42,7 @@ from hacpo_mega.rollout.model_folder import eos_token_ids, read_json, weight_nam
 
 # Where the user's table says nothing. vLLM's own defaults take most of the memory, and the actor lives here too; on CPU
 # it would also compile for half a minute what a small model does not need.
-CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20}
+CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20, "max_num_seqs": 512}
 CUDA_DEFAULTS = {"gpu_memory_utilization": 0.5}
 OWNED = OWNED_BY_US_VLLM | {"enable_sleep_mode", "load_format", "logprobs_mode", "worker_cls", "disable_log_stats"}
 
@@ -305,7 +305,7 @@ def _check_process(tensor_parallel_size: int) -> None:
         raise ValueError(
             "VLLM_ENABLE_V1_MULTIPROCESSING is "
             f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
-            "process: set it to 0 before Python starts (launch/env.sh does)"
+            "process: set it to 0 before Python starts, or start with hacpo-mega, which does"
         )
     assert dist.is_initialized(), "the agent's default process group is made before its engine (topology.py)"
     if dist.get_world_size() % tensor_parallel_size:
