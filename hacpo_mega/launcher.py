@@ -45,3 +45,11 @@ def _has_cuda() -> bool:
 def inside_a_job() -> bool:
     """Whether this process is one rank of a job."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
+def job_size() -> int:
+    """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
+    value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
+    if value is None:
+        raise ValueError("neither WORLD_SIZE nor SLURM_NTASKS is set: start with launch/local.sh, torchrun or srun")
+    return int(value)

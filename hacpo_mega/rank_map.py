@@ -93,6 +93,14 @@ class RankMap:
         )
         return cls(config.lanes, tuple(shapes))
 
+    def require_world_size(self, found: int) -> None:
+        """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
+        if found != self.world_size:
+            raise ValueError(
+                f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found WORLD_SIZE {found}. "
+                "Start it with launch/local.sh, or with as many processes as needed."
+            )
+
     def agent_world_size(self, agent: int) -> int:
         """Ranks of one agent over all lanes."""
         return self.lanes * self.agents[agent].cells_per_lane * self.agents[agent].cell_size

@@ -5,12 +5,13 @@ are with agents of unequal size. All groups come from one job-wide store under p
 
     default group   all ranks of my agent            gloo, and NCCL for CUDA tensors; Megatron and vLLM live here
     job             all ranks                        metrics, barriers
-    lane            the leaders of my lane           the exchange of answers; order of RankMap.leaders
+    lane            the leaders of my lane           the exchange of answers; order of RankMap.leaders. NCCL on CUDA
     row             my agent's leaders, lane by lane numbers of whole steps (capability)
     cell            the ranks of my replica          what its leader received
 
-All but the default carry bytes that start and end in host memory, so they are gloo on every machine. They are made
-directly, not with `new_group`, which stays inside the default group and needs all of its ranks for each group.
+The lane carries megabytes per step, so on CUDA it is NCCL, unless two of its leaders share a GPU, which NCCL refuses.
+The others carry a few numbers from and to host memory and are gloo everywhere. All are made directly, not with
+`new_group`, which stays inside the default group and needs all of its ranks for each group.
 Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes its own from the default group).
 """
 
@@ -56,7 +57,7 @@ class Place:
         self.lane_group = self.row_group = None
         if my.is_leader:
             leaders = rank_map.leaders(my.lane)
-            self.lane_group = self._group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
+            self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
             self.row_group = self._group(f"row/{my.agent}/{my.cell_in_lane}", my.lane, rank_map.lanes)
         self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size)
         self.job_group = self._group("job", rank, rank_map.world_size)
@@ -71,11 +72,7 @@ class Place:
         processes, or without a launcher.
         """
         rank, world_size, local_rank = (_from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
-        if world_size != rank_map.world_size:
-            raise ValueError(
-                f"this configuration needs {rank_map.world_size} ranks ({rank_map.arithmetic()}), found WORLD_SIZE "
-                f"{world_size}. Start it with launch/local.sh, or with as many processes as needed."
-            )
+        rank_map.require_world_size(world_size)
         device = _device(local_rank)
         # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
@@ -144,20 +141,33 @@ class Place:
             self._watchdog.fail(error)
         self.close()
 
+    def _lane_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+        if self.device.type != "cuda":
+            return self._group(name, rank, size)
+        devices = dist.PrefixStore(f"{name}/device", self._store)
+        devices.set(str(rank), str(torch.cuda.get_device_properties(self.device).uuid))
+        if len({devices.get(str(leader)) for leader in range(size)}) < size:
+            return self._group(name, rank, size)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", self._store), rank, size, options)
+
     def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
 
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     """Everyone's payload, by rank in the group, on every rank: one round for the sizes, one for the bytes."""
-    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([len(payload)])]).wait()
-    longest = max(int(size) for size in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(payload)] = _as_tensor(payload)
-    rows = [torch.empty_like(mine) for _ in sizes]
+    # NCCL moves device memory, gloo host memory.
+    device = torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(payload)], device=device)]).wait()
+    counts = [int(size) for size in sizes]
+    mine = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    mine[: len(payload)] = _as_tensor(payload).to(device)
+    rows = [torch.empty_like(mine) for _ in counts]
     group.allgather([rows], [mine]).wait()
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes)]
+    return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, counts)]
 
 
 def share_bytes(group: dist.ProcessGroup, payload: bytes | None) -> bytes:
