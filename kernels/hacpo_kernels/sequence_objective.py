@@ -244,7 +244,8 @@ def packed_objective(
             _objective_kernel[(triton.cdiv(num_sequences, SEQUENCES_PER_PROGRAM),)](
                 token_logprob_T.contiguous(), cu_seqlens.contiguous(), source_logprob_B.contiguous(),
                 advantage_B.contiguous(), is_self_B.contiguous(),
-                coefficient_B if length_B is None else length_B.contiguous(), coefficient_B if total_B is None else total_B,
+                coefficient_B if length_B is None else length_B.contiguous(),
+                coefficient_B if total_B is None else total_B.contiguous(),
                 loss_B, coefficient_B, value_KB, class_B, num_sequences, len(token_logprob_T),
                 *(half for pair in bounds for half in pair),
                 length_B is not None, total_B is not None, SEQUENCES_PER_PROGRAM, TOKENS_PER_STEP, num_warps=8,
