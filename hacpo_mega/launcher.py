@@ -23,8 +23,6 @@ EVERYWHERE = {
 }
 ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half of the machine, per engine
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine pins itself to the same cores
 }
 
 

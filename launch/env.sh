@@ -17,7 +17,5 @@ keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to a
 
 if [[ ! -e /dev/nvidia0 ]] && ! command -v nvidia-smi >/dev/null; then
   keep TORCHDYNAMO_DISABLE 1            # spares an 18 s compilation on the first answer
-  keep VLLM_CPU_KVCACHE_SPACE 1         # GiB; the default takes half of the machine, per engine
-  keep VLLM_CPU_OMP_THREADS_BIND nobind # else every engine of a machine pins itself to the same cores
 fi
 unset -f keep

@@ -40,6 +40,11 @@ OWNED_BY_US_VLLM = {
     "max_model_len",
     "generation_config",
     "skip_tokenizer_init",
+    "enable_sleep_mode",
+    "load_format",
+    "logprobs_mode",
+    "worker_cls",
+    "disable_log_stats",
 }
 
 

@@ -44,7 +44,6 @@ from hacpo_mega.rollout.model_folder import eos_token_ids, read_json, weight_nam
 # it would also compile for half a minute what a small model does not need.
 CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20, "max_num_seqs": 512}
 CUDA_DEFAULTS = {"gpu_memory_utilization": 0.5}
-OWNED = OWNED_BY_US_VLLM | {"enable_sleep_mode", "load_format", "logprobs_mode", "worker_cls", "disable_log_stats"}
 
 
 class Memory(enum.Enum):
@@ -294,7 +293,7 @@ def _completion(output: Any) -> Completion:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    for key in sorted(OWNED & options.keys()):
+    for key in sorted(OWNED_BY_US_VLLM & options.keys()):
         raise ValueError(
             f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
         )
