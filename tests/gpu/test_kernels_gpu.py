@@ -1,0 +1,128 @@
+"""What only a GPU shows of the kernels: offsets past 2^31, launches and synchronisations, memory, speed against cuBLAS.
+
+The tests of values and gradients (test_linear_logprob.py, test_sequence_objective.py, test_kernel_complaints.py) run
+the compiled kernels by themselves on a machine with a GPU.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from hacpo_kernels import linear_logprob, sequence_objective
+from kernel_cases import make_head
+from test_sequence_objective import make_batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+VOCAB = 151_936
+
+
+def big_head(num_tokens: int, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator, device="cuda") * 3 / hidden_size**0.5
+    weight = torch.randn(VOCAB, hidden_size, generator=generator, device="cuda")
+    target = torch.randint(0, VOCAB, (num_tokens,), generator=generator, device="cuda")
+    return hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), target
+
+
+@pytest.mark.parametrize("stash", (False, True), ids=("recompute", "stash"))
+def test_more_than_2_to_31_logits(stash):
+    """16,384 tokens of 151,936 logits: the last rows are as exact as the first, in value and gradient."""
+    hidden, weight, target = big_head(16_384, 64)
+    logprob = linear_logprob(hidden, weight, target, stash=stash)
+    logprob.sum().backward()
+    for rows in (slice(0, 128), slice(-128, None)):
+        exact_hidden = hidden[rows].detach().double().requires_grad_()
+        exact = (exact_hidden @ weight.detach().double().T).log_softmax(dim=1).gather(1, target[rows, None])[:, 0]
+        exact.sum().backward()
+        assert (logprob[rows].double() - exact).abs().max() < 2e-5
+        error = (hidden.grad[rows].double() - exact_hidden.grad).norm(dim=1) / exact_hidden.grad.norm(dim=1)
+        assert error.max() < 1e-2
+
+
+def test_a_million_rows():
+    hidden = torch.randn(1_100_000, 16, device="cuda", dtype=torch.bfloat16)
+    head = make_head(2, 16, 300, dtype=torch.bfloat16)
+    target = torch.randint(0, 300, (1_100_000,), device="cuda")
+    got = linear_logprob(hidden, head.weight, target)
+    for rows in (slice(0, 1000), slice(-1000, None)):
+        exact = (hidden[rows].double() @ head.weight.double().T).log_softmax(dim=1).gather(1, target[rows, None])[:, 0]
+        assert (got[rows].double() - exact).abs().max() < 2e-5
+
+
+def test_bits_do_not_depend_on_the_batch_or_the_run():
+    hidden, weight, target = big_head(8192, 256)
+    with torch.no_grad():
+        whole = linear_logprob(hidden, weight, target)
+        assert torch.equal(linear_logprob(hidden[:128], weight, target[:128]), whole[:128])
+        assert torch.equal(linear_logprob(hidden[5000:5999], weight, target[5000:5999]), whole[5000:5999])
+    runs = [torch.autograd.grad(linear_logprob(hidden, weight, target).sum(), (hidden, weight)) for _ in range(20)]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+
+
+def test_the_objective_takes_two_launches_and_never_waits():
+    tokens, source, advantage, is_self, cu_seqlens = make_batch([700] * 300, dtype=torch.float32)
+    arguments = (tokens, cu_seqlens.cuda(), source, advantage, is_self)
+    sequence_objective(*arguments, update_index=0)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            sequence_objective(*arguments, update_index=1)
+        leaf = tokens.clone().requires_grad_()
+        loss, _, _ = sequence_objective(leaf, *arguments[1:], update_index=2)
+        loss.backward(torch.ones_like(loss))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sorted(launched) == ["_objective_kernel", "_totals_kernel"], launched
+
+
+def test_a_step_needs_less_than_3_gb():
+    """T 32,768, V 151,936, one rank, gradient into main_grad: beyond inputs and main_grad, outputs included."""
+    hidden, weight, target = big_head(32_768, 2560)
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+    def step() -> None:
+        linear_logprob(hidden, weight, target, fuse_main_grad=True).sum().backward()
+        hidden.grad = weight.grad = None
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    assert torch.cuda.max_memory_allocated() - before < 3e9
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median of 10 calls after 3."""
+    times = []
+    for _ in range(13):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[3:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", (2048, 4096, 8192, 32_768))
+def test_08_speed_is_within_a_quarter_of_cublas(num_tokens):
+    """Forward against the bare product, forward and backward against four. The targets proper are the benchmark's."""
+    hidden, weight, target = big_head(num_tokens, 2560)
+    with torch.no_grad():
+        product = milliseconds(lambda: hidden @ weight.T)
+        forward = milliseconds(lambda: linear_logprob(hidden, weight, target))
+    both = milliseconds(lambda: torch.autograd.grad(linear_logprob(hidden, weight, target).sum(), (hidden, weight)))
+    assert product / forward > 0.75
+    assert 4 * product / both > 0.7
+
+
+@pytest.mark.slow
+def test_08_no_slower_than_eager_at_256_tokens():
+    hidden, weight, target = big_head(256, 2560)
+    with torch.no_grad():
+        eager = milliseconds(lambda: (hidden @ weight.T).float().log_softmax(1).gather(1, target[:, None]))
+        assert milliseconds(lambda: linear_logprob(hidden, weight, target)) < eager
