@@ -4,7 +4,6 @@ The face: `load_config`, `Config`, and `Trainer`, which is imported when it is f
 Megatron and vLLM with it and `hacpo-mega check` must answer without them.
 """
 
-import importlib
 from typing import Any
 
 from hacpo_mega.config import Config, load_config
@@ -15,5 +14,7 @@ __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
-        return importlib.import_module("hacpo_mega.trainer").Trainer
+        from hacpo_mega.trainer import Trainer
+
+        return Trainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

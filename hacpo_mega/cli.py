@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.launcher import inside_a_job, prepare_environment
+from hacpo_mega.launcher import inside_a_job, job_size, prepare_environment
 from hacpo_mega.rank_map import RankMap
 
 app = typer.Typer(
@@ -195,7 +195,10 @@ def export(
 
 def _this_process_is_a_rank(config: Config) -> bool:
     """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
-    return _is_one_of(RankMap.of(config).world_size)
+    ranks = RankMap.of(config)
+    if inside_a_job():
+        ranks.require_world_size(job_size())
+    return _is_one_of(ranks.world_size)
 
 
 def _is_one_of(world_size: int) -> bool:
