@@ -112,6 +112,7 @@ class _Run:
 
     def _start(self) -> None:
         settings = self.settings
+        self.place.enter_phase("load", 0)
         if self.place.is_leader:
             judge = Judge(settings.reward, self._num_judges, settings.reward_timeout_s, settings.require_stop)
             self.judge = self._stack.enter_context(judge)
