@@ -43,6 +43,7 @@ class Trainer:
                 self.step()
             with self._phase("export"):
                 self.agent.export(self.config.run_dir / "agents" / self.agent.name)
+            self.agent.close()  # after an error the process ends as it is: closing an engine may wait for dead peers
 
     def _open(self, stack: ExitStack) -> None:
         config = self.config
@@ -52,13 +53,13 @@ class Trainer:
         codecs = codecs_of(config)
         self.sampler, num_dropped = training_sampler(config, codecs)
         self.held_out = held_out_prompts(config, codecs)
-        self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+        if num_dropped:
+            self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
         reward = config.reward
         self.judge = stack.enter_context(Judge(reward.kind, reward.num_workers, reward.timeout_s, reward.require_stop))
         self.capability = CapabilityTracker(len(config.agents), config.algorithm)
         with self._phase("load"):
             self.agent = Agent(config.agents[self.place.agent], self.place, config)
-            stack.callback(self.agent.close)
         self.view_rules = ViewRules(
             same_tokenizer=same_tokenizers(self.agent.codec.fingerprint, [codec.fingerprint for codec in codecs]),
             shares_answers=config.algorithm.shares_answers,

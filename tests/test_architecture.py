@@ -213,7 +213,7 @@ def imports_stand_at_the_top(sources: Sources) -> Complaints:
         for function in functions(source):
             for node in ast.walk(function):
                 if isinstance(node, ast.Import | ast.ImportFrom):
-                    yield f"{source.path}:{node.lineno}: import inside {function.name}(); only cli.py and the package's face may"
+                    yield f"{source.path}:{node.lineno}: import inside {function.name}(); only the doors may"
         for node in ast.walk(source.tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             by_name = called in ("__import__", "importlib.import_module", "import_module")
