@@ -64,6 +64,7 @@ class Agent:
             random_weights=True,
             options=spec.vllm,
         )
+        self._engine_sleeps = False
         self.publish_weights()
         self._weight = sample_weight(
             self._prompts_per_update, config.rollout.rollouts_per_prompt, len(config.agents), config.algorithm
@@ -75,10 +76,16 @@ class Agent:
         return tuple(lane_prompts[self.place.coordinate.cell_in_lane :: cells_per_lane])
 
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
-        """G sampled answers to each of this cell's prompts, by prompt, then by rollout."""
+        """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
+
+        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
+        """
         places = [(prompt, g) for prompt in prompts for g in range(self._rollout.rollouts_per_prompt)]
         seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
-        return self._answer(places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature)
+        rollouts = self._answer(places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature)
+        self.engine.sleep()
+        self._engine_sleeps = True
+        return rollouts
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
         """One most likely answer per prompt: the agent as it would be deployed."""
@@ -159,8 +166,13 @@ class Agent:
         return dict(zip(keys, self.actor.reference_token_logprobs(counted)))
 
     def publish_weights(self) -> None:
-        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten."""
+        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it is awake afterwards."""
+        if self._engine_sleeps:
+            self.engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
         self.engine.load(self.actor.weights())
+        if self._engine_sleeps:
+            self.engine.wake()
+        self._engine_sleeps = False
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""
