@@ -92,10 +92,10 @@ def _read(files: Sequence[Path], prompt_field: str, answer_field: str) -> tuple[
 def _row(record: dict[str, Any], prompt_field: str, answer_field: str) -> PromptRow:
     text = record[prompt_field]
     skill = record.get("skill")
-    return PromptRow(content_id(text), text, _as_text(record[answer_field]), skill if isinstance(skill, str) else "")
+    return PromptRow(content_id(text), text, gold_text(record[answer_field]), skill if isinstance(skill, str) else "")
 
 
-def _as_text(answer: str | int | float) -> str:
+def gold_text(answer: str | int | float) -> str:
     """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap."""
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Expr, UnevaluatedExpr
+from sympy import Equality, Expr, UnevaluatedExpr
+from sympy.core.relational import Relational
 
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed
 
@@ -21,18 +22,25 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 MAX_PARSED_CHARACTERS = 2000
+MAX_BOX_CHARACTERS = 1000
 MAX_NESTING = 20
 NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+NO_SENTENCE = re.compile(r"[\\<>≠≤≥]")
 MATHEMATICS = ("$", "\\[", "\\(", "\\boxed", "\\begin")
 
 
 @dataclass(frozen=True)
 class MatchRules:
-    """What counts as an answer and as equal: LaTeX and plain expressions; decimals that floats are rounded to."""
+    """What counts as an answer and as equal.
+
+    `latex` and `expressions` are looked for, and in `sentences` without any LaTeX the last number is the answer; floats
+    are rounded to `decimals`; with `relations_are_sets` x < 1 equals its interval.
+    """
 
     latex: bool = True
     expressions: bool = True
+    sentences: bool = True
     decimals: int = 6
     relations_are_sets: bool = False
 
@@ -44,6 +52,7 @@ class MatchRules:
 
 
 RULES = MatchRules()
+BOX_RULES = MatchRules(sentences=False)  # or "7 or 8" in a box would be both
 
 
 def boxed(prompt: str, answer: str, gold: str) -> float | None:
@@ -53,7 +62,11 @@ def boxed(prompt: str, answer: str, gold: str) -> float | None:
     """
     text = after_thinking(answer)
     content = None if "<think>" in text else last_boxed(text)
-    return None if content is None else float(equal(gold_answer(gold), content))
+    if content is None:
+        return None
+    if len(content) > max(MAX_BOX_CHARACTERS, len(gold)):  # half of it would be another answer: it is not parsed at all
+        return float(plain(gold_answer(gold)) == plain(content))
+    return float(equal(gold_answer(gold), content, BOX_RULES))
 
 
 def anywhere(prompt: str, answer: str, gold: str) -> float | None:
@@ -109,7 +122,9 @@ def plain(answer: str) -> str:
 
 
 def as_integer(text: str) -> int | None:
-    """A plain whole number, thousands commas allowed ("7,000", "27.0"); None for anything else."""
+    """A plain whole number, thousands commas allowed ("7,000", "27.0", "(073)"); None for anything else."""
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
     if len(text) > 1000 or not text.isascii() or not NUMBER.fullmatch(text):
         return None
     number = Fraction(text.replace(",", ""))
@@ -120,7 +135,7 @@ def as_integer(text: str) -> int | None:
 def _parsed(answer: str, rules: MatchRules) -> tuple:
     is_marked = any(sign in answer for sign in MATHEMATICS)
     forms = (answer,) if is_marked or not rules.latex else (f"\\boxed{{{answer}}}",)
-    if not is_marked and " " in answer:  # it may be a sentence with the answer in it
+    if rules.sentences and not is_marked and " " in answer and not NO_SENTENCE.search(answer):
         forms = (*forms, answer)
     return tuple(found for form in forms for found in _extracted(form, rules))
 
@@ -136,6 +151,8 @@ def _extracted(text: str, rules: MatchRules) -> list:
 
 def _verified(gold: object, answer: object, rules: MatchRules) -> bool:
     try:
+        if _is_bound(gold) != _is_bound(answer) and (_is_number(gold) or _is_number(answer)):
+            return False  # math-verify takes the right side of x <= 7 and finds it equal to 7
         if _are_far_apart(gold, answer, 10.0**-rules.decimals):
             return False
         return verify(
@@ -152,9 +169,18 @@ def _verified(gold: object, answer: object, rules: MatchRules) -> bool:
         return False
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Expr) and bool(value.is_number)
+
+
+def _is_bound(value: object) -> bool:
+    """An inequality, or "not equal"."""
+    return isinstance(value, Relational) and not isinstance(value, Equality)
+
+
 def _are_far_apart(gold: object, answer: object, tolerance: float) -> bool:
     """Whether both are numbers in closed form and differ. sympy would try to simplify their difference, for ever."""
-    if not all(isinstance(x, Expr) and x.is_number and not x.has(UnevaluatedExpr) for x in (gold, answer)):
+    if not all(_is_number(x) and not x.has(UnevaluatedExpr) for x in (gold, answer)):
         return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
     values = [x.evalf(30) for x in (gold, answer)]
     if not all(value.is_finite and value.is_Number for value in values):
