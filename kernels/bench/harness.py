@@ -4,6 +4,7 @@ Fair means: every candidate in the same process on the same tensors, in rotated 
 with the L2 cache flushed, and only if it passed the accuracy gate. A time is a median over rounds.
 """
 
+import argparse
 import csv
 import datetime
 import gc
@@ -11,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -41,6 +42,18 @@ class Row:
     teraflops: float | None = None
     fraction: float | None = None
     peak_mib: float | None = None
+
+
+def arguments(description: str, shapes: Iterable[str], rounds: int) -> argparse.Namespace:
+    """The command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", choices=tuple(shapes), default="targets")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--warmups", type=int, default=10)
+    parser.add_argument("--only", nargs="*", default=[""], help="candidates whose name starts with one of these")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of table, CSV and plot")
+    return parser.parse_args()
 
 
 def device_name(device: torch.device) -> str:
@@ -131,11 +144,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def save(name: str, rows: Sequence[Row], missing: dict[str, str], state: str) -> Path:
-    """Write results/<name>-<device>-<commit>.{csv,md,png} and return the table's path."""
-    RESULTS.mkdir(exist_ok=True)
+def save(name: str, rows: Sequence[Row], missing: dict[str, str], state: str, folder: Path) -> Path:
+    """Write <folder>/<name>-<device>-<commit>.{csv,md,png} and return the table's path."""
+    folder.mkdir(parents=True, exist_ok=True)
     slug = "-".join([name, *rows[0].device.split(), rows[0].commit]).lower()
-    stem = RESULTS / "".join(c if c.isalnum() or c in "-." else "" for c in slug)
+    stem = folder / "".join(c if c.isalnum() or c in "-." else "" for c in slug)
     with open(f"{stem}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()

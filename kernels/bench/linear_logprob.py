@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import hacpo_kernels
 import torch
-from harness import Row, Stopwatch, commit_name, device_name, gpu_state, quantiles, save, table
+from harness import Row, Stopwatch, arguments, commit_name, device_name, gpu_state, quantiles, save, table
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -193,15 +193,16 @@ def calls(candidate: Callable, batch: Batch) -> dict[str, Callable[[], None]]:
     return {"forward": forward, "forward+backward": both}
 
 
-def measure(shape: tuple[int, int, int], device: torch.device, rounds: int, warmups: int, missing: dict[str, str]):
+def measure(shape: tuple[int, int, int], given: argparse.Namespace, missing: dict[str, str]):
     """Rows of one shape."""
+    device = given.device
     num_tokens, hidden_size, vocab_size = shape
     batch = make_batch(*shape, device)
     blank = Row(device_name(device), commit_name(), f"T{num_tokens} H{hidden_size} V{vocab_size}", "", "", "", "")
     watch, ready, gates = Stopwatch(device), {}, {}
-    for name, maker in MAKERS.items():
+    for name in (name for name in MAKERS if name.startswith(tuple(given.only))):
         try:
-            candidate = maker()
+            candidate = MAKERS[name]()
             gates[name], passes = gate(candidate, batch)
             if passes:
                 ready[name] = calls(candidate, batch)
@@ -210,7 +211,7 @@ def measure(shape: tuple[int, int, int], device: torch.device, rounds: int, warm
     flops = 2e-9 * num_tokens * hidden_size * vocab_size
     for what, products in (("forward", 1), ("forward+backward", 4)):
         runs = {name: ready[name][what] for name in ready} | {"cublas": roof(batch, products > 1)}
-        times = {name: quantiles(x) for name, x in watch.interleaved(runs, rounds, warmups).items()}
+        times = {name: quantiles(x) for name, x in watch.interleaved(runs, given.rounds, given.warmups).items()}
         for name, (p20, p50, p80) in times.items():
             yield replace(
                 blank, candidate=name, what=what, gate=gates.get(name, "the roof"), p20_ms=p20, p50_ms=p50, p80_ms=p80,
@@ -222,18 +223,13 @@ def measure(shape: tuple[int, int, int], device: torch.device, rounds: int, warm
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", choices=SHAPES, default="targets")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmups", type=int, default=10)
-    given = parser.parse_args()
-    device, missing, rows = torch.device(given.device), {}, []
-    before = gpu_state(device)
+    given = arguments(__doc__, SHAPES, rounds=20)
+    missing, rows = {}, []
+    before = gpu_state(given.device)
     for shape in SHAPES[given.shapes]:
-        rows += measure(shape, device, given.rounds, given.warmups, missing)
+        rows += measure(shape, given, missing)
         print(table([row for row in rows if row.shape == rows[-1].shape]), flush=True)
-    path = save("linear_logprob", rows, missing, f"GPU before: {before}; after: {gpu_state(device)}")
+    path = save("linear_logprob", rows, missing, f"GPU before: {before}; after: {gpu_state(given.device)}", given.out)
     print("\n".join(f"missing {name}: {why}" for name, why in missing.items()), f"\n{path}")
     return 0 if all(row.gate.startswith("exact") or not row.candidate.startswith("ours") for row in rows) else 1
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from hacpo_kernels import sequence_objective
-from harness import Row, Stopwatch, commit_name, device_name, gpu_state, quantiles, save, table
+from harness import Row, Stopwatch, arguments, commit_name, device_name, gpu_state, quantiles, save, table
 
 SHAPES = {
     "tiny": [(16, 20)],
@@ -134,15 +134,16 @@ def synchronises(call: Callable[[], object], device: torch.device) -> str:
     return "no synchronisation"
 
 
-def measure(shape: tuple[int, int], device: torch.device, rounds: int, warmups: int, missing: dict[str, str]):
+def measure(shape: tuple[int, int], given: argparse.Namespace, missing: dict[str, str]):
     """Rows of one shape."""
+    device = given.device
     batch = make_batch(*shape, device)
     name_of_shape = f"B{shape[0]} L{shape[1]} T{batch.num_tokens}"
     blank = Row(device_name(device), commit_name(), name_of_shape, "", "loss, gradient, metrics", "", "")
     watch, ready, gates = Stopwatch(device), {}, {}
-    for name, maker in MAKERS.items():
+    for name in (name for name in MAKERS if name.startswith(tuple(given.only))):
         try:
-            candidate = maker()
+            candidate = MAKERS[name]()
             gates[name], passes = gate(candidate, batch)
             if passes:
                 ready[name] = functools.partial(candidate, batch)
@@ -156,7 +157,7 @@ def measure(shape: tuple[int, int], device: torch.device, rounds: int, warmups: 
         ready[f"{CAPTURED}, CUDA graph"] = graph.replay
     written = torch.empty_like(batch.token_logprob)
     ready["one pass over memory"] = lambda: torch.mul(batch.token_logprob, 2.0, out=written)
-    times = {name: quantiles(x) for name, x in watch.interleaved(ready, rounds, warmups).items()}
+    times = {name: quantiles(x) for name, x in watch.interleaved(ready, given.rounds, given.warmups).items()}
     floor = times["one pass over memory"][1]
     for name, (p20, p50, p80) in times.items():
         yield replace(
@@ -168,18 +169,15 @@ def measure(shape: tuple[int, int], device: torch.device, rounds: int, warmups: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", choices=SHAPES, default="targets")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--warmups", type=int, default=10)
-    given = parser.parse_args()
-    device, missing, rows = torch.device(given.device), {}, []
-    before = gpu_state(device)
+    given = arguments(__doc__, SHAPES, rounds=50)
+    missing, rows = {}, []
+    before = gpu_state(given.device)
     for shape in SHAPES[given.shapes]:
-        rows += measure(shape, device, given.rounds, given.warmups, missing)
+        rows += measure(shape, given, missing)
         print(table([row for row in rows if row.shape == rows[-1].shape]), flush=True)
-    path = save("sequence_objective", rows, missing, f"GPU before: {before}; after: {gpu_state(device)}")
+    path = save(
+        "sequence_objective", rows, missing, f"GPU before: {before}; after: {gpu_state(given.device)}", given.out
+    )
     print("\n".join(f"missing {name}: {why}" for name, why in missing.items()), f"\n{path}")
     return 0 if all(row.gate.startswith("exact") or not row.candidate.startswith("ours") for row in rows) else 1
 

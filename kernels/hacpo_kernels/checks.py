@@ -28,6 +28,7 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
 
 
 def check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index) -> None:
+    """ValueError that names the first argument of linear_logprob that does not fit. It looks at no label on CUDA."""
     check_tensor("hidden", hidden, (None, None), FLOATS)
     check_tensor("weight", weight, (None, hidden.shape[1]), (hidden.dtype,), hidden)
     check_tensor("target", target, (len(hidden),), INTEGERS, hidden if target.is_cuda else None)

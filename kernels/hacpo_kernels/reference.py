@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from hacpo_kernels.objective_stats import ObjectiveStats, objective_stats
+
 # The only logits that ever live on this path: so many elements at once (64 MiB of float32), whatever T and V are.
 LOGIT_BUDGET = 1 << 24
 
@@ -120,8 +122,8 @@ def merge_stats(shards_R: list[LogitStats]) -> LogitStats:
 def finish_stats(stats: LogitStats) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-prob of the target, log of the partition function, entropy), each [T], from the merged statistics."""
     log_sum_T = stats.sum_T.log()
-    # Rounding may leave a log-prob of +1e-7; a probability above 1 would be reported as a bug by every reader.
-    logprob_T = ((stats.target_T - stats.max_T) - log_sum_T).clamp(max=0.0)
+    # Never above 0, whatever is rounded: the target is at most the maximum, whose own share of the sum is 1.
+    logprob_T = (stats.target_T - stats.max_T) - log_sum_T
     return logprob_T, stats.max_T + log_sum_T, log_sum_T - stats.tilt_T / stats.sum_T
 
 
@@ -166,47 +168,6 @@ def _softmax_gradient(logprob_CV: torch.Tensor, inverse_temperature: float, rows
 
 
 # ---- sequence objective ----------------------------------------------------------------------------------------
-
-
-class ObjectiveStats(NamedTuple):
-    """What a step reports of its objective. Every pair is float64 [2], (sum, count) over sequences: pairs of
-    micro-batches and ranks add up, and a mean is one division at the end. Empty sequences and sequences whose loss is
-    not finite are in no pair but `empty` and `nonfinite`.
-
-    ratio_*, log_ratio_*, loss_*   s, log s and the loss of own (`self`) and others' (`cross`) answers
-    clipped_self                   own answers whose clipped branch is the smaller one: no gradient
-    cross_below, _inside, _above   others' answers with s < low, low <= s <= 1, s > 1; only `inside` has a gradient
-    weight_cross, weight_sq_cross  w = s c^alpha inside the band, else 0 (the factor of omega A in the gradient); w^2:
-                                   effective sample size = weight sum^2 / (count * weight_sq sum)
-    gradient_sq_*                  (d loss / d mean log-prob)^2: cross share of the gradient norm
-    clamped                        |log s| beyond log_ratio_clamp: no gradient
-    empty, nonfinite               counted over all sequences
-    ratio_*_min, ratio_*_max       float64 scalars; +inf and -inf when there is no such answer
-    ratio_B                        float64 [B], for breakdowns by source; NaN where empty
-    """
-
-    ratio_self: torch.Tensor
-    log_ratio_self: torch.Tensor
-    loss_self: torch.Tensor
-    clipped_self: torch.Tensor
-    gradient_sq_self: torch.Tensor
-    ratio_cross: torch.Tensor
-    log_ratio_cross: torch.Tensor
-    loss_cross: torch.Tensor
-    cross_below: torch.Tensor
-    cross_inside: torch.Tensor
-    cross_above: torch.Tensor
-    weight_cross: torch.Tensor
-    weight_sq_cross: torch.Tensor
-    gradient_sq_cross: torch.Tensor
-    clamped: torch.Tensor
-    empty: torch.Tensor
-    nonfinite: torch.Tensor
-    ratio_self_min: torch.Tensor
-    ratio_self_max: torch.Tensor
-    ratio_cross_min: torch.Tensor
-    ratio_cross_max: torch.Tensor
-    ratio_B: torch.Tensor
 
 
 def segment_sum(token_logprob_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -265,45 +226,10 @@ def objective_from_mean(
     loss_B, grad_B = loss_B.masked_fill(empty_B, 0.0), grad_B.masked_fill(empty_B, 0.0)
     ratio_B = ratio_B.masked_fill(empty_B, torch.nan)
 
-    finite_B = loss_B.isfinite() & grad_B.isfinite()
-    counted_B = finite_B & ~empty_B
-    own_B, cross_B = counted_B & is_self_B, counted_B & ~is_self_B
-    everything_B = torch.ones_like(own_B)
-    stats = ObjectiveStats(
-        ratio_self=_pair(ratio_B, own_B),
-        log_ratio_self=_pair(log_ratio_B, own_B),
-        loss_self=_pair(loss_B, own_B),
-        clipped_self=_pair(is_clipped_B, own_B),
-        gradient_sq_self=_pair(grad_B.square(), own_B),
-        ratio_cross=_pair(ratio_B, cross_B),
-        log_ratio_cross=_pair(log_ratio_B, cross_B),
-        loss_cross=_pair(loss_B, cross_B),
-        cross_below=_pair(ratio_B < low, cross_B),
-        cross_inside=_pair(inside_B, cross_B),
-        cross_above=_pair(ratio_B > 1.0, cross_B),
-        weight_cross=_pair(weight_B, cross_B),
-        weight_sq_cross=_pair(weight_B.square(), cross_B),
-        gradient_sq_cross=_pair(grad_B.square(), cross_B),
-        clamped=_pair(is_clamped_B, counted_B),
-        empty=_pair(empty_B, everything_B),
-        nonfinite=_pair(~finite_B, everything_B),
-        ratio_self_min=_extreme(ratio_B, own_B, torch.inf, torch.amin),
-        ratio_self_max=_extreme(ratio_B, own_B, -torch.inf, torch.amax),
-        ratio_cross_min=_extreme(ratio_B, cross_B, torch.inf, torch.amin),
-        ratio_cross_max=_extreme(ratio_B, cross_B, -torch.inf, torch.amax),
-        ratio_B=ratio_B,
+    stats = objective_stats(
+        ratio_B, log_ratio_B, loss_B, grad_B, weight_B, is_self_B, empty_B, is_clipped_B, is_clamped_B, low
     )
     return loss_B.to(seq_logprob_B.dtype), grad_B.to(seq_logprob_B.dtype), stats
-
-
-def _pair(value_B: torch.Tensor, mask_B: torch.Tensor) -> torch.Tensor:
-    """(sum, count) over the sequences of the mask, float64 [2]."""
-    return torch.stack([torch.where(mask_B, value_B.double(), 0.0).sum(), mask_B.double().sum()])
-
-
-def _extreme(value_B: torch.Tensor, mask_B: torch.Tensor, neutral: float, reduce) -> torch.Tensor:
-    padded_B = torch.cat([torch.where(mask_B, value_B, neutral), value_B.new_full((1,), neutral)])
-    return reduce(padded_B, dim=0)
 
 
 def packed_objective(
