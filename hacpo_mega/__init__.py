@@ -1,4 +1,4 @@
-"""hacpo_mega: different language models teach each other (HACPO, arXiv 2603.02604), on Megatron actors and vLLM engines.
+"""Different language models teach each other (HACPO, arXiv 2603.02604), on Megatron actors and vLLM engines.
 
 The face: `load_config`, `Config`, and `Trainer`, which is imported when it is first asked for, since it brings torch,
 Megatron and vLLM with it and `hacpo-mega check` must answer without them.

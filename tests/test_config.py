@@ -14,7 +14,7 @@ QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 
 
 def complaint(*overrides: str, config: Path = QUICKSTART) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r".") as error:
         load_config(config, overrides)
     return str(error.value)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hacpo_kernels.linear_logprob import INTERPRETED
-from hacpo_kernels.reference import ObjectiveStats
+from hacpo_kernels.objective_stats import ObjectiveStats
 
 # Kinds of per-sequence values, rows of the scratch between the launches. `_objective_kernel` stores in this order.
 RATIO, LOG_RATIO, LOSS, CLIPPED, GRADIENT_SQ = range(5)
