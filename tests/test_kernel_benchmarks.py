@@ -1,4 +1,4 @@
-"""The benchmarks of both kernels run from end to end on a CPU: gate, table, CSV, plot. Their times mean nothing there."""
+"""The benchmarks of both kernels run from end to end on a CPU: gate, table, CSV, plot. Times mean nothing there."""
 
 import csv
 import os

@@ -239,8 +239,10 @@ def test_sequences_split_over_context_parallel_ranks(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_is_counted_and_never_becomes_a_silent_zero(backend):
+@pytest.mark.parametrize("own", (True, False))
+def test_a_nan_is_counted_and_never_becomes_a_silent_zero(own, backend):
     tokens, source, advantage, is_self, cu_seqlens = make_batch([2, 3, 2])
+    is_self[1] = own
     tokens[3] = torch.nan
     loss, coefficient, stats = sequence_objective(
         tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend
