@@ -64,9 +64,11 @@ def device_name(device: torch.device) -> str:
 
 
 def commit_name() -> str:
-    """The commit that is measured, marked when the tree differs from it."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
+    """The commit that is measured, marked when the kernels differ from it."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "--", "hacpo_kernels", "bench/*.py"], capture_output=True)
+    return (name or "unknown") + ("-dirty" if changed.stdout else "")
 
 
 class Stopwatch:
