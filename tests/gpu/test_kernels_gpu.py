@@ -126,3 +126,24 @@ def test_08_no_slower_than_eager_at_256_tokens():
     with torch.no_grad():
         eager = milliseconds(lambda: (hidden @ weight.T).float().log_softmax(1).gather(1, target[:, None]))
         assert milliseconds(lambda: linear_logprob(hidden, weight, target)) < eager
+
+
+def test_labels_that_nobody_checked_are_loud():
+    """On CUDA nobody looks at the values of targets: a label in the padding or beyond is a log-prob of -inf."""
+    head = make_head(4, 16, 93, pads=7)
+    target = torch.tensor([0, 92, 93, 500], device="cuda")
+    logprob = linear_logprob(head.hidden, head.weight, target, vocab_size=93)
+    assert logprob.isneginf().tolist() == [False, False, True, True]
+    with pytest.raises(ValueError, match=r"target\[2\] is 93"):
+        linear_logprob(head.hidden, head.weight, target.cpu(), vocab_size=93)
+
+
+def test_nonsense_segments_are_loud():
+    """As are segments that leave the tokens or run backwards: NaN, and nothing else is read."""
+    tokens, source, advantage, is_self, _ = make_batch([5, 5], dtype=torch.float32)
+    for cu_seqlens in ([0, 5, 11], [0, 11, 10], [0, 5, 9], [1, 5, 10], [-1, 5, 10]):
+        loss, _, stats = sequence_objective(
+            tokens, torch.tensor(cu_seqlens, device="cuda"), source, advantage, is_self, update_index=0
+        )
+        assert loss.isnan().any(), cu_seqlens
+        assert stats.nonfinite[0] >= 1
