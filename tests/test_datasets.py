@@ -19,6 +19,7 @@ from hacpo_mega.data.dataset_checks import (
 )
 from hacpo_mega.data.datasets import Problem, read_dataset, write_dataset
 from hacpo_mega.data.files import content_id, load_prompts
+from hacpo_mega.data.inspection import inspect_dataset, inspect_overlap
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real mathematics files are not in {REAL}")
@@ -205,10 +206,6 @@ def test_repetitions_overlap_and_what_is_left():
 
 
 def test_lengths_by_hand():
-    class Characters:
-        def encode_prompt(self, text):
-            return list(text)
-
     lengths = prompt_lengths([problem("a" * n) for n in range(1, 101)], Characters(), max_prompt_tokens=95)
     assert (lengths.median, lengths.percentile_99, lengths.longest, lengths.num_over_limit) == (51, 100, 100, 5)
     with pytest.raises(ValueError, match="no problems"):
@@ -277,3 +274,43 @@ def test_real_overlaps(datasets):
         f"MATH/test/{name}.json" for name in ("algebra/636", "intermediate_algebra/965", "precalculus/24307")
     }
     assert overlap(without_overlap(train, test), test) == []
+
+
+class Characters:
+    def encode_prompt(self, text):
+        return list(text)
+
+
+def test_inspection_in_words(tmp_path):
+    records = [{"problem": f"P{'x' * i}", "solution": "\\boxed{1}", "type": "Algebra"} for i in range(8)]
+    file = lines(tmp_path / "t.jsonl", *records, records[0], {**records[1], "solution": "\\boxed{2}"}, *["{"] * 7)
+    found = inspect_dataset(file, {"a": Characters()}, max_prompt_tokens=7)
+    text = "\n".join(found.lines).replace(str(tmp_path), "D")
+    assert text.splitlines()[:4] == [
+        "D/t.jsonl: 10 problems, layout math",
+        "  subjects: Algebra 10",
+        "  a: prompt tokens median 4, 99 % 8, longest 8; 1 over 7",
+        "  7 cannot be used:",
+    ]
+    assert "    D/t.jsonl:11: invalid JSON" in text
+    assert "    ... and 2 more" in text
+    contradiction = "    t.jsonl:10 repeats t.jsonl:2 exactly, with other answers ('1', '2')"
+    assert f"  1 repeated with another gold answer:\n{contradiction}" in text
+    assert "  1 repeated:\n    t.jsonl:9 repeats t.jsonl:1 exactly" in text
+    assert not found.is_sound
+    assert inspect_dataset(lines(tmp_path / "ok.jsonl", *records), {}, 7).is_sound
+    assert not inspect_dataset(tmp_path / "absent.jsonl", {"a": Characters()}, 7).is_sound
+
+
+def test_inspection_of_overlap(tmp_path):
+    training = lines(tmp_path / "t.jsonl", {"problem": "P?", "solution": "\\boxed{1}"})
+    clean = lines(tmp_path / "c.jsonl", {"question": "Q", "answer": "#### 1"})
+    leaky = lines(tmp_path / "l.jsonl", {"question": "p", "answer": "#### 1"}, {"question": "q", "answer": "#### 1"})
+    assert inspect_overlap([training], [clean]).is_sound
+    found = inspect_overlap([training], [clean, leaky])
+    assert not found.is_sound
+    assert found.lines[0] == f"none of {clean} in the training data"
+    assert found.lines[1:] == (
+        f"  1 of {leaky} also in the training data:",
+        "    l.jsonl:1 repeats t.jsonl:1 but for spelling",
+    )

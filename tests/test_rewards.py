@@ -218,7 +218,7 @@ def test_workers_do_not_outlive_a_killed_parent(doing):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("maths", "'maths' is unknown; known: arithmetic, exact, math, math_any"),
+        ("maths", "'maths' is unknown; known: arithmetic, exact, numeric, math, math_any"),
         ("no_such_module:reward", "cannot be loaded: ModuleNotFoundError"),
         ("hacpo_mega.data.graders:no_such", "cannot be loaded: AttributeError"),
         ("absent.py:reward", "cannot be loaded: FileNotFoundError"),

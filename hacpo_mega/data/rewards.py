@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from hacpo_mega.data.graders import GUARDED, IN_PROCESS
+from hacpo_mega.data.graders import GUARDED, IN_PROCESS, Grader
 from hacpo_mega.data.guarded_workers import MEMORY_BYTES, GuardedWorkers, Outcome, Task
 from hacpo_mega.records import Stop, Verdict
 
@@ -85,7 +85,7 @@ class Judge:
     def _grade(self, tasks: list[Task]) -> list[Outcome]:
         if self._workers is not None:
             return self._workers.run(tasks)
-        return [Outcome(self._grader(task.prompt, task.answer, task.gold)) for task in tasks]
+        return [_in_process(self._grader, task) for task in tasks]
 
     def _count(self, judgements: list[Judgement], seconds: float) -> None:
         verdicts = [judgement.verdict for judgement in judgements]
@@ -108,6 +108,13 @@ class Judge:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _in_process(grader: Grader, task: Task) -> Outcome:
+    try:
+        return Outcome(grader(task.prompt, task.answer, task.gold))
+    except ValueError as error:
+        return Outcome(None, error=f"ValueError: {error}")
 
 
 def judgement_of(outcome: Outcome) -> Judgement:
