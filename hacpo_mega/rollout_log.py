@@ -2,7 +2,9 @@
 
 Each lane writes its own prompts, whole or not at all, so no lane waits for another.
 A line is one prompt:
-    {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold", "answers": [
+    {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold",
+     "prompt_seen": {agent: what it reads, with its template and special tokens, where that is not the prompt},
+     "answers": [
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
          "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it}}, ...]}
 Not here: metrics, which are about many answers (metrics.py).
@@ -11,7 +13,7 @@ Not here: metrics, which are about many answers (metrics.py).
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,25 @@ class RolloutLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._drop_parts_after(steps_done)
 
-    def write(self, step: int, pool: Pool, advantages_PNG: Tensor, ratios_PNG: Tensor | None = None) -> None:
+    def write(
+        self,
+        step: int,
+        pool: Pool,
+        advantages_PNG: Tensor,
+        ratios_PNG: Tensor | None = None,
+        prompts_seen: Sequence[str] | None = None,
+    ) -> None:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
         advantages_PNG  what this learner trained with, float [P, N, G]
         ratios_PNG      learner over source in the update that trained it, float [P, N, G]; NaN where not known here
+        prompts_seen    what this learner's model reads for each prompt; None: the prompts themselves
         """
         view = {
             "learner": self._agents[self._learner],
             "advantage": advantages_PNG.tolist(),
             "ratio": None if ratios_PNG is None else ratios_PNG.tolist(),
+            "prompts_seen": [prompt.text for prompt in pool.prompts] if prompts_seen is None else list(prompts_seen),
         }
         views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
         if self._writes:
@@ -87,6 +98,9 @@ class RolloutLog:
                 "skill": prompt.skill,
                 "prompt": prompt.text,
                 "gold": prompt.answer,
+                "prompt_seen": {
+                    v["learner"]: v["prompts_seen"][p] for v in views if v["prompts_seen"][p] != prompt.text
+                },
                 "answers": answers,
             }
 

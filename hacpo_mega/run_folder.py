@@ -7,7 +7,7 @@
 A run never writes over another: what lies at `run_dir` from before is moved to `run_dir.1`, `run_dir.2`, ... first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -72,11 +72,16 @@ class RunFolder:
             self._console.step(step, metrics)
 
     def write_rollouts(
-        self, step: int, pool: Pool, advantages_PNG: Tensor, ratios: Mapping[tuple[int, int, int], float]
+        self,
+        step: int,
+        pool: Pool,
+        advantages_PNG: Tensor,
+        ratios: Mapping[tuple[int, int, int], float],
+        prompts_seen: Sequence[str],
     ) -> None:
         """Logs a lane's answers with this learner's advantages and the ratios it knows. Collective over the leaders.
 
-        `ratios` is by (prompt index, source agent, rollout index).
+        `ratios` is by (prompt index, source agent, rollout index); `prompts_seen` is what this learner's model reads.
         """
         if self._rollouts is None:
             return
@@ -87,7 +92,7 @@ class RunFolder:
         ]
         flat = [[ratios.get(key, torch.nan) for key in row] for row in keys]
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
-        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG)
+        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen)
 
     def __enter__(self) -> Self:
         return self

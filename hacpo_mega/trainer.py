@@ -93,7 +93,8 @@ class Trainer:
         self.steps_done += 1
         if self._evaluation_is_due():
             self._evaluate()
-        self.folder.write_rollouts(self.steps_done, pool, advantages_PNG, ratios)
+        seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
+        self.folder.write_rollouts(self.steps_done, pool, advantages_PNG, ratios, seen)
         self.folder.write_step(self.steps_done, self.metrics.reduce())
 
     def _judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:

@@ -4,13 +4,15 @@ import itertools
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
+from job import free_port, launcher_environment
 from tiny_models import make_model
 
 from hacpo_mega.config import Prompting
@@ -334,13 +336,13 @@ def random_model(tmp_path_factory) -> Path:
     return folder
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen:
-    """`hacpo-mega eval` of the random model on 50 problems, 30 answers each, in a process group of its own."""
+def start(folder: Path, *options: str, environment: Mapping[str, str] = MappingProxyType({})) -> subprocess.Popen:
+    """`hacpo-mega eval` of the random model on 50 problems, 30 answers each."""
     command = [sys.executable, "-m", "hacpo_mega.cli", "eval", str(folder / "model"), str(folder / "fifty.jsonl")]
     command += ["--out", str(folder / "out"), "--samples", "30", "--reward", f"{folder / 'grader.py'}:grade"]
     command += ["--max-tokens", "20", "--max-prompt-tokens", "8", "--chat-template", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **pipes)
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, **pipes)
 
 
 def finished(process: subprocess.Popen) -> str:
@@ -357,11 +359,12 @@ def answer_lines(folder: Path) -> list[bytes]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_evaluation_goes_on_where_it_stopped(random_model):
-    process = start(random_model)
+    # A rank by itself, as torchrun would start it: killing a launcher leaves its ranks alive.
+    process = start(random_model, environment=launcher_environment(0, 1, free_port()))
     while process.poll() is None and not answer_lines(random_model):
         time.sleep(0.01)
     assert process.poll() is None, process.communicate()
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.communicate()
     before = [line for line in answer_lines(random_model) if line.endswith(b"\n")]
     assert 0 < len(before) < 1500
@@ -375,11 +378,11 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(random_model):
     check_scores(json.loads((random_model / "out" / "evaluation.json").read_text()), records, table)
 
     # Everything is answered: no engine starts, and the result is the same.
-    result = (random_model / "out" / "evaluation.json").read_text()
+    result = json.loads((random_model / "out" / "evaluation.json").read_text())["benchmarks"]
     (random_model / "out" / "evaluation.json").unlink()
     finished(start(random_model))
     assert answer_lines(random_model) == lines
-    assert (random_model / "out" / "evaluation.json").read_text() == result
+    assert json.loads((random_model / "out" / "evaluation.json").read_text())["benchmarks"] == result
 
     refused = start(random_model, "--seed", "3")
     _, err = refused.communicate(timeout=300)

@@ -17,6 +17,7 @@ from tiny_models import make_model
 from hacpo_mega.data.tokenizers import make_tokenizer
 from hacpo_mega.export import draft_of, export_copy, trained_agent
 from hacpo_mega.metrics import read_metrics
+from hacpo_mega.rollout_log import read_rollouts
 
 CHARACTERS = tuple("0123456789+-*=,;s")
 GRADER = Path(__file__).parent / "graders.py"
@@ -72,6 +73,11 @@ def test_an_exported_agent_is_the_trained_one_byte_by_byte(run_dir, tmp_path):
     assert f"| commit | `{commit}` |" in card
     assert "| alpha, delta, delta_step | 2, 0.9, 0.025 |" in card
     assert "learning from its own answers and those of second." in card
+
+
+def test_the_log_of_a_run_holds_what_each_agent_read(run_dir):
+    prompts = read_rollouts(run_dir, 1)
+    assert [prompt["prompt_seen"] for prompt in prompts] == [{"second": f"s{p['prompt']}"} for p in prompts]
 
 
 def test_the_card_says_how_an_agent_was_asked(run_dir, tmp_path):

@@ -229,13 +229,16 @@ def small_pool() -> Pool:
     return Pool((Prompt(4, "id-4", "1+1=", "2", "add"),), (((flat[0], flat[1]), (flat[2], flat[3])),))
 
 
+SEEN = (["1+1="], ["*be brief*1+1="])  # of the first agent the prompt as it is, of the second with its template
+
+
 def leader_main(rank: int, store_file: str, folder: str) -> None:
     """Two leaders of a lane, one per agent: each knows its own advantages, and ratios of one answer."""
     group = dist.ProcessGroupGloo(dist.FileStore(store_file, 2), rank, 2)
     log = RolloutLog(Path(folder), 3, ("a", "b"), rank, lambda payload: gather_bytes(group, payload), writes=rank == 0)
     ratios_PNG = torch.full((1, 2, 2), math.nan)
     ratios_PNG[0, 1 - rank, 0] = 0.9 + rank
-    log.write(12, small_pool(), torch.arange(4.0).reshape(1, 2, 2) + 10 * rank, ratios_PNG)
+    log.write(12, small_pool(), torch.arange(4.0).reshape(1, 2, 2) + 10 * rank, ratios_PNG, SEEN[rank])
 
 
 def test_rollouts_of_a_lane_hold_every_learners_numbers(tmp_path: Path) -> None:
@@ -244,6 +247,7 @@ def test_rollouts_of_a_lane_hold_every_learners_numbers(tmp_path: Path) -> None:
     assert logged_steps(tmp_path) == [12]
     (prompt,) = read_rollouts(tmp_path, 12)
     assert (prompt["prompt"], prompt["gold"], prompt["skill"], prompt["lane"]) == ("1+1=", "2", "add", 3)
+    assert prompt["prompt_seen"] == {"b": "*be brief*1+1="}
     answers = prompt["answers"]
     assert [answer["text"] for answer in answers] == list(TEXTS)
     assert [(answer["agent"], answer["rollout"]) for answer in answers] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
