@@ -1,4 +1,6 @@
-"""The command line: `hacpo-mega check | init | train | eval | export | doctor | report`. Imports heavy rooms last.
+"""The command line: `hacpo-mega check | init | train | doctor | report | eval | export | data | grade`.
+
+It parses first and imports heavy rooms last.
 
 Exit codes: 0 done, 1 a finding (doctor above its tolerance), 2 the user's input is wrong (one line per problem).
 The imports inside functions are the doors that DESIGN allows: `--help` and `check` must answer without torch.
@@ -6,8 +8,9 @@ The imports inside functions are the doors that DESIGN allows: `--help` and `che
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +18,15 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.launcher import inside_a_job, job_size, prepare_environment
 from hacpo_mega.rank_map import RankMap
 
+if TYPE_CHECKING:
+    from hacpo_mega.data.inspection import Findings
+
+data_app = typer.Typer(no_args_is_help=True, help="Read public mathematics data of any layout.")
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0]
 )
+
+app.add_typer(data_app, name="data")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
@@ -191,6 +200,56 @@ def export(
 
         export_quantized(chosen, out, quantize)
     print(out)
+
+
+@data_app.command()
+def inspect(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
+    model: Annotated[list[Path] | None, typer.Option(help="A model folder: lengths under its tokenizer.")] = None,
+    against: Annotated[list[Path] | None, typer.Option(help="An evaluation set that must not be in them.")] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
+) -> None:
+    """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
+    from hacpo_mega.data.rewards import Judge
+    from hacpo_mega.data_commands import inspect as inspect_files
+
+    with Judge("math", num_workers=2) if golds else nullcontext() as judge:
+        _print_findings(*inspect_files(files, model or [], against or [], max_prompt_tokens, judge))
+
+
+@data_app.command()
+def convert(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
+    out: Annotated[Path, typer.Option(help="The JSON Lines file to write, for data.files of a run.")],
+    without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
+) -> None:
+    """Write files of any public layout as one JSON Lines file, each problem once."""
+    from hacpo_mega.data_commands import convert as convert_files
+
+    _print_findings(convert_files(files, out, without or []))
+
+
+@app.command()
+def grade(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
+    out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
+    reward: Annotated[str, typer.Option(help="math, math_any, arithmetic, exact, or module:function.")] = "math",
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one judgement; its worker is killed then.")] = 5.0,
+) -> None:
+    """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
+    from hacpo_mega.data.rewards import Judge
+    from hacpo_mega.data_commands import grade as grade_answers
+
+    with Judge(reward, workers, timeout_s) as judge:
+        _print_findings(grade_answers(file, out, judge))
+
+
+def _print_findings(*findings: "Findings") -> None:
+    print("\n".join(line for found in findings for line in found.lines))
+    if not all(found.is_sound for found in findings):
+        raise typer.Exit(1)
 
 
 def _this_process_is_a_rank(config: Config) -> bool:

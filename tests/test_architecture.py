@@ -34,7 +34,7 @@ ROOMS = {
         "evaluation/",
         "checkpoint.py",
     ),
-    "trainer": ("trainer.py", "warm_start.py", "doctor.py", "export.py", "quantize.py"),
+    "trainer": ("trainer.py", "warm_start.py", "doctor.py", "export.py", "quantize.py", "data_commands.py"),
     "planner": ("planner.py",),
     "report": ("report/",),
     "cli": ("cli.py", "launcher.py", "local_job.py", "__init__.py"),

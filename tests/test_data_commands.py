@@ -1,0 +1,71 @@
+"""`hacpo-mega data` and `hacpo-mega grade` as a user runs them: what they print, write, and answer with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROWS = [
+    {"question": "How many legs has a dog?", "answer": "Four legs. #### 4"},
+    {"question": "How much is 1 + 1?", "answer": "Two. #### 2"},
+    {"question": "how much is 1+1", "answer": "It is two. #### 2"},
+]
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    command = [sys.executable, "-m", "hacpo_mega.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_inspect_counts_and_warns_of_what_harms_nothing(tmp_path):
+    code, text = run("data", "inspect", write(tmp_path / "train.jsonl", ROWS), "--golds")
+    assert code == 0
+    assert "3 problems, layout gsm8k" in text
+    assert "1 repeated:" in text
+    assert "3 of 3 gold answers are correct against themselves" in text
+
+
+def test_inspect_fails_for_what_makes_a_result_wrong(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:1])
+    assert run("data", "inspect", train, "--against", test)[0] == 1
+    contradiction = [*ROWS, {"question": "How many legs has a dog?", "answer": "#### 5"}]
+    code, text = run("data", "inspect", write(tmp_path / "two.jsonl", contradiction))
+    assert code == 1
+    assert "another gold answer" in text
+
+
+def test_convert_leaves_out_repetitions_and_evaluation_problems(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:1])
+    out = tmp_path / "clean.jsonl"
+    code, text = run("data", "convert", train, "--out", out, "--without", test)
+    assert (code, len(out.read_text().splitlines())) == (0, 1)
+    assert "1 problems; 1 repetitions and 1 evaluation problems left out" in text
+    assert json.loads(out.read_text())["answer"] == "2"
+
+
+def test_convert_writes_nothing_from_a_file_with_bad_rows(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps(ROWS[0]) + '\n{"question": "cut')
+    code, text = run("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
+    assert code == 1
+    assert f"{broken}:2" in text
+    assert not (tmp_path / "clean.jsonl").exists()
+
+
+def test_grade_writes_a_verdict_per_line(tmp_path):
+    answers = [
+        {"gold": "1/2", "pred": r"so \boxed{0.5}"},
+        {"gold": "3", "pred": r"\boxed{4}"},
+        {"gold": "3", "pred": "?"},
+    ]
+    out = tmp_path / "verdicts.jsonl"
+    code, text = run("grade", write(tmp_path / "answers.jsonl", answers), "--out", out)
+    assert code == 0
+    assert [json.loads(line)["verdict"] for line in out.read_text().splitlines()] == ["correct", "wrong", "no_answer"]
+    assert "correct: 1" in text
