@@ -246,3 +246,11 @@ def test_a_worker_survives_an_interrupt_of_the_group(new_workers):
         os.kill(worker.pid, signal.SIGINT)
         assert verdicts(judge, ["1"]) == ["CORRECT"]
         assert judge.counts.num_workers_replaced == 0
+
+
+@pytest.mark.parametrize("module", ["math_grader", "graders"])
+def test_built_in_graders_import_no_model_library(module):
+    code = (
+        f"import hacpo_mega.data.{module}, sys; print({{'torch', 'transformers', 'vllm', 'numpy'}} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
