@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -406,3 +407,29 @@ def check_scores(evaluation: dict, records: list[dict], table: str) -> None:
     assert set(result["scores"]) == {"avg@30", "best@30", "maj@30", "pass@2", "pass@4", "pass@8", "pass@16"}
     assert (result["num_answers"], result["num_unjudged"], result["num_dropped"]) == (1500, 0, 0)
     assert f"avg@30 {share:.4f}" in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not REAL.is_dir() or not (REAL.parent / "tokenizers").is_dir(), reason="no public files here")
+def test_the_papers_suite_from_public_files(tmp_path):
+    """Real problems in a real tokenizer. Sixty seeded answers to long prompts do not fit one batch of the engine."""
+    size = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    model = make_model(tmp_path / "model", "qwen3", vocab_size=50304, max_positions=2048, **size)
+    for file in (REAL.parent / "tokenizers" / "gpt-2").iterdir():
+        shutil.copy(file, model)
+    wording = r"{prompt} Please answer within \boxed{}."
+    command = [sys.executable, "-m", "hacpo_mega.cli", "eval", str(model), "--out", str(tmp_path / "out")]
+    command += ["--suite", "paper", "--data", str(REAL), "--limit", "2", "--max-tokens", "16"]
+    command += ["--prompt-template", wording]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    found = {result["name"]: (result["headline"], result["num_answers"]) for result in evaluation["benchmarks"]}
+    assert found.pop("aime25") == ("best@30", 60)
+    assert found == dict.fromkeys(("math500", "math", "gsm8k", "amc23", "minerva_math", "olympiadbench"), ("avg@1", 2))
+    first = read_rows(REAL / "aime25" / "nemo_test.txt")[0]
+    seen = {
+        answer.prompt_seen for key, answer in read_answers(tmp_path / "out", "aime25").items() if key[0] == first.id
+    }
+    assert seen == {wording.replace("{prompt}", first.text)}

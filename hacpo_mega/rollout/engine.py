@@ -41,8 +41,14 @@ from hacpo_mega.rollout.host_process import (
 from hacpo_mega.rollout.model_folder import eos_token_ids, read_json, weight_names
 
 # Where the user's table says nothing. vLLM's own defaults take most of the memory, and the actor lives here too; on CPU
-# it would also compile for half a minute what a small model does not need.
-CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20, "max_num_seqs": 512}
+# it would also compile for half a minute what a small model does not need. Prompts are read whole there: after a part
+# of one vLLM rewinds the request's random generator, and those of torch on CPU cannot be ("does not use offset").
+CPU_DEFAULTS = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 * 2**20,
+    "max_num_seqs": 512,
+    "enable_chunked_prefill": False,
+}
 CUDA_DEFAULTS = {"gpu_memory_utilization": 0.5}
 
 
