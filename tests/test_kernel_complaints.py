@@ -15,10 +15,13 @@ import hacpo_kernels
 import pytest
 import torch
 import triton
-from hacpo_kernels import dispatch, linear_logprob, sequence_objective
+from hacpo_kernels import backends, linear_logprob, sequence_objective
 from kernel_cases import BACKENDS, DEVICE, Head, exact, largest_error, make_head, relative_error
 from test_sequence_objective import OPTIONS, make_batch, oracle
 from torch import nn
+
+# numpy warns of lanes that Triton masks away afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 linear_logprob_triton = importlib.import_module("hacpo_kernels.linear_logprob")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -64,7 +67,7 @@ def test_02_a_shard_without_any_probability(backend):
     logprob, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
     assert largest_error(logprob, want.logprob) < 2e-5
     assert largest_error(entropy, want.entropy) < 2e-5
-    masked, _ = dispatch.choose_backend(backend, head.hidden, (torch.float32,)).logit_stats(
+    masked, _ = backends.choose_backend(backend, head.hidden, (torch.float32,)).logit_stats(
         head.hidden, head.weight[300:], torch.full_like(head.target, -1), 1.0, True, False
     )
     assert (masked.max_T == -torch.inf).all()
@@ -81,7 +84,7 @@ def test_03_labels_of_other_shards_never_hit_a_pad_column(backend):
     """
     head = make_head(6, 16, 93, pads=7)
     head.target[:] = torch.tensor([199, 200, 292, 293, 299, -100])
-    module = dispatch.choose_backend(backend, head.hidden, (torch.float32,))
+    module = backends.choose_backend(backend, head.hidden, (torch.float32,))
     column = head.target - 200
     column = column.masked_fill((column < 0) | (column >= 93), -1)
     stats, _ = module.logit_stats(head.hidden, head.weight[:93], column, 1.0, False, False)
@@ -98,9 +101,9 @@ def test_04_gradient_error_does_not_grow_with_the_number_of_chunks(backend, monk
     want = exact(head, coefficient)
     errors = []
     for num_chunks in (1, 4, 64):
-        module = dispatch.choose_backend(backend, head.hidden, (torch.bfloat16,))
+        module = backends.choose_backend(backend, head.hidden, (torch.bfloat16,))
         fixed = {**vars(module), "chunk_rows": lambda columns, n=num_chunks: 512 // n}
-        monkeypatch.setattr(dispatch, backend.upper(), dispatch.Backend(**fixed))
+        monkeypatch.setattr(backends, backend.upper(), backends.Backend(**fixed))
         hidden, weight = head.leaves()
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         logprob = linear_logprob(hidden, weight, head.target, fuse_main_grad=True, backend=backend)

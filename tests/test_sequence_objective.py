@@ -7,6 +7,9 @@ import torch
 from hacpo_kernels import objective_from_mean, segment_sum, sequence_objective
 from kernel_cases import BACKENDS, DEVICE, largest_error
 
+# numpy warns of lanes that Triton masks away afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 OPTIONS = {"eps_low": 3e-4, "eps_high": 4e-4, "delta": 0.2, "delta_step": 0.025, "alpha": 1.0, "log_ratio_clamp": 20.0}
 
 
@@ -335,3 +338,11 @@ def test_bad_input_is_refused_by_name(change, message):
     }
     with pytest.raises(ValueError, match=message):
         sequence_objective(**{**good, **change})
+
+
+def test_sequence_level_part_refuses_shapes_that_would_broadcast():
+    mean = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"advantage has shape \[1\]; expected \[3\]"):
+        objective_from_mean(mean, mean, torch.zeros(1), torch.ones(3, dtype=torch.bool), update_index=0)
+    with pytest.raises(ValueError, match=r"seq_logprob has shape \[3, 1\]; expected \[any\]"):
+        objective_from_mean(mean[:, None], mean, mean, torch.ones(3, dtype=torch.bool), update_index=0)

@@ -4,7 +4,7 @@ logprob_T = linear_logprob(hidden, weight, target, group=tensor_parallel_group)
 loss_B, coefficient_B, stats = sequence_objective(logprob_T, cu_seqlens, source_logprob, advantage, is_self, ...)
 """
 
-from hacpo_kernels.dispatch import linear_logprob, segment_sum, sequence_objective
-from hacpo_kernels.reference import ObjectiveStats, objective_from_mean
+from hacpo_kernels.dispatch import linear_logprob, objective_from_mean, segment_sum, sequence_objective
+from hacpo_kernels.objective_stats import ObjectiveStats
 
 __all__ = ["ObjectiveStats", "linear_logprob", "objective_from_mean", "segment_sum", "sequence_objective"]

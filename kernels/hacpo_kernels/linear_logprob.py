@@ -4,7 +4,7 @@
                    behind max, sum of exponentials and target logit per row and vocabulary split. A second kernel joins
                    the splits in fixed order.
 `logit_gradient`   the same tiles again, turned into the gradient of the logits: one bounded chunk in the inputs' dtype,
-                   which two cuBLAS products (dispatch.py) fold into the gradients of hidden and weight.
+                   which two cuBLAS products (head.py) fold into the gradients of hidden and weight.
 
 A split is a constant number of columns, never a function of the number of tokens, there is no atomic anywhere, and a
 row never meets another row: a token's log-prob has the same bits whatever it is batched with.

@@ -5,8 +5,8 @@ linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split 
 sequence_objective  HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
                     (others' answers: stepwise band and exponential factor), once and for both backends to be held to.
 
-Not here: argument checks, autograd and the choice of a backend (dispatch.py), Triton (linear_logprob.py,
-sequence_objective.py). Everything computes in float32 or, when the inputs are float64, in float64.
+Not here: argument checks, autograd and the choice of a backend (dispatch.py, head.py, backends.py), Triton
+(linear_logprob.py, sequence_objective.py). Everything computes in float32 or, when the inputs are float64, in float64.
 Shapes: T tokens, H hidden, V rows of this rank's vocabulary shard without padding, R ranks, B sequences.
 """
 

@@ -1,0 +1,64 @@
+"""The one place that chooses: Triton for CUDA tensors, plain torch elsewhere, or what the caller insists on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hacpo_kernels import linear_logprob as triton_logprob
+from hacpo_kernels import reference
+from hacpo_kernels import sequence_objective as triton_objective
+from hacpo_kernels import stash as triton_stash
+from hacpo_kernels.objective_stats import ObjectiveStats
+from hacpo_kernels.reference import LogitStats, RowGradients, Stash
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend must do; reference.py says what each of these means."""
+
+    logit_stats: Callable[..., tuple[LogitStats, Stash | None]]
+    logit_gradient: Callable[[torch.Tensor, torch.Tensor, float, RowGradients], torch.Tensor]
+    stash_gradient: Callable[[Stash, torch.Tensor, float, RowGradients], torch.Tensor]
+    operand: Callable[[torch.Tensor], torch.Tensor]
+    chunk_rows: Callable[[int], int]
+    segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, ObjectiveStats]]
+
+
+REFERENCE = Backend(
+    reference.logit_stats,
+    reference.logit_gradient,
+    reference.stash_gradient,
+    reference.operand,
+    reference.chunk_rows,
+    reference.segment_sum,
+    reference.packed_objective,
+)
+TRITON = Backend(
+    triton_logprob.logit_stats,
+    triton_logprob.logit_gradient,
+    triton_stash.stash_gradient,
+    triton_logprob.operand,
+    triton_logprob.chunk_rows,
+    triton_objective.segment_sum,
+    triton_objective.packed_objective,
+)
+
+
+def choose_backend(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> Backend:
+    """Triton for CUDA tensors of one of `dtypes`, plain torch for everything else, unless `name` insists."""
+    if name not in ("auto", "triton", "reference"):
+        raise ValueError(f"backend is {name!r}; expected auto, triton or reference")
+    if name == "auto":
+        name = "triton" if tensor.is_cuda and tensor.dtype in dtypes else "reference"
+    if name == "reference":
+        return REFERENCE
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"backend is triton, tensors are {tensor.dtype}; expected one of {dtypes}, or backend auto")
+    if not tensor.is_cuda and not triton_logprob.INTERPRETED:
+        raise ValueError(
+            f"backend is triton, tensors are on {tensor.device}; expected CUDA tensors, backend auto, or "
+            "TRITON_INTERPRET=1 in the environment before Python starts"
+        )
+    return TRITON
