@@ -158,7 +158,7 @@ class AgentConfig(Section):
     that this file decides itself (parallel sizes, model path, dtype) are refused there.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     model: Path
     tp: Count = 1
     pp: Count = 1
