@@ -23,7 +23,7 @@ setup(
     version="0.1.0",
     description="Different language models teach each other by reinforcement learning (HACPO), at Megatron scale",
     python_requires=">=3.11",
-    packages=find_packages(include=["hacpo_mega", "hacpo_mega.*"]) + ["hacpo_kernels"],
+    packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels"],
     package_dir={"hacpo_kernels": "kernels/hacpo_kernels"},
     entry_points={"console_scripts": ["hacpo-mega = hacpo_mega.cli:main"]},
     install_requires=RUNTIME,

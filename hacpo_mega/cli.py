@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.launcher import inside_a_job, job_size, prepare_environment
+from hacpo_mega.launcher import end_with_launcher, inside_a_job, job_size, prepare_environment
 from hacpo_mega.rank_map import RankMap
 
 if TYPE_CHECKING:
@@ -263,6 +263,7 @@ def _this_process_is_a_rank(config: Config) -> bool:
 def _is_one_of(world_size: int) -> bool:
     prepare_environment()
     if inside_a_job():
+        end_with_launcher()
         return True
     from hacpo_mega.local_job import run_on_this_machine
 

@@ -6,6 +6,8 @@
 
 import os
 import shutil
+import threading
+import time
 import warnings
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
@@ -25,6 +27,8 @@ ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
 }
 
+LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by local_job.py for the ranks it starts
+
 
 def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import."""
@@ -38,6 +42,19 @@ def prepare_environment() -> None:
 def _has_cuda() -> bool:
     """Whether this machine has an NVIDIA driver, asked without importing torch."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
+
+
+def end_with_launcher() -> None:
+    """Ends this process when the local job that started it is gone: a killed launcher cannot end its ranks."""
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is not None:
+        threading.Thread(target=_leave_with, args=(int(launcher),), name="launcher", daemon=True).start()
+
+
+def _leave_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def inside_a_job() -> bool:

@@ -11,6 +11,8 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hacpo_mega.launcher import LAUNCHER_PID
+
 
 def run_on_this_machine(arguments: list[str], world_size: int) -> int:
     """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the exit code of the rank that failed.
@@ -18,6 +20,7 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
     The launcher picks a free port, so that two jobs on one machine do not meet.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = LaunchConfig(
         min_nodes=1,
