@@ -4,6 +4,7 @@ import datetime
 import math
 from typing import Any
 
+from hacpo_mega.report.benchmarks import render_benchmarks
 from hacpo_mega.report.html import Html, join, table, tag
 from hacpo_mega.report.plots import Picture, agent_colour
 from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills
@@ -14,7 +15,7 @@ from hacpo_mega.report.style import STYLE
 def render_page(run: Run, pictures: list[Picture]) -> str:
     """The whole page as text."""
     name = run.folder.resolve().name
-    parts = [_head(run, name), _cards(run), _facts(run), _accuracy_section(run)]
+    parts = [_head(run, name), _cards(run), _facts(run), _accuracy_section(run), render_benchmarks(run.folder)]
     parts += [_picture(picture) for picture in pictures]
     if (samples := render_samples(run)) is not None:
         note = "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied."

@@ -1,0 +1,42 @@
+"""Benchmarks of a run's agents: every `evaluations/<name>/evaluation.json` of the run folder as one table.
+
+`hacpo-mega eval RUN/agents/NAME ... --out RUN/evaluations/NAME` writes them (evaluation/table.py); the report only reads.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.report.html import Html, join, table, tag
+
+HEAD = ["evaluation", "benchmark", "problems", "score", "95 % interval", "others"]
+
+
+def render_benchmarks(run_dir: Path) -> Html | None:
+    """A table with a row per benchmark, or None without evaluations. ValueError names a file that is none."""
+    files = sorted((run_dir / "evaluations").glob("*/evaluation.json"))
+    rows = [row for file in files for row in _rows(file)]
+    if not rows:
+        return None
+    note = "Intervals are bootstraps over problems: they say how much a score depends on which problems there are."
+    return join(tag("h2", "Benchmarks"), tag("p", note, class_="note"), table(HEAD, rows, class_="numbers"))
+
+
+def _rows(file: Path) -> list[list[str]]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return [_row(file.parent.name, benchmark) for benchmark in found["benchmarks"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the result of hacpo-mega eval: {error!r}; move it out of the run") from error
+
+
+def _row(name: str, benchmark: dict[str, Any]) -> list[str]:
+    headline, scores = benchmark["headline"], benchmark["scores"]
+    low, high = _number(scores[headline]["low"]), _number(scores[headline]["high"])
+    others = ", ".join(f"{score} {_number(scores[score]['value'])}" for score in scores if score != headline)
+    shown = f"{headline} {_number(scores[headline]['value'])}"
+    return [name, benchmark["name"], str(benchmark["num_problems"]), shown, f"{low} to {high}", others]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,36 @@
+"""Benchmarks of a run's agents on its report page, as `hacpo-mega eval` writes them."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hacpo_mega.evaluation.scores import Estimate
+from hacpo_mega.evaluation.table import BenchmarkResult, Evaluation, write_evaluation
+from hacpo_mega.report.benchmarks import render_benchmarks
+
+
+def write(folder: Path, name: str) -> None:
+    scores = {"best@30": Estimate(0.5, 0.25, 0.75), "avg@30": Estimate(0.125, math.nan, math.nan)}
+    counts = {"num_problems": 30, "num_dropped": 0, "num_unscored": 0, "num_answers": 900, "num_unjudged": 0}
+    result = BenchmarkResult(name, "best@30", scores, **counts, no_answer=0.0, cut=0.0, tokens_mean=9.0)
+    folder.mkdir(parents=True)
+    write_evaluation(Evaluation({"model": name}, (result,), Estimate(0.5, 0.25, 0.75)), folder)
+
+
+def test_every_evaluation_of_a_run_has_its_rows(tmp_path):
+    assert render_benchmarks(tmp_path) is None
+    write(tmp_path / "evaluations" / "qwen", "aime<25>")
+    write(tmp_path / "evaluations" / "llama", "aime25")
+    page = render_benchmarks(tmp_path)
+    assert page.index("llama") < page.index("qwen")
+    for shown in ("best@30 0.500", "0.250 to 0.750", "avg@30 0.125", "aime&lt;25&gt;"):
+        assert shown in page
+
+
+def test_a_file_that_is_no_evaluation_is_named(tmp_path):
+    broken = tmp_path / "evaluations" / "qwen" / "evaluation.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text('{"benchmarks": [{"name": "x"}]}')
+    with pytest.raises(ValueError, match=r"qwen/evaluation\.json is not the result of hacpo-mega eval"):
+        render_benchmarks(tmp_path)
