@@ -1,6 +1,6 @@
 """Benchmarks of a run's agents: every `evaluations/<name>/evaluation.json` of the run folder as one table.
 
-`hacpo-mega eval RUN/agents/NAME ... --out RUN/evaluations/NAME` writes them (evaluation/table.py); the report only reads.
+`hacpo-mega eval RUN/agents/NAME ... --out RUN/evaluations/NAME` writes them (evaluation/table.py); here they are read.
 """
 
 import json
