@@ -8,7 +8,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test lint format env clean
+.PHONY: quickstart test gpu lint format env clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -18,6 +18,12 @@ quickstart: env
 # Two workers for two cores; a test that starts processes gives each of them one thread.
 test: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+# On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
+gpu: env
+	$(BIN)/python -m pytest tests/gpu tests/test_linear_logprob.py tests/test_sequence_objective.py tests/test_kernel_complaints.py
+	$(BIN)/python kernels/bench/linear_logprob.py
+	$(BIN)/python kernels/bench/sequence_objective.py
 
 lint: env
 	$(BIN)/ruff check .
