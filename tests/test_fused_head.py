@@ -45,7 +45,7 @@ def unfused_token_logprobs(actor: Actor, hidden_TH: torch.Tensor, batch) -> torc
 
 
 def steps_of_layouts(folders, samples):
-    """Per layout and model: (gradient, weights after three Adam updates) of the fused and of the unfused step."""
+    """Per layout and model: (gradient, weights after two Adam updates, scores) of the fused and the unfused step."""
     found = {}
     for tp, pp in LAYOUTS:
         cell, num_cells = dist.get_rank() // (tp * pp), dist.get_world_size() // (tp * pp)
@@ -66,7 +66,7 @@ def one_way(folder, tp, pp, mine, fused):
     gradient, _ = gradient_by_descent(descending, lambda: descending.learn(mine, objective))
     adam = actor_with(ADAM)
     scores = adam.score(mine)
-    for _ in range(3):
+    for _ in range(2):
         adam.learn(mine, objective)
     return gradient, full_weights(adam), scores
 
