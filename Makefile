@@ -21,7 +21,7 @@ test: env
 
 # On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
 gpu: env
-	$(BIN)/python -m pytest tests/gpu tests/test_linear_logprob.py tests/test_sequence_objective.py tests/test_kernel_complaints.py
+	$(BIN)/python -m pytest tests/gpu tests/unit/test_linear_logprob.py tests/unit/test_sequence_objective.py tests/unit/test_kernel_complaints.py
 	$(BIN)/python kernels/bench/linear_logprob.py
 	$(BIN)/python kernels/bench/sequence_objective.py
 

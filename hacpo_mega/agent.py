@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from hacpo_mega.algorithm import sample_weight
+from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.data.batches import plan_updates
-from hacpo_mega.data.learner_view import trained_tokens
-from hacpo_mega.data.tokenizers import TextCodec, load_tokenizer
-from hacpo_mega.learning import PolicyLoss, SampleKey
-from hacpo_mega.megatron.actor import Actor, UpdateStats
-from hacpo_mega.records import Prompt, Rollout, Sample, Stop
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.policy_loss import PolicyLoss, SampleKey
+from hacpo_mega.records import Prompt, Rollout, Sample, Stop, UpdateStats
 from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
-from hacpo_mega.topology import Place, gather_bytes
+from hacpo_mega.samples.learner_view import trained_tokens
+from hacpo_mega.samples.packing import plan_updates
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 
 class Agent:

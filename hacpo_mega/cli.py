@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, job_size, prepare_environment
+from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.launcher import end_with_launcher, inside_a_job, job_size, prepare_environment
-from hacpo_mega.rank_map import RankMap
 
 if TYPE_CHECKING:
-    from hacpo_mega.data.inspection import Findings
+    from hacpo_mega.commands.inspect_data import Findings
 
 data_app = typer.Typer(no_args_is_help=True, help="Read public mathematics data of any layout.")
 app = typer.Typer(
@@ -86,7 +86,7 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
         return
     if not _this_process_is_a_rank(config):
         return
-    from hacpo_mega.warm_start import initialize
+    from hacpo_mega.commands.warm_start import initialize
 
     initialize(config)
 
@@ -114,7 +114,7 @@ def doctor(
     config = load_config(config_file, overrides or [])
     if not _this_process_is_a_rank(config):
         return
-    from hacpo_mega.doctor import examine
+    from hacpo_mega.commands.doctor import examine
 
     if not examine(config, tolerance):
         raise typer.Exit(1)
@@ -190,13 +190,13 @@ def export(
 ) -> None:
     """Write an agent of a run as a Hugging Face folder with a model card."""
     prepare_environment()
-    from hacpo_mega.export import export_copy, trained_agent
+    from hacpo_mega.commands.export import export_copy, trained_agent
 
     chosen = trained_agent(run_dir, agent)
     if quantize is None:
         export_copy(chosen, out)
     else:
-        from hacpo_mega.quantize import export_quantized
+        from hacpo_mega.commands.quantize import export_quantized
 
         export_quantized(chosen, out, quantize)
     print(out)
@@ -211,8 +211,8 @@ def inspect(
     golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
 ) -> None:
     """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
-    from hacpo_mega.data.rewards import Judge
-    from hacpo_mega.data_commands import inspect as inspect_files
+    from hacpo_mega.commands.data_files import inspect as inspect_files
+    from hacpo_mega.grading.judge import Judge
 
     with Judge("math", num_workers=2) if golds else nullcontext() as judge:
         _print_findings(*inspect_files(files, model or [], against or [], max_prompt_tokens, judge))
@@ -225,7 +225,7 @@ def convert(
     without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
 ) -> None:
     """Write files of any public layout as one JSON Lines file, each problem once."""
-    from hacpo_mega.data_commands import convert as convert_files
+    from hacpo_mega.commands.data_files import convert as convert_files
 
     _print_findings(convert_files(files, out, without or []))
 
@@ -239,8 +239,8 @@ def grade(
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one judgement; its worker is killed then.")] = 5.0,
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
-    from hacpo_mega.data.rewards import Judge
-    from hacpo_mega.data_commands import grade as grade_answers
+    from hacpo_mega.commands.data_files import grade as grade_answers
+    from hacpo_mega.grading.judge import Judge
 
     with Judge(reward, workers, timeout_s) as judge:
         _print_findings(grade_answers(file, out, judge))
@@ -265,7 +265,7 @@ def _is_one_of(world_size: int) -> bool:
     if inside_a_job():
         end_with_launcher()
         return True
-    from hacpo_mega.local_job import run_on_this_machine
+    from hacpo_mega.cluster.local_job import run_on_this_machine
 
     code = run_on_this_machine(sys.argv[1:], world_size)
     if code:

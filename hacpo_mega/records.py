@@ -1,11 +1,12 @@
 """What travels between rooms: frozen records that check themselves.
 
 Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses agents) -> Pool (a lane's full cube)
--> Sample (a trajectory as one learner sees it) -> MicroBatch (packed samples, see data/batches.py).
+-> Sample (a trajectory as one learner sees it) -> MicroBatch (packed samples, see samples/packing.py).
 """
 
 import enum
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +60,13 @@ class Rollout:
 
     def __post_init__(self) -> None:
         assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
+
+
+class Judgement(NamedTuple):
+    """A verdict and its reward; the reward is NaN exactly when the answer is unjudged."""
+
+    verdict: Verdict
+    reward: float
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ViewCounts:
+    """What became of the answers of a pool. Dropped: others' unjudged, too long, unencodable. The rest is trained on.
+
+    `num_changed` counts re-encoded answers whose new ids do not decode to the same text; `token_ratio_sum` adds up
+    learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
+    """
+
+    num_own: int = 0
+    num_cross: int = 0
+    num_unjudged: int = 0
+    num_too_long: int = 0
+    num_unencodable: int = 0
+    num_empty: int = 0
+    num_truncated: int = 0
+    num_undecodable: int = 0
+    num_reencoded: int = 0
+    num_changed: int = 0
+    token_ratio_sum: float = 0.0
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Samples packed end to end (THD, no padding between them), as tensors on the CPU.
 
@@ -164,3 +193,25 @@ class MicroBatch:
     length_B: torch.Tensor
     is_self_B: torch.Tensor
     samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """One optimizer update as this cell saw it; equal on all ranks of the cell.
+
+    reports      what the loss function reported, one per micro-batch of this cell, tensors on the CPU
+    loss         of the whole update, over all cells
+    grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
+    skipped      the norm was not finite, so the parameters stayed as they were
+    num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
+    """
+
+    reports: tuple[Any, ...]
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    num_microbatches: int
+    num_samples: int
+    num_tokens: int
+    num_trained: int

@@ -1,6 +1,6 @@
 """The loop: every agent answers, all share, each learns. This file is the table of contents of a HACPO step.
 
-Every process of the job runs it, in lockstep, each for the agent, lane and cell that its rank belongs to (topology.py).
+Every process of the job runs it, in lockstep, each for the agent, lane and cell that its rank belongs to (place.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,19 +10,19 @@ import torch
 
 from hacpo_mega.agent import Agent
 from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
-from hacpo_mega.data.learner_view import ViewRules, learner_view, same_tokenizers
-from hacpo_mega.data.rewards import Judge, Judgement
-from hacpo_mega.learning import SampleKey, ratios_by_key
-from hacpo_mega.megatron.actor import UpdateStats
-from hacpo_mega.metrics import Metrics
-from hacpo_mega.prompt_sets import codecs_of, held_out_prompts, training_sampler
-from hacpo_mega.rank_map import RankMap
-from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Trajectory
+from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.run_folder import RunFolder
+from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
+from hacpo_mega.policy_loss import SampleKey, ratios_by_key
+from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange
-from hacpo_mega.run_folder import RunFolder
-from hacpo_mega.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
-from hacpo_mega.topology import Place
+from hacpo_mega.samples.learner_view import ViewRules, learner_view, same_tokenizers
+from hacpo_mega.samples.tokenizers import agent_codecs, fits_every_agent
 
 
 class Trainer:
@@ -50,9 +50,10 @@ class Trainer:
         self.place = stack.enter_context(Place.join(RankMap.of(config)))
         self.folder = stack.enter_context(RunFolder(config, self.place))
         self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.folder.show_phase)
-        codecs = codecs_of(config)
-        self.sampler, num_dropped = training_sampler(config, codecs)
-        self.held_out = held_out_prompts(config, codecs)
+        codecs = agent_codecs(config.agents)
+        fits = fits_every_agent(codecs, config.rollout.max_prompt_tokens)
+        self.sampler, num_dropped = training_sampler(config, fits)
+        self.held_out = held_out_prompts(config, fits)
         if num_dropped:
             self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
         reward = config.reward

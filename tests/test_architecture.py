@@ -15,37 +15,26 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A file or folder of hacpo_mega belongs to a room; a room may use rooms on lower floors and nothing beside it.
-ROOMS = {
-    "config": ("config/",),
-    "records": ("records.py",),
-    "metrics": ("metrics.py", "console.py", "provenance.py", "rollout_log.py"),
-    "topology": ("topology.py", "rank_map.py", "watchdog.py"),
-    "algorithm": ("algorithm/",),
-    "data": ("data/",),
-    "megatron": ("megatron/",),
-    "rollout": ("rollout/",),
-    "agent": (
-        "agent.py",
-        "learning.py",
-        "step_metrics.py",
-        "prompt_sets.py",
-        "run_folder.py",
-        "evaluation/",
-        "checkpoint.py",
-    ),
-    "trainer": ("trainer.py", "warm_start.py", "doctor.py", "export.py", "quantize.py", "data_commands.py"),
-    "planner": ("planner.py",),
-    "report": ("report/",),
-    "cli": ("cli.py", "launcher.py", "local_job.py", "__init__.py"),
+# A folder of hacpo_mega is a room; a file beside the folders belongs to the room named here.
+TOP_FILES = {
+    "records.py": "records",
+    "agent.py": "agent",
+    "policy_loss.py": "agent",
+    "trainer.py": "trainer",
+    "cli.py": "cli",
+    "__init__.py": "cli",
 }
+# Lowest first. A room may use the rooms on lower floors, and nothing beside it.
 FLOORS = (
-    ("config", "records"),
-    ("metrics",),
-    ("topology", "algorithm", "data"),
+    ("models", "records"),
+    ("config",),
+    ("data",),
+    ("algorithm", "samples", "grading", "cluster"),
+    ("logbook",),
     ("megatron", "rollout"),
     ("agent",),
-    ("trainer", "planner", "report"),
+    ("trainer", "evaluation"),
+    ("commands", "report"),
     ("cli",),
 )
 
@@ -54,28 +43,25 @@ DOORS = {
     "megatron": ("hacpo_mega/megatron/",),
     "vllm": ("hacpo_mega/rollout/engine.py",),
     "triton": ("kernels/hacpo_kernels/",),
-    "tensorboard": ("hacpo_mega/metrics.py",),
+    "tensorboard": ("hacpo_mega/logbook/metrics.py",),
     "matplotlib": ("hacpo_mega/report/",),
-    "modelopt": ("hacpo_mega/quantize.py",),
+    "modelopt": ("hacpo_mega/commands/quantize.py",),
     "typer": ("hacpo_mega/cli.py",),
 }
 # A hang has these suspects. In the kernels it is the vocabulary-parallel log-prob, over its tensor-parallel group.
 COLLECTIVES = (
-    "hacpo_mega/topology.py",
-    "hacpo_mega/watchdog.py",
+    "hacpo_mega/cluster/",
     "hacpo_mega/rollout/",
     "hacpo_mega/megatron/",
-    "hacpo_mega/checkpoint.py",
-    "hacpo_mega/run_folder.py",
     "kernels/hacpo_kernels/",
 )
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
-    "hacpo_mega/launcher.py",
-    "hacpo_mega/local_job.py",
-    "hacpo_mega/topology.py",
-    "hacpo_mega/rank_map.py",
-    "hacpo_mega/watchdog.py",
+    "hacpo_mega/cluster/environment.py",
+    "hacpo_mega/cluster/local_job.py",
+    "hacpo_mega/cluster/place.py",
+    "hacpo_mega/cluster/rank_map.py",
+    "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",
     "hacpo_mega/rollout/engine.py",
 )
@@ -83,7 +69,7 @@ ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections",
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 350
 # Files that load code by a name the user gave: a grader of his own.
-LOADS_BY_NAME = ("hacpo_mega/data/grading_worker.py",)
+LOADS_BY_NAME = ("hacpo_mega/grading/grading_worker.py",)
 MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
 
@@ -130,11 +116,9 @@ def read_sources() -> Sources:
 
 
 def room_of(path: str) -> str | None:
-    inside = path.removeprefix("hacpo_mega/")
-    for room, places in ROOMS.items():
-        if any(inside == place or (place.endswith("/") and inside.startswith(place)) for place in places):
-            return room
-    return None
+    folder, _, rest = path.removeprefix("hacpo_mega/").partition("/")
+    room = folder if rest else TOP_FILES.get(folder)
+    return room if any(room in rooms for rooms in FLOORS) else None
 
 
 def own_modules(sources: Sources, imported: str) -> list[Source]:
@@ -146,7 +130,7 @@ def own_modules(sources: Sources, imported: str) -> list[Source]:
 def every_file_has_a_room(sources: Sources) -> Complaints:
     for source in sources:
         if source.path.startswith("hacpo_mega/") and room_of(source.path) is None:
-            yield f"{source.path}: belongs to no room; give it one in ROOMS of tests/test_architecture.py"
+            yield f"{source.path}: belongs to no room of FLOORS in tests/test_architecture.py; give it one"
 
 
 def imports_go_down(sources: Sources) -> Complaints:
@@ -260,9 +244,7 @@ def names_say_something(sources: Sources) -> Complaints:
         names += [(n.lineno, n.name) for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
         for line, name in names:
             words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
-            if empty := {"util", "utils", "common", "helper", "helpers", "manager", "misc"} & {
-                w.lower() for w in words
-            }:
+            if empty := EMPTY_WORDS & {word.lower() for word in words}:
                 yield f"{source.path}:{line}: {name}: {', '.join(empty)} says nothing"
 
 
@@ -329,7 +311,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
     (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
     (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),
-    (one_door_per_library, {"hacpo_mega/console.py": "def f():\n    from tensorboard import program"}),
+    (one_door_per_library, {"hacpo_mega/logbook/console.py": "def f():\n    from tensorboard import program"}),
     (collectives_have_few_suspects, {A: "import torch.distributed as dist"}),
     (collectives_have_few_suspects, {A: "from torch import distributed"}),
     (algorithm_is_the_paper, {"hacpo_mega/algorithm/x.py": "import json"}),
@@ -369,7 +351,9 @@ def test_rules_accept_a_file_that_keeps_them() -> None:
     assert [complaint for rule in RULES for complaint in rule(sources)] == []
 
 
-@pytest.mark.parametrize("module", ["hacpo_mega.config", "hacpo_mega.cli", "hacpo_mega.metrics", "hacpo_mega.rank_map"])
+@pytest.mark.parametrize(
+    "module", ["hacpo_mega.config", "hacpo_mega.cli", "hacpo_mega.logbook.metrics", "hacpo_mega.cluster.rank_map"]
+)
 def test_light_rooms_load_no_heavy_library(module: str) -> None:
     heavy = {"torch", "vllm", "megatron", "transformers", "triton", "matplotlib", "tensorflow"}
     code = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"

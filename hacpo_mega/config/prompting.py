@@ -1,7 +1,7 @@
 """How the text of a task becomes what one agent reads: chat template, system prompt, few-shot text. Imports no torch.
 
 Training and evaluation share this record, so an agent is asked in one way in both. Not here: the rendering itself,
-which needs a tokenizer (data/tokenizers.py).
+which needs a tokenizer (samples/tokenizers.py).
 """
 
 from collections.abc import Mapping

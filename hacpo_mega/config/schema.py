@@ -215,7 +215,7 @@ class RewardConfig(Section):
     """Who judges an answer, and how long one judgement may take before its worker is killed.
 
     `kind` is "math", "math_any", "arithmetic", "exact", or a grader of your own as "module:function"
-    (data/rewards.py). With `require_stop` an answer that did not end by itself has no answer.
+    (grading/judge.py). With `require_stop` an answer that did not end by itself has no answer.
     """
 
     kind: str = "math"

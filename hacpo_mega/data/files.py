@@ -1,6 +1,6 @@
 """Prompt files: JSON Lines or Parquet rows -> checked `PromptRow`s, or every problem of every file at once.
 
-A problem names file, line and field. Nothing here samples (prompts.py), judges (rewards.py) or imports torch, so that
+A problem names file, line and field. Nothing here samples (prompts.py), judges (judge.py) or imports torch, so that
 `hacpo-mega check` can read data files and still answer at once.
 """
 

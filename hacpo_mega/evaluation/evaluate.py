@@ -1,6 +1,6 @@
 """One model answers benchmarks through the vLLM engine, is judged, and can be interrupted at any time.
 
-`tp` ranks form an engine (a cell of topology.py), `engines` of them share the problems. What is still to be asked
+`tp` ranks form an engine (a cell of place.py), `engines` of them share the problems. What is still to be asked
 follows from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is
 a pure function of (seed, problem, which answer), never of its place in a batch.
 Not here: statistics (scores.py) and the table (table.py). In training the trainer evaluates by itself.
@@ -12,21 +12,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
 from hacpo_mega.data.files import PromptRow
-from hacpo_mega.data.math_grader import plain
-from hacpo_mega.data.rewards import Judge, Judgement
-from hacpo_mega.data.tokenizers import TextCodec, load_tokenizer
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, finite, read_answers
 from hacpo_mega.evaluation.benchmarks import Benchmark
-from hacpo_mega.evaluation.model_folder import check_positions, weights_dtype, weights_fingerprint
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
-from hacpo_mega.provenance import installed_versions, source_commit
-from hacpo_mega.rank_map import AgentShape, RankMap
-from hacpo_mega.records import Stop
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.math_grader import plain
+from hacpo_mega.logbook.provenance import installed_versions, source_commit
+from hacpo_mega.models.fingerprint import check_positions, weights_dtype, weights_fingerprint
+from hacpo_mega.records import Judgement, Stop
 from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
-from hacpo_mega.topology import Place
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
 ANSWERS_PER_WRITE = 512

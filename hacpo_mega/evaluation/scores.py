@@ -6,7 +6,7 @@
     maj@k    share of problems whose most frequent final answer is correct
 
 An answer without a verdict (time-out, error) is in no statistic, since it says nothing about the model; a problem
-without any judged answer is left out. Not here: what is correct (data/rewards.py).
+without any judged answer is left out. Not here: what is correct (grading/judge.py).
 """
 
 from collections import Counter

@@ -10,7 +10,6 @@ Shapes: T tokens and R trained rows of a micro-batch, B its samples, H hidden si
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.data.batches import pack
-from hacpo_mega.records import MicroBatch, Sample
-
-from .architecture import Architecture
-from .model import build_model, lm_head_weight, vocab_start
-from .optimizer import ActorOptimizer, OptimizerStep
-from .platform import initialize_parallel, megatron_platform
-from .reshard import full_tensors, save_hf
-from .schedule import (
+from hacpo_mega.megatron.model import build_model, lm_head_weight, vocab_start
+from hacpo_mega.megatron.optimizer import ActorOptimizer, OptimizerStep
+from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.reshard import full_tensors, save_hf
+from hacpo_mega.megatron.schedule import (
     accumulate_gradients,
     forward_only,
     obey_scaling_law,
@@ -38,32 +33,13 @@ from .schedule import (
     sum_over_cells,
     tensor_from_last_stage,
 )
-from .weights import load_hf_weights
+from hacpo_mega.megatron.weights import load_hf_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.records import MicroBatch, Sample, UpdateStats
+from hacpo_mega.samples.packing import pack
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class UpdateStats:
-    """One optimizer update as this cell saw it; equal on all ranks of the cell.
-
-    reports      what the loss function reported, one per micro-batch of this cell, tensors on the CPU
-    loss         of the whole update, over all cells
-    grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
-    skipped      the norm was not finite, so the parameters stayed as they were
-    num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
-    """
-
-    reports: tuple[Any, ...]
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    num_microbatches: int
-    num_samples: int
-    num_tokens: int
-    num_trained: int
 
 
 class Actor:

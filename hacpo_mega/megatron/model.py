@@ -18,9 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
-from .architecture import Architecture, Llama3Rope
-from .layers import decoder_spec
-from .platform import megatron_platform
+from hacpo_mega.megatron.layers import decoder_spec
+from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.models.architecture import Architecture, Llama3Rope
 
 # Megatron's habit, for matrix shapes that GPUs like: a rank's share of the vocabulary is a multiple of this.
 VOCAB_MULTIPLE = 128

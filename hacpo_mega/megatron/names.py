@@ -12,8 +12,8 @@ import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from .architecture import Architecture
-from .model import HiddenStateModel, padded_vocab_size
+from hacpo_mega.megatron.model import HiddenStateModel, padded_vocab_size
+from hacpo_mega.models.architecture import Architecture
 
 
 class Cut(enum.Enum):

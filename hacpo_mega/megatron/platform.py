@@ -2,7 +2,7 @@
 
 Megatron-core names CUDA in many places where it means "this rank's device". `megatron_platform()` gives those names a
 meaning on the CPU while Megatron code runs, and takes it away again: vLLM lives in the same process and must see the
-machine as it is. On a machine with CUDA nothing is changed. Not here: which rank does what (topology.py).
+machine as it is. On a machine with CUDA nothing is changed. Not here: which rank does what (place.py).
 """
 
 from collections.abc import Iterator

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from .model import HiddenStateModel, unwrapped
-from .names import Slot, Source, shard_shape, stage_slots, write_back
-from .weights import INDEX, SINGLE, all_sources
+from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
+from hacpo_mega.megatron.names import Slot, Source, shard_shape, stage_slots, write_back
+from hacpo_mega.megatron.weights import INDEX, SINGLE, all_sources
 
 BUCKET_BYTES = 1 << 30
 FILE_BYTES = 5 << 30

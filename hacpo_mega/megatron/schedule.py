@@ -10,7 +10,7 @@ were packed nor on how many ranks share them, and a rank without samples adds ze
 
 Megatron's own defaults divide twice (by num_microbatches in the schedule, by the data-parallel size in DDP). Its
 `calculate_per_token_loss` switches both off and would instead divide by a token count in `finalize_model_grads`; that
-count is withheld here. tests/test_gradient_invariance.py holds the law against Hugging Face.
+count is withheld here. tests/jobs/test_gradient_invariance.py holds the law against Hugging Face.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from hacpo_mega.megatron.model import forward_packed
 from hacpo_mega.records import MicroBatch
-
-from .model import forward_packed
 
 # (hidden states of the last stage, micro-batch) -> anything; with gradients it is (scalar loss, anything)
 LastStage = Callable[[torch.Tensor, MicroBatch], Any]

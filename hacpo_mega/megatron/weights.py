@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .model import HiddenStateModel, unwrapped
-from .names import Cut, Slot, Source, segments, stage_slots
+from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
+from hacpo_mega.megatron.names import Cut, Slot, Source, segments, stage_slots
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")

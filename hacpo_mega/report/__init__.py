@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hacpo_mega.console import in_step_order, phase_seconds
+from hacpo_mega.logbook.console import in_step_order, phase_seconds
 from hacpo_mega.report.page import render_page
 from hacpo_mega.report.plots import draw_pictures
 from hacpo_mega.report.run import Run, accuracies, load_run, phase_series

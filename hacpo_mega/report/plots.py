@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from hacpo_mega.console import in_step_order
+from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.report.canvas import dressed, label_ends, legend, line, panels, smooth, stack, to_inline_svg, to_png
 from hacpo_mega.report.run import Run, Series, accuracies, phase_series
 

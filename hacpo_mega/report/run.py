@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.console import agent_names
-from hacpo_mega.metrics import StepMetrics, read_metrics
-from hacpo_mega.provenance import read_starts
+from hacpo_mega.logbook.console import agent_names
+from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.provenance import read_starts
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
 from hacpo_mega.report.html import Html, join, tag
 from hacpo_mega.report.plots import agent_colour
 from hacpo_mega.report.run import Run
-from hacpo_mega.rollout_log import logged_steps, read_rollouts
 
 PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away

@@ -5,7 +5,7 @@ group form one vLLM, further ranks are independent replicas of it. New weights a
 no file and no second process between trainer and engine. This is the only file that imports vllm.
 Not here: prompts as text (the engine sees token ids and never decodes), and who is awake when (agent.py).
 
-The environment must hold, before torch and vllm are imported (launcher.py sets it):
+The environment must hold, before torch and vllm are imported (environment.py sets it):
     VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine must live in this process; without it the constructor refuses
     VLLM_LOGGING_LEVEL=ERROR           vLLM's console noise
     TORCHDYNAMO_DISABLE=1              CPU only: vLLM would compile a tiny function for 18 s at the first log-probs
@@ -32,13 +32,13 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hacpo_mega.config.checks import OWNED_BY_US_VLLM
+from hacpo_mega.models.folder import eos_token_ids, read_json, weight_names
 from hacpo_mega.records import Stop
 from hacpo_mega.rollout.host_process import (
     joined_to_default_group,
     keeping_default_group,
     process_untouched,
 )
-from hacpo_mega.rollout.model_folder import eos_token_ids, read_json, weight_names
 
 # Where the user's table says nothing. vLLM's own defaults take most of the memory, and the actor lives here too; on CPU
 # it would also compile for half a minute what a small model does not need. Prompts are read whole there: after a part
@@ -312,7 +312,7 @@ def _check_process(tensor_parallel_size: int) -> None:
             f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
             "process: set it to 0 before Python starts, or start with hacpo-mega, which does"
         )
-    assert dist.is_initialized(), "the agent's default process group is made before its engine (topology.py)"
+    assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
     if dist.get_world_size() % tensor_parallel_size:
         raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
 

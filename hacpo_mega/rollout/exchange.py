@@ -10,7 +10,7 @@ pickle (nothing that arrives is executed):
     text     UTF-8    the answers, end to end
 
 A lone surrogate has no UTF-8 form and no tokenizer accepts one: it travels as U+FFFD, and a warning counts them.
-Not here: judging, scoring, and what a learner makes of the pool (data/learner_view.py).
+Not here: judging, scoring, and what a learner makes of the pool (samples/learner_view.py).
 """
 
 import logging
@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hacpo_mega.rank_map import RankMap
+from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
-from hacpo_mega.topology import Place, gather_bytes
 
 MAGIC = b"HACPOTRJ"
 VERSION = 1

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.launcher import prepare_environment
+from hacpo_mega.cluster.environment import prepare_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hacpo_kernels import linear_logprob, sequence_objective
 from kernel_cases import make_head
-from test_sequence_objective import make_batch
+from objective_cases import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

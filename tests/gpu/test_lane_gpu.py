@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.rank_map import AgentShape, RankMap
-from hacpo_mega.topology import Place, gather_bytes
+from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -1,0 +1,196 @@
+"""Where every process of a job belongs: pure arithmetic on ranks, without torch and without communication.
+
+    global rank = first rank of its agent + agent rank            agents own contiguous blocks, in configuration order
+    agent rank  = cell * (tp * pp) + pp_rank * tp + tp_rank       cells are contiguous, tensor ranks are neighbours
+    cell        = lane * cells_per_lane + cell_in_lane            a cell is one replica; its first rank is the leader
+
+It lives beside place.py, which needs torch, so that `hacpo-mega check` and the launchers can ask for the number of
+processes in well under a second. Megatron is told the same order of ranks in megatron/platform.py.
+Not here: process groups (place.py) and which node a rank runs on (the launcher's business).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from hacpo_mega.config import Config
+
+
+@dataclass(frozen=True)
+class AgentShape:
+    """The parallel layout of one agent; engine_tp is the number of ranks of one vLLM engine."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    cells_per_lane: int = 1
+    engine_tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.cells_per_lane, self.engine_tp) < 1:
+            raise ValueError(f"agent {self.name}: tp, pp, cells_per_lane and engine_tp must be at least 1, got {self}")
+        if self.cell_size % self.engine_tp:
+            raise ValueError(
+                f"agent {self.name}: a cell has tp {self.tp} x pp {self.pp} = {self.cell_size} ranks, which engines of "
+                f"engine_tp {self.engine_tp} do not fill. Choose a divisor of {self.cell_size}."
+            )
+
+    @property
+    def cell_size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def engines_per_cell(self) -> int:
+        return self.cell_size // self.engine_tp
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The place of one process. `agent` is an index, `cell` counts over the agent's row, `engine` inside the cell."""
+
+    global_rank: int
+    agent: int
+    agent_name: str
+    agent_rank: int
+    lane: int
+    cell: int
+    cell_in_lane: int
+    cell_rank: int
+    pp_rank: int
+    tp_rank: int
+    engine: int
+    engine_rank: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process speaks for its cell."""
+        return self.cell_rank == 0
+
+    def __str__(self) -> str:
+        cell = f"agent {self.agent_name}, lane {self.lane}, cell {self.cell_in_lane}"
+        return f"rank {self.global_rank} ({cell}, pp {self.pp_rank}, tp {self.tp_rank})"
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """All processes of a job. Every question costs O(number of agents), whatever the number of ranks."""
+
+    lanes: int
+    agents: tuple[AgentShape, ...]
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1 or not self.agents:
+            raise ValueError(f"a job needs at least one lane and one agent, got {self.lanes} and {len(self.agents)}")
+
+    @classmethod
+    def of(cls, config: Config) -> "RankMap":
+        """The map of a configuration."""
+        shapes = (
+            AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel)
+            for agent in config.agents
+        )
+        return cls(config.lanes, tuple(shapes))
+
+    def require_world_size(self, found: int) -> None:
+        """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
+        if found != self.world_size:
+            raise ValueError(
+                f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found WORLD_SIZE {found}. "
+                "Start it with launch/local.sh, or with as many processes as needed."
+            )
+
+    def agent_world_size(self, agent: int) -> int:
+        """Ranks of one agent over all lanes."""
+        return self.lanes * self.agents[agent].cells_per_lane * self.agents[agent].cell_size
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first global rank of every agent, and the world size at the end."""
+        sizes = (self.agent_world_size(agent) for agent in range(len(self.agents)))
+        return tuple(accumulate(sizes, initial=0))
+
+    @property
+    def world_size(self) -> int:
+        return self.first_ranks[-1]
+
+    def coordinate(self, global_rank: int) -> Coordinate:
+        """The place of a global rank. Raises ValueError outside [0, world_size)."""
+        if not 0 <= global_rank < self.world_size:
+            raise ValueError(f"rank {global_rank} is outside this job of {self.world_size} ranks: {self.arithmetic()}")
+        agent = bisect_right(self.first_ranks, global_rank) - 1
+        shape = self.agents[agent]
+        agent_rank = global_rank - self.first_ranks[agent]
+        cell, cell_rank = divmod(agent_rank, shape.cell_size)
+        lane, cell_in_lane = divmod(cell, shape.cells_per_lane)
+        pp_rank, tp_rank = divmod(cell_rank, shape.tp)
+        engine, engine_rank = divmod(cell_rank, shape.engine_tp)
+        return Coordinate(
+            global_rank=global_rank,
+            agent=agent,
+            agent_name=shape.name,
+            agent_rank=agent_rank,
+            lane=lane,
+            cell=cell,
+            cell_in_lane=cell_in_lane,
+            cell_rank=cell_rank,
+            pp_rank=pp_rank,
+            tp_rank=tp_rank,
+            engine=engine,
+            engine_rank=engine_rank,
+        )
+
+    def rank_of(self, agent: int, lane: int, cell_in_lane: int = 0, pp_rank: int = 0, tp_rank: int = 0) -> int:
+        """The global rank at a place: the inverse of `coordinate`. Raises ValueError where there is no such place."""
+        if not 0 <= agent < len(self.agents):
+            raise ValueError(f"there is no agent {agent}; this job has {len(self.agents)}")
+        shape = self.agents[agent]
+        place = ((lane, self.lanes), (cell_in_lane, shape.cells_per_lane), (pp_rank, shape.pp), (tp_rank, shape.tp))
+        if any(not 0 <= index < size for index, size in place):
+            raise ValueError(f"agent {shape.name} has no (lane, cell, pp, tp) = {[i for i, _ in place]}: {shape}")
+        cell = lane * shape.cells_per_lane + cell_in_lane
+        return self.first_ranks[agent] + cell * shape.cell_size + pp_rank * shape.tp + tp_rank
+
+    def leaders(self, lane: int) -> list[int]:
+        """Global ranks of the leaders of a lane, by agent, then by cell: the senders of an exchange, in its order."""
+        return [
+            self.rank_of(agent, lane, cell)
+            for agent, shape in enumerate(self.agents)
+            for cell in range(shape.cells_per_lane)
+        ]
+
+    def arithmetic(self) -> str:
+        """How the world size comes about, for error messages."""
+        terms = (
+            f"{shape.name}: {self.lanes} lanes x {shape.cells_per_lane} cells x tp {shape.tp} x pp {shape.pp} = "
+            f"{self.agent_world_size(agent)}"
+            for agent, shape in enumerate(self.agents)
+        )
+        return "; ".join(terms)
+
+    def table(self, max_lanes: int = 8) -> str:
+        """The job as text: a row per agent, a column per lane, the global ranks of its cells inside.
+
+        Beyond `max_lanes` lanes the middle is left out, so the table of 100,000 ranks still fits a screen.
+        """
+        shown = [*range(min(self.lanes, max_lanes))]
+        if self.lanes > max_lanes:
+            shown = [*range(max_lanes - 1), -1, self.lanes - 1]
+        header = ["", *("..." if lane < 0 else f"lane {lane}" for lane in shown)]
+        rows = [header, *(list(self._table_row(agent, shown)) for agent in range(len(self.agents)))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([f"{self.world_size} ranks ({self.arithmetic()})", *lines])
+
+    def _table_row(self, agent: int, lanes: list[int]) -> Iterator[str]:
+        shape = self.agents[agent]
+        yield f"{shape.name} (tp {shape.tp}, pp {shape.pp}, {shape.engines_per_cell} engine(s) of {shape.engine_tp})"
+        for lane in lanes:
+            if lane < 0:
+                yield "..."
+                continue
+            first = self.rank_of(agent, lane)
+            last = first + shape.cells_per_lane * shape.cell_size - 1
+            span = f"{first}" if first == last else f"{first}-{last}"
+            yield span if shape.cells_per_lane == 1 else f"{span} in {shape.cells_per_lane} cells"

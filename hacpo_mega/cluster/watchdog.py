@@ -1,0 +1,139 @@
+"""Who died, and in which phase: every process watches its neighbour through one TCP connection.
+
+The processes of a job form a ring; rank r listens to rank r + 1, who tells it every phase it enters. The kernel, not a
+heartbeat thread, says whether a process lives: when it ends, however it ends, its socket closes within milliseconds,
+and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
+Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
+those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
+Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from hacpo_mega.cluster.rank_map import RankMap
+
+# A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. An error
+# waits this long before it is announced, so that a death, seen in milliseconds, is named first.
+GRACE_S = 1.0
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class Watchdog:
+    """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead."""
+
+    def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float) -> None:
+        """Joins the ring, a collective; `store` carries the addresses. OSError if a neighbour is out of reach."""
+        self._me = rank_map.coordinate(rank)
+        self._watched = rank_map.coordinate((rank + 1) % rank_map.world_size)
+        self._phase = "start"
+        self._phase_of_watched = "start"
+        self._announcing = threading.Lock()
+        self._to_watcher: socket.socket | None = None
+        if rank_map.world_size == 1:
+            return
+        watcher = (rank - 1) % rank_map.world_size
+        with socket.create_server(("", 0)) as server:
+            store.set(f"watchdog/{rank}", f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]}")
+            from_watched = _connect(store.get(f"watchdog/{self._watched.global_rank}").decode(), rank, timeout_s)
+            self._to_watcher = _accept(server, watcher, timeout_s)
+        threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Says what this process does from now on; costs one small write."""
+        self._phase = f"{phase} of step {step}"
+        self._tell(f"phase {self._phase}")
+
+    def close(self) -> None:
+        """Leaves the ring in peace. Only after a barrier: from here on this process no longer hears of deaths."""
+        self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
+        self._tell("bye")
+
+    def fail(self, error: BaseException) -> None:
+        """Ends this process with status 1, after every other process has been told why. Never returns."""
+        time.sleep(GRACE_S)
+        traceback.print_exception(error)
+        detail = str(error).strip().split("\n")[0]
+        self._go_down(f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}")
+
+    def _listen(self, from_watched: socket.socket) -> None:
+        with suppress(OSError), from_watched.makefile(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                kind, _, text = line.rstrip("\n").partition(" ")
+                if kind == "bye":
+                    return
+                if kind == "down":
+                    self._go_down(text)
+                self._phase_of_watched = text
+        self._go_down(f"{self._watched} died in phase {self._phase_of_watched}")
+
+    def _go_down(self, cause: str) -> None:
+        self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
+        self._tell(f"down {cause}")
+        sys.stdout.flush()
+        # One write: the processes of a node share their standard error, and print's line end would be a second one.
+        sys.stderr.write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
+        sys.stderr.flush()
+        os._exit(1)  # not sys.exit: the main thread may be inside a collective that will never return
+
+    def _tell(self, line: str) -> None:
+        # A watcher that is gone or stuck must not take this process with it: its own watcher reports it.
+        if self._to_watcher is not None:
+            with suppress(OSError):
+                self._to_watcher.sendall(f"{line}\n".encode())
+
+
+def _own_address() -> str:
+    """The address of this host on the way to the job's first node (a host may have many; nothing is sent)."""
+    target = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, *_, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def _connect(published: str, rank: int, timeout_s: float) -> socket.socket:
+    """A connection to the neighbour that published "address hostname port", introduced with the own rank."""
+    address, hostname, port = published.split()
+    # Where a node's own name resolves to loopback, the address it published serves that node only.
+    candidates = (address, hostname) if hostname == socket.gethostname() else (hostname, address)
+    errors = []
+    for candidate in candidates:
+        try:
+            connection = socket.create_connection((candidate, int(port)), timeout=timeout_s / len(candidates))
+        except OSError as error:
+            errors.append(f"{candidate}: {error}")
+            continue
+        connection.settimeout(None)
+        _keep_alive(connection)
+        connection.sendall(f"{rank}\n".encode())
+        return connection
+    raise OSError(f"rank {rank} cannot reach its neighbour on {hostname}, port {port} ({'; '.join(errors)})")
+
+
+def _accept(server: socket.socket, watcher: int, timeout_s: float) -> socket.socket:
+    """The connection of the rank that watches this one; strangers (port scanners) are sent away."""
+    server.settimeout(timeout_s)
+    while True:
+        connection, _ = server.accept()
+        connection.settimeout(5.0)
+        with suppress(OSError):
+            # Read to the last byte: a socket closed with unread data resets, and a reset discards the last phases.
+            if connection.recv(16) == f"{watcher}\n".encode():
+                _keep_alive(connection)
+                return connection
+        connection.close()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, seconds in KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, seconds)

@@ -1,0 +1,180 @@
+"""`hacpo-mega doctor`: do Megatron, Hugging Face and the live vLLM engine mean the same model, here, in this layout?
+
+For every agent of a configuration, log-probs of the same tokens are compared: Megatron with Hugging Face, Megatron with
+the engine after its weights were published, and again after an optimizer update. That update is large on purpose: a
+publish that changes nothing must not pass. Nothing is written; the models in memory are thrown away.
+Not here: whether training improves anything.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.agent import Agent
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
+from hacpo_mega.records import Sample
+from hacpo_mega.rollout.engine import answer_seed
+
+NUM_ANSWERS = 8
+PROMPT_TOKENS = 16
+LONGEST = 1024
+# One Adam step of this size moves every weight by about as much: far more than any tolerance.
+UPDATE = OptimizerConfig(lr=1e-3)
+# Largest difference of a token's log-prob, nats. bf16 keeps 8 bits of a weight, so a rare token may be off by much.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison of two ways to score the same tokens, on one rank; `least` turns it into a lower bound."""
+
+    agent: str
+    what: str
+    dtype: str
+    num_tokens: int
+    largest: float
+    mean: float
+    bound: float
+    least: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        """False for a NaN, too."""
+        return self.largest > self.bound if self.least else self.largest <= self.bound
+
+
+def examine(config: Config, tolerance: float | None = None) -> bool:
+    """Compare every agent of `config`, print a table on the job's rank 0, and say whether all is within tolerance.
+
+    `tolerance` bounds the largest difference of a token's log-prob (nats); None takes TOLERANCES of the actor's dtype.
+    Collective over the job: call it in every process of one that fits the configuration.
+    """
+    with Place.join(RankMap.of(config)) as place:
+        place.enter_phase("doctor", 0)
+        mine = json.dumps([asdict(found) for found in diagnose(config, place, tolerance)]).encode()
+        everyones = [Finding(**found) for payload in place.gather_job(mine) for found in json.loads(payload)]
+        findings = worst_of(everyones)
+        if place.coordinate.global_rank == 0:
+            print(table(findings), flush=True)
+    return all(finding.is_good for finding in findings)
+
+
+def diagnose(config: Config, place: Place, tolerance: float | None = None) -> list[Finding]:
+    """This rank's findings about its agent. Collective over the agent's ranks."""
+    spec = config.agents[place.agent].model_copy(update={"optimizer": UPDATE})
+    # Temperature 1, where all three mean the same distribution of the next token.
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.0})})
+    agent = Agent(spec, place, config)
+    dtype = agent.actor.model.config.params_dtype
+    bound = TOLERANCES[dtype] if tolerance is None else tolerance
+
+    def compare(what: str, found: list[np.ndarray], expected: list[np.ndarray], *, least: bool = False) -> Finding:
+        difference = np.abs(np.concatenate(found) - np.concatenate(expected))
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Finding(
+            spec.name,
+            what,
+            dtype_name,
+            len(difference),
+            float(difference.max()),
+            float(difference.mean()),
+            bound,
+            least,
+        )
+
+    sequences, num_prompt, sampled = _sequences(agent, config)
+    samples = [_scored_whole(tokens) for tokens in sequences]
+    before = agent.actor.token_logprobs(samples)
+    findings = [
+        compare("Megatron - vLLM", before, agent.engine.logprobs(sequences)),
+        compare("Megatron - vLLM, as it sampled", [row[num_prompt - 1 :] for row in before[: len(sampled)]], sampled),
+    ]
+    if place.coordinate.agent_rank == 0:
+        findings.append(compare("Megatron - Hugging Face", before, _hugging_face(spec, sequences, dtype)))
+    agent.actor.learn_supervised(samples, num_trained_tokens=sum(sample.num_trained for sample in samples))
+    agent.publish_weights()
+    after = agent.actor.token_logprobs(samples)
+    findings.append(compare("moved by one update", after, before, least=True))
+    findings.append(compare("Megatron - vLLM after it", after, agent.engine.logprobs(sequences)))
+    agent.close()
+    return findings
+
+
+def _sequences(agent: Agent, config: Config) -> tuple[list[list[int]], int, list[np.ndarray]]:
+    """Sampled and random sequences, the prompt length of the sampled ones (which come first), and their log-probs."""
+    vocabulary = agent.actor.architecture.vocab_size
+    rng = np.random.default_rng(config.seed)
+    num_prompt = min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
+    prompts = rng.integers(0, vocabulary, (NUM_ANSWERS, num_prompt)).tolist()
+    seeds = [answer_seed(config.seed, 0, index, 0, agent.index) for index in range(NUM_ANSWERS)]
+    max_tokens = min(config.rollout.max_answer_tokens, LONGEST - num_prompt)
+    answers = agent.engine.generate(prompts, seeds, max_tokens=max_tokens, return_logprobs=True)
+    whole = [prompt + answer.token_ids.tolist() for prompt, answer in zip(prompts, answers)]
+    # The engine scores at most one token less than it holds.
+    longest = min(LONGEST, agent.engine.max_model_len - 1)
+    whole = [tokens[:longest] for tokens in whole]
+    sampled = [answer.logprobs[: len(tokens) - num_prompt] for answer, tokens in zip(answers, whole)]
+    random = [rng.integers(0, vocabulary, size).tolist() for size in (2, (longest + 2) // 2, longest)]
+    return whole + random, num_prompt, sampled
+
+
+def _scored_whole(tokens: Sequence[int]) -> Sample:
+    """A sequence whose every token after the first is an answer."""
+    return Sample(
+        source=0,
+        is_self=True,
+        prompt_index=0,
+        rollout_index=0,
+        prompt_ids=np.array(tokens[:1], dtype=np.int32),
+        answer_ids=np.array(tokens[1:], dtype=np.int32),
+        num_trained=len(tokens) - 1,
+        advantage=0.0,
+        source_logprob=0.0,
+        length=float(len(tokens) - 1),
+    )
+
+
+@torch.no_grad()
+def _hugging_face(spec: AgentConfig, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> list[np.ndarray]:
+    """Log-probs of all tokens after the first by transformers, on the CPU: the devices are full of the other two."""
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+    scores = []
+    for tokens in sequences:
+        tokens_T = torch.tensor(tokens)
+        logits_TV = model(tokens_T[None]).logits[0, :-1].float()
+        scores.append(logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0].numpy())
+    return scores
+
+
+def worst_of(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding per agent and comparison: the worst rank's."""
+    worst: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        known = worst.get((finding.agent, finding.what))
+        if known is None or _badness(finding) > _badness(known):
+            worst[finding.agent, finding.what] = finding
+    return list(worst.values())
+
+
+def _badness(finding: Finding) -> float:
+    if np.isnan(finding.largest):
+        return np.inf
+    return -finding.largest if finding.least else finding.largest
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The findings as text, a line each."""
+    head = f"{'agent':16} {'log-probs (nats)':32} {'dtype':9} {'tokens':>7} {'largest':>9} {'mean':>9}  bound"
+    return "\n".join([head, *map(_line, findings)])
+
+
+def _line(found: Finding) -> str:
+    numbers = f"{found.num_tokens:7d} {found.largest:9.2e} {found.mean:9.2e}"
+    verdict = f"{'>' if found.least else '<='} {found.bound:g}  {'ok' if found.is_good else 'BAD'}"
+    return f"{found.agent:16} {found.what:32} {found.dtype:9} {numbers}  {verdict}"

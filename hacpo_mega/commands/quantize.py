@@ -1,0 +1,90 @@
+"""A trained agent in FP8 or NVFP4 for vLLM: NVIDIA ModelOpt behind one function. The only door to modelopt.
+
+Weights and activations are scaled by what the agent itself wrote: its last logged prompts and answers run through the
+model once (calibration). Embedding, output layer and norms stay in 16 bits. What the change costs is measured on the
+same texts and written into the model card. Not here: copying an agent as it is (export.py).
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import modelopt.torch.quantization as mtq
+import torch
+from modelopt.torch.export import export_hf_checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hacpo_mega.commands.export import CARD, TrainedAgent, draft_of, model_card
+from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
+
+FORMATS: Mapping[str, Mapping[str, Any]] = {"fp8": mtq.FP8_DEFAULT_CFG, "nvfp4": mtq.NVFP4_DEFAULT_CFG}
+# Where ModelOpt can compute as the format will: its kernel for NVFP4's blocks of 16 is CUDA's alone.
+SIMULATED_ON = {"fp8": ("cpu", "cuda"), "nvfp4": ("cuda",)}
+NUM_CALIBRATED = 128
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
+
+
+def export_quantized(agent: TrainedAgent, out: Path, number_format: str) -> None:
+    """Writes the agent in `number_format` ("fp8" or "nvfp4") with its tokenizer and its model card.
+
+    Raises ValueError for another format, for a run without logged answers, and when `out` exists.
+    """
+    if number_format not in FORMATS:
+        raise ValueError(f"--quantize {number_format!r} is unknown; there are: {', '.join(FORMATS)}")
+    texts = calibration_ids(agent)
+    with draft_of(out) as draft:
+        model = _load(agent.folder)
+        before = mean_logprobs(model, texts)
+        mtq.quantize(model, dict(FORMATS[number_format]), lambda calibrated: mean_logprobs(calibrated, texts))
+        cost = _cost(model, before, texts) if model.device.type in SIMULATED_ON[number_format] else ""
+        export_hf_checkpoint(model, export_dir=draft)
+        shutil.copytree(agent.folder, draft, dirs_exist_ok=True, ignore=_not_in(draft))
+        weights = f"{number_format} by nvidia-modelopt, calibrated on {len(texts)} answers of the run"
+        card = model_card(agent, weights + cost)
+        (draft / CARD).write_text(card, encoding="utf-8")
+
+
+def calibration_ids(agent: TrainedAgent) -> list[list[int]]:
+    """Token ids of the agent's own last prompts with its answers, at most 128. ValueError when the run logged none."""
+    codec = TextCodec(load_tokenizer(agent.folder, agent.agent.trust_remote_code), agent.agent.prompting)
+    steps = logged_steps(agent.run_dir)
+    found: list[list[int]] = []
+    while steps and len(found) < NUM_CALIBRATED:
+        for prompt in read_rollouts(agent.run_dir, steps.pop()):
+            own = [answer["text"] for answer in prompt["answers"] if answer["agent"] == agent.agent.name]
+            found += [[*codec.encode_prompt(prompt["prompt"]), *codec.encode_answer(text, True)] for text in own[:1]]
+    if not found:
+        raise ValueError(f"{agent.run_dir}/rollouts holds no answers of {agent.agent.name} to calibrate with")
+    return found[:NUM_CALIBRATED]
+
+
+@torch.no_grad()
+def mean_logprobs(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[float]:
+    """The mean log-prob (nats) of every text's tokens after its first."""
+    means = []
+    for ids in texts:
+        tokens_1T = torch.tensor([ids], device=model.device)
+        logits_TV = model(tokens_1T).logits[0, :-1].float()
+        chosen_T = torch.log_softmax(logits_TV, dim=-1).gather(1, tokens_1T[0, 1:, None])
+        means.append(chosen_T.mean().item())
+    return means
+
+
+def _cost(model: PreTrainedModel, before: Sequence[float], texts: Sequence[Sequence[int]]) -> str:
+    change = fmean(abs(b - a) for a, b in zip(before, mean_logprobs(model, texts)))
+    return f"; mean change of an answer's mean log-prob: {change:.2g} nats"
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    """The model in the 16 bits that vLLM's quantized layers compute in, on the GPU if there is one."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _not_in(draft: Path) -> Any:
+    """What to leave out of a copy: the weights, and what the quantized folder has a version of its own of."""
+    weights = shutil.ignore_patterns(*WEIGHTS)
+    return lambda folder, names: weights(folder, names) | {name for name in names if (draft / name).exists()}

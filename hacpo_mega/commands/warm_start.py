@@ -1,0 +1,118 @@
+"""`hacpo-mega init`: small models from scratch, and their supervised warm start through the same Megatron actor.
+
+For every agent with an [agents.init] table whose folder does not exist: random weights and a tokenizer of its own
+are written as a Hugging Face folder, trained on worked arithmetic, and written again. Agents train at the same time,
+each on its own ranks and in its own parallel layout.
+Not here: reinforcement learning (trainer.py). A real run starts from published models and never comes here.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
+from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.records import Sample
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
+
+FAMILIES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+REPORT_EVERY = 100
+
+
+def initialize(config: Config) -> None:
+    """Creates and warm-starts this rank's agent, if its model folder does not exist. Collective over the job."""
+    with Place.join(RankMap.of(config)) as place:
+        spec = config.agents[place.agent]
+        is_missing = spec.init is not None and not (spec.model / "config.json").is_file()
+        # The agent's own folder appears only when it is complete: an interrupted warm start starts again.
+        draft = spec.model.with_name(spec.model.name + ".init")
+        if is_missing and place.coordinate.agent_rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            create_model(draft, spec.init, config.seed)
+        place.barrier()
+        if is_missing:
+            _warm_started(spec, draft, place, config)
+        place.barrier()
+        if is_missing and place.coordinate.agent_rank == 0:
+            draft.rename(spec.model)
+
+
+def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) -> None:
+    plan = spec.init.warm_start
+    if plan is None:
+        return
+    actor = Actor(
+        draft,
+        tp=spec.tp,
+        pp=spec.pp,
+        optimizer=plan.optimizer,
+        total_updates=plan.num_updates,
+        max_positions=spec.init.max_positions,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        seed=config.seed,
+        overrides=spec.megatron,
+    )
+    warm_start(actor, TextCodec(load_tokenizer(draft)), plan, place, config.seed)
+    actor.save_hf(draft)
+
+
+def create_model(folder: Path, init: InitConfig, seed: int) -> None:
+    """Writes a Hugging Face folder: random fp32 weights of the table's sizes and a tokenizer of its vocabulary."""
+    tokenizer = make_tokenizer(folder, init.vocabulary)
+    model_config = FAMILIES[init.family](
+        vocab_size=len(tokenizer),
+        hidden_size=init.hidden_size,
+        intermediate_size=init.ffn_size,
+        num_hidden_layers=init.num_layers,
+        num_attention_heads=init.num_heads,
+        num_key_value_heads=init.num_kv_heads,
+        head_dim=init.head_dim,
+        max_position_embeddings=init.max_positions,
+        tie_word_embeddings=init.tied_embeddings,
+        rms_norm_eps=1e-6,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folder)
+
+
+def warm_start(actor: Actor, codec: TextCodec, plan: WarmStartConfig, place: Place, seed: int) -> None:
+    """Trains the actor on `plan.num_updates` batches of worked answers; every cell takes its share of each batch."""
+    mix = (SkillMix(skill, share.share, share.num_examples) for skill, share in plan.skills.items())
+    stream = WarmStartStream(mix, plan.batch_size, seed)
+    my = place.coordinate
+    num_cells = place.rank_map.lanes * place.rank_map.agents[my.agent].cells_per_lane
+    for update in range(plan.num_updates):
+        samples = [worked_sample(example, codec) for example in stream.at(update)]
+        num_trained = sum(sample.num_trained for sample in samples)
+        result = actor.learn_supervised(samples[my.cell :: num_cells], num_trained)
+        if my.agent_rank == 0 and (update + 1) % REPORT_EVERY == 0:
+            print(f"{my.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}", flush=True)
+
+
+def worked_sample(example: Example, codec: TextCodec) -> Sample:
+    """A worked example as a sample whose every answer token, EOS included, is trained."""
+    answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
+    return Sample(
+        source=0,
+        is_self=True,
+        prompt_index=0,
+        rollout_index=0,
+        prompt_ids=np.array(codec.encode_prompt(example.prompt), dtype=np.int32),
+        answer_ids=answer_ids,
+        num_trained=len(answer_ids),
+        advantage=0.0,
+        source_logprob=0.0,
+        length=float(len(answer_ids)),
+    )

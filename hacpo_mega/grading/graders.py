@@ -1,0 +1,88 @@
+"""Graders that compare strings, and what changes the reward of another grader.
+
+A grader is (prompt, answer text, gold) -> a reward from 0 to 1, or None for a text without an answer. Those here are
+linear in the text and call nothing of anybody else, so they cannot hang and run where they are called. Graders that
+parse mathematics are in math_grader.py and run in guarded workers, and so does anything composed in a file of yours:
+
+    from hacpo_mega.grading.graders import length_penalised, requiring_format
+    from hacpo_mega.grading.math_grader import boxed
+    reward = length_penalised(requiring_format(boxed, r"</think>"), free_characters=4000, characters_to_zero=8000)
+
+is reward.kind = "my_rewards.py:reward".
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_boxed
+
+Grader = Callable[[str, str, str], float | None]
+NUMBER = re.compile(r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
+
+
+def arithmetic(prompt: str, answer: str, gold: str) -> float | None:
+    """The task of tasks.py: exactly one `;`, and the text after it is exactly the result. The working is not judged."""
+    if ";" not in answer:
+        return None
+    _, _, result = answer.partition(";")
+    return float(result == gold)
+
+
+def exact(prompt: str, answer: str, gold: str) -> float | None:
+    """The whole answer is the gold text, white space around either aside."""
+    return float(answer.strip() == gold.strip()) if answer.strip() else None
+
+
+def numeric_within(relative: float = 1e-6, absolute: float = 1e-9) -> Grader:
+    """The last number, of the last box if there is one, is within a tolerance of the last number of gold."""
+
+    def numeric(prompt: str, answer: str, gold: str) -> float | None:
+        found, wanted = _last_number(after_thinking(answer)), _last_number(gold_answer(gold))
+        if wanted is None:
+            raise ValueError(f"the gold answer {gold[-80:]!r} has no number in it")
+        return None if found is None else float(math.isclose(found, wanted, rel_tol=relative, abs_tol=absolute))
+
+    return numeric
+
+
+def _last_number(text: str) -> float | None:
+    content = last_boxed(text)
+    numbers = NUMBER.findall(text if content is None else content)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def length_penalised(grader: Grader, free_characters: int, characters_to_zero: int) -> Grader:
+    """The grader's reward, falling linearly from 1 to 0 times itself between the two lengths of the answer."""
+    if not 0 <= free_characters < characters_to_zero:
+        raise ValueError(
+            f"free_characters ({free_characters}) must be below characters_to_zero ({characters_to_zero}); "
+            "the reward falls from the one to the other"
+        )
+
+    def penalised(prompt: str, answer: str, gold: str) -> float | None:
+        reward = grader(prompt, answer, gold)
+        share = (characters_to_zero - len(answer)) / (characters_to_zero - free_characters)
+        return None if reward is None else reward * min(1.0, max(0.0, share))
+
+    return penalised
+
+
+def requiring_format(grader: Grader, pattern: str, reward_without: float = 0.0) -> Grader:
+    """The grader's reward where the regular expression is found in the answer, else that share of it."""
+    if not 0.0 <= reward_without <= 1.0:
+        raise ValueError(f"reward_without ({reward_without}) is a share of the reward, from 0 to 1")
+    wanted = re.compile(pattern, re.DOTALL)
+
+    def formatted(prompt: str, answer: str, gold: str) -> float | None:
+        reward = grader(prompt, answer, gold)
+        return reward if reward is None or wanted.search(answer) else reward * reward_without
+
+    return formatted
+
+
+IN_PROCESS: Mapping[str, Grader] = {"arithmetic": arithmetic, "exact": exact, "numeric": numeric_within()}
+GUARDED: Mapping[str, str] = {
+    "math": "hacpo_mega.grading.math_grader:boxed",
+    "math_any": "hacpo_mega.grading.math_grader:anywhere",
+}

@@ -1,0 +1,116 @@
+"""The folder of a run, and what its processes show and write into it.
+
+    config.toml   resolved        starts.jsonl   commit and versions of every start
+    metrics.jsonl, tensorboard/   metrics.py     rollouts/step_*.lane_*.jsonl   rollout_log.py
+    agents/<name>/   every agent as a Hugging Face folder, at the end
+
+A run never writes over another: what lies at `run_dir` from before is moved to `run_dir.1`, `run_dir.2`, ... first.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import tomli_w
+import torch
+from torch import Tensor
+
+from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.config import Config
+from hacpo_mega.logbook.console import Console
+from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
+from hacpo_mega.logbook.provenance import record_start
+from hacpo_mega.logbook.rollout_log import RolloutLog
+from hacpo_mega.records import Pool
+
+
+class RunFolder:
+    """A process's share of the run folder: rank 0 writes metrics and the console, one leader per lane its rollouts."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        """Makes the folder, moving an older one aside. Collective over the job."""
+        self._place = place
+        self._path = config.run_dir
+        self._stack = ExitStack()
+        is_first = place.coordinate.global_rank == 0
+        if is_first:
+            move_aside(self._path)
+            self._path.mkdir(parents=True)
+            (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+            record_start(self._path, steps_done=0)
+        place.barrier()
+        self._console = self._stack.enter_context(Console(config.num_steps)) if is_first else None
+        self._metrics = self._stack.enter_context(MetricsWriter(self._path)) if is_first else None
+        self._rollouts = self._rollout_log(config) if place.is_leader else None
+
+    def _rollout_log(self, config: Config) -> RolloutLog:
+        group = self._place.lane_group
+        return RolloutLog(
+            self._path,
+            self._place.lane,
+            tuple(agent.name for agent in config.agents),
+            self._place.agent,
+            lambda payload: gather_bytes(group, payload),
+            writes=group.rank() == 0,
+        )
+
+    def show_phase(self, phase: str) -> None:
+        """Shows the phase that begins, on rank 0."""
+        if self._console is not None:
+            self._console.phase(phase)
+
+    def say(self, text: str) -> None:
+        """Prints a line, on rank 0."""
+        if self._console is not None:
+            self._console.say(text)
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        """Writes and shows the reduced metrics of a step, on rank 0."""
+        if self._metrics is not None:
+            self._metrics.write(step, metrics)
+            self._console.step(step, metrics)
+
+    def write_rollouts(
+        self,
+        step: int,
+        pool: Pool,
+        advantages_PNG: Tensor,
+        ratios: Mapping[tuple[int, int, int], float],
+        prompts_seen: Sequence[str],
+    ) -> None:
+        """Logs a lane's answers with this learner's advantages and the ratios it knows. Collective over the leaders.
+
+        `ratios` is by (prompt index, source agent, rollout index); `prompts_seen` is what this learner's model reads.
+        """
+        if self._rollouts is None:
+            return
+        keys = [
+            [(trajectory.rollout.prompt_index, n, trajectory.rollout.rollout_index) for trajectory in group]
+            for by_agent in pool.trajectories_PNG
+            for n, group in enumerate(by_agent)
+        ]
+        flat = [[ratios.get(key, torch.nan) for key in row] for row in keys]
+        ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
+        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def move_aside(path: Path) -> None:
+    """Renames an existing run folder to the first free of `path.1`, `path.2`, ..."""
+    if not path.exists():
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def resolved_toml(config: Config) -> str:
+    """The configuration with every default filled in, as TOML that `load_config` reads back; None is left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

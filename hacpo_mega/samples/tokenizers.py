@@ -1,0 +1,247 @@
+"""Tokenizers: making a small one, loading one, comparing two by content, and encoding what a learner sees.
+
+An answer that crosses agents is text, and has to become tokens that FOLLOW a prompt. That is not what `tokenizer(text)`
+gives: SentencePiece-style tokenizers (Llama 2, Phi-3) put a space marker before a text encoded by itself, and drop one
+space when they decode a text by itself. `TextCodec` finds out by trying, and where it is so encodes and decodes behind
+an anchor that is cut off again.
+Not here: which answers are re-encoded at all (learner_view.py).
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jinja2
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hacpo_mega.config import AgentConfig, Prompting
+
+PAD, EOS = "<pad>", "<eos>"
+PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+PROBES = ("x", "1", "a")
+ANCHORS = ("=", "\n", "a", "1")
+
+
+def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Writes a Hugging Face tokenizer whose tokens are exactly `vocabulary`, matched longest first, and returns it.
+
+    Ids: 0 pad, 1 eos, then the vocabulary in order, so its size is len(vocabulary) + 2. Nothing inserts a space.
+    It is a word-level model behind a split by one alternation of all tokens, longest first. A regular expression takes
+    the first alternative that matches, so this IS longest match from the left, in linear time. WordPiece matches the
+    same way but is quadratic and turns a whole text into one unknown token; BPE follows merge ranks and Unigram the
+    best sum of scores, and neither is longest match.
+    There is no unknown token: a text with another character is an error when it is encoded, never silently changed.
+    ValueError for a token that is empty, repeated, or the pad or end token.
+    """
+    _check_vocabulary(vocabulary)
+    ids = {token: i for i, token in enumerate((PAD, EOS, *vocabulary))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids))
+    longest_first = "|".join(re.escape(token) for token in sorted(vocabulary, key=len, reverse=True))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(longest_first), behavior="isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def _check_vocabulary(vocabulary: Sequence[str]) -> None:
+    repeated = sorted({token for token in vocabulary if vocabulary.count(token) > 1})
+    reserved = sorted({"", PAD, EOS}.intersection(vocabulary))
+    if not vocabulary or repeated or reserved:
+        found = f"repeated {repeated}, reserved {reserved}" if vocabulary else "none at all"
+        raise ValueError(f"a vocabulary needs different, non-empty tokens that are not {PAD} or {EOS}; found {found}")
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, from files alone. ValueError when there is none, or it has no EOS.
+
+    A folder that says its tokenizer.json is all there is (tokenizer_class TokenizersBackend or PreTrainedTokenizerFast)
+    is taken at its word: AutoTokenizer would put the model family's own pre-tokenizer in its place when config.json
+    says qwen2, and lose every token of more than one character.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"tokenizer folder {folder} does not exist; give a local Hugging Face folder as agent.model")
+    try:
+        if _names_only_its_json(Path(folder)):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"no tokenizer could be loaded from {folder}: {first}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in {folder} names no eos_token; answers could never end. Set it in its config."
+        )
+    return tokenizer
+
+
+def _names_only_its_json(folder: Path) -> bool:
+    described = folder / "tokenizer_config.json"
+    if not described.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    content = json.loads(described.read_text())
+    return content.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in content
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of what turns text into ids and back: model, merges, added tokens, normalizer, pre-tokenizer, decoder.
+
+    Equal for the same tokenizer in another folder, under another name or with another chat template. Not part of it:
+    what adds BOS (prompts are always encoded by the learner itself) and which token is EOS: a base model and its
+    instruct twin often differ in that alone, and learner_view swaps that one token.
+    """
+    if tokenizer.is_fast:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        kept = {k: content[k] for k in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")}
+    else:
+        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+        kept = {"class": type(tokenizer).__name__, "model": tokenizer.get_vocab(), "added_tokens": added}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+class TextCodec:
+    """Prompts and answers to the ids of one agent, and its answers back to text.
+
+    `eos_id`, `pad_id` and `fingerprint` are the tokenizer's; prompts are cached, since every source's answers to a
+    prompt need the same ids.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
+        """ValueError when the tokenizer has no chat template, or one that does not read what it is given."""
+        if prompting.chat_template:
+            _check_chat_template(tokenizer, prompting)
+        self.tokenizer = tokenizer
+        self.prompting = prompting
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self._anchors = self._find_anchors() if self._marks_the_start() else ()
+        self._prompt_ids = functools.lru_cache(maxsize=8192)(self._encode_prompt)
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Ids of a prompt as the model sees it: with BOS where the tokenizer adds one, or inside the chat template.
+
+        With a chat template the text is one user message and the assistant's turn is opened. Special tokens spelled
+        out in a prompt are special tokens: a data file may be written in a template of its own. ValueError if a
+        character has no token, or nothing is left to predict the first token of an answer from.
+        """
+        return self._prompt_ids(text)
+
+    def shown_prompt(self, text: str) -> str:
+        """What the model reads for a task, as text: template, system prompt and special tokens included."""
+        return self.tokenizer.decode(
+            list(self.encode_prompt(text)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
+        """Ids of an answer that follows a prompt, then EOS if the answer ended by itself.
+
+        Special tokens spelled out in the text stay text. `decode_answer` gives the text back wherever the tokenizer can
+        write it. ValueError if a character has no token.
+        """
+        end = (self.eos_id,) if ended else ()
+        for anchor, anchor_ids in self._anchors:
+            ids = self._plain_ids(anchor + text)
+            # an answer that starts with more of the anchor may merge with it ("==" is one token): take the next anchor
+            if ids[: len(anchor_ids)] == anchor_ids:
+                return ids[len(anchor_ids) :] + end
+        return self._plain_ids(text) + end
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """The text of an answer's ids, without special tokens; the first space is kept, nothing is cleaned up."""
+        if not self._anchors:
+            return self._text(ids)
+        anchor, anchor_ids = self._anchors[0]
+        return self._text([*anchor_ids, *ids])[len(anchor) :]
+
+    def _encode_prompt(self, text: str) -> tuple[int, ...]:
+        if self.prompting.chat_template:
+            rendered = _rendered(self.tokenizer, self.prompting, text)
+            ids = tuple(self._encode(text=rendered, add_special_tokens=False))  # the template writes BOS itself
+        else:
+            filled = self.prompting.filled(text)
+            ids = tuple(self._encode(text=filled, add_special_tokens=True, split_special_tokens=False))
+            # some tokenizers close every text with EOS; an answer cannot follow that
+            while ids and ids[-1] == self.eos_id and not (len(ids) == 1 and ids[0] == self.tokenizer.bos_token_id):
+                ids = ids[:-1]
+        if not ids:
+            raise ValueError(f"the prompt {text!r} has no tokens, so there is nothing to predict an answer from")
+        return ids
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        try:
+            return self.tokenizer(text, **options).input_ids
+        except Exception as error:  # the Rust tokenizers raise a bare Exception
+            raise ValueError(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
+
+    def _plain_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._encode(text, add_special_tokens=False, split_special_tokens=True)) if text else ()
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _marks_the_start(self) -> bool:
+        """Whether a text encoded by itself reads differently after another: "x" then "x" decodes to "x x"."""
+        for probe in filter(self._can_write, PROBES):
+            ids = self._plain_ids(probe)
+            return self._text(ids + ids) != probe + probe
+        return False
+
+    def _can_write(self, probe: str) -> bool:
+        try:
+            return self._text(self._plain_ids(probe)).strip() == probe
+        except ValueError:
+            return False
+
+    def _find_anchors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        usable = [a for a in ANCHORS if self._can_write(a) or self._text(self._plain_ids(a)) == a]
+        return tuple((anchor, self._plain_ids(anchor)) for anchor in usable)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            prompting.messages(text), add_generation_prompt=True, tokenize=False, **prompting.template_kwargs
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting) -> None:
+    """A template ignores in silence what it does not know: a misspelled argument, a system prompt."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"chat_template is on, but the tokenizer of {tokenizer.name_or_path} has none; "
+            "switch it off for a base model, or add chat_template.jinja to the folder"
+        )
+    read = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+    unread = sorted(prompting.template_kwargs.keys() - read)
+    if unread:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} never reads {', '.join(unread)}; "
+            "correct or remove it in chat_template_kwargs"
+        )
+    system = (prompting.system_prompt or "").strip()
+    if system not in _rendered(tokenizer, prompting, "x"):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} leaves the system prompt out; "
+            "write it into prompt_template instead"
+        )
+
+
+def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:
+    """The tokenizer of every agent: all must be able to read a prompt before anybody is asked it."""
+    return tuple(TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting) for agent in agents)
+
+
+def fits_every_agent(codecs: Sequence[TextCodec], max_tokens: int) -> Callable[[str], bool]:
+    """Whether a task's text, as each agent reads it, has at most `max_tokens` tokens for all of them."""
+    return lambda text: all(len(codec.encode_prompt(text)) <= max_tokens for codec in codecs)

@@ -1,0 +1,224 @@
+"""The live vLLM engine against Hugging Face: what it scores, what it samples, what it refuses, what it leaves alone.
+
+One job of four real processes (tests/support/engine_job.py) does everything; the tests judge what each process saw.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scripts import run_script
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.records import Stop
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+AGENTS = ("qwen3", "llama")
+RANKS = [(agent, rank) for agent in AGENTS for rank in (0, 1)]
+EOS = 7
+TEMPERATURE = 0.7
+# name -> family, tied, seed of the weights. vLLM's attention on the CPU needs a head size of at least 32.
+MODELS = {
+    "qwen3": ("qwen3", True, 1),
+    "qwen3-other": ("qwen3", True, 2),
+    "llama": ("llama", False, 1),
+    "llama-other": ("llama", False, 2),
+    "qwen2": ("qwen2", True, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, (family, tied, seed) in MODELS.items():
+        make_model(folder / name, family, tied=tied, seed=seed, num_heads=2, head_dim=32)
+    make_model(folder / "narrow", "llama", num_heads=4, head_dim=16)
+    chat = folder / "chat"
+    chat.mkdir()
+    added = [{"id": 90, "content": "<|im_end|>"}, {"id": 91, "content": "<|x|>"}]
+    files = {
+        "config.json": {"eos_token_id": 88},
+        "generation_config.json": {"eos_token_id": [88, 89], "top_p": 0.1},
+        "tokenizer_config.json": {"eos_token": "<|im_end|>"},
+        "tokenizer.json": {"added_tokens": added},
+    }
+    for name, content in files.items():
+        (chat / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saw(models, tmp_path_factory) -> dict[tuple[str, int], dict]:
+    """What every process of the job saw, by agent and rank."""
+    out = tmp_path_factory.mktemp("saw")
+    run_script("engine_job.py", 4, models, out)
+    return {(agent, rank): torch.load(out / f"{agent}-{rank}.pt", weights_only=False) for agent, rank in RANKS}
+
+
+class Oracle:
+    """Hugging Face's log-probs, one sequence at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+    @torch.no_grad()
+    def table(self, tokens: list[int], temperature: float = 1.0) -> np.ndarray:
+        """Log-probs [len(tokens), V]: row t is the distribution of the token after position t."""
+        logits_TV = self.model(torch.tensor([tokens])).logits[0].double() / temperature
+        return logits_TV.log_softmax(-1).numpy()
+
+    def score(self, tokens: list[int], temperature: float = 1.0) -> np.ndarray:
+        """Log-prob of every token after the first."""
+        return self.table(tokens, temperature)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+@pytest.fixture(scope="module")
+def oracles(models) -> dict[str, Oracle]:
+    return {name: Oracle(models / name) for name in MODELS}
+
+
+def assert_scores(found: list[np.ndarray], sequences: list[list[int]], oracle: Oracle) -> None:
+    assert len(found) == len(sequences)
+    for scores, tokens in zip(found, sequences):
+        np.testing.assert_allclose(scores, oracle.score(tokens), atol=1e-4, rtol=0)
+
+
+def tokens_of(answers) -> list[list[int]]:
+    return [token_ids.tolist() for token_ids, _, _ in answers]
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_scores_are_hugging_faces(saw, oracles, agent, rank):
+    seen = saw[agent, rank]
+    assert_scores(seen["start"], seen["sequences"], oracles[agent])
+    assert_scores(seen["replica"], seen["sequences"][rank:], oracles[agent])
+
+
+def test_qwen2_with_biases(saw, oracles):
+    for rank in (0, 1):
+        assert_scores(saw["qwen3", rank]["qwen2"], saw["qwen3", rank]["sequences"], oracles["qwen2"])
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_published_weights_replace_all_of_the_old(saw, oracles, agent, rank):
+    """Also the packed copy of a tied output layer; and the engine keeps none of the caller's tensors (zeroed since)."""
+    seen = saw[agent, rank]
+    assert_scores(seen["published"], seen["sequences"], oracles[f"{agent}-other"])
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_sampled_tokens_come_with_their_logprobs(saw, oracles, agent):
+    """Under the tempered distribution. The first prompt fills a cache block: a prefix of the old weights would show."""
+    seen = saw[agent, 0]
+    for prompt, (token_ids, _, logprobs) in zip(seen["prompts"], seen["answers"]):
+        whole = oracles[f"{agent}-other"].score(prompt + token_ids.tolist(), TEMPERATURE)
+        np.testing.assert_allclose(logprobs, whole[len(prompt) - 1 :], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
+    seen, neighbour = saw[agent, 0], saw[agent, 1]
+    answers = tokens_of(seen["answers"])
+    assert tokens_of(seen["again"]) == answers
+    assert tokens_of(seen["backwards"]) == answers
+    assert tokens_of(seen["alone"]) == [answers[0], answers[3]]
+    assert tokens_of(neighbour["answers"]) == answers, "both ranks of an engine see the same answers"
+    different = [new != old for new, old in zip(tokens_of(seen["other step"]), answers)]
+    assert np.mean(different) > 0.95
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_greedy_takes_the_most_likely_token(saw, oracles, agent):
+    seen = saw[agent, 0]
+    for prompt, (token_ids, _, _) in zip(seen["prompts"], seen["greedy"]):
+        table_TV = oracles[f"{agent}-other"].table(prompt + token_ids.tolist())[len(prompt) - 1 : -1]
+        chosen_T = table_TV[np.arange(len(token_ids)), token_ids]
+        np.testing.assert_allclose(chosen_T, table_TV.max(axis=1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_samples_follow_the_distribution(saw, oracles, agent, rank):
+    """Pearson's chi-square of first tokens under the seeds of one prompt's rollouts; fixed seeds, so no flakiness."""
+    seen = saw[agent, rank]
+    draws = np.asarray(seen["draws"])
+    expected_V = np.exp(oracles[agent].table(seen["sequences"][0])[-1]) * len(draws)
+    counted_V = np.bincount(draws, minlength=len(expected_V))
+    common = expected_V >= 5
+    expected = np.append(expected_V[common], expected_V[~common].sum())
+    counted = np.append(counted_V[common], counted_V[~common].sum())
+    degrees = len(expected) - 1
+    # Wilson and Hilferty: the cube root of chi-square / degrees is normal; 4 standard deviations
+    limit = degrees * (1 - 2 / (9 * degrees) + 4 * np.sqrt(2 / (9 * degrees))) ** 3
+    assert ((counted - expected) ** 2 / expected).sum() < limit
+
+
+def test_agents_draw_different_noise(saw):
+    first, second = (np.asarray(saw["qwen3", rank]["draws"]) for rank in (0, 1))
+    assert np.mean(first == second) < 0.2
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_stop_says_why_an_answer_ended(saw, agent):
+    stops = set()
+    for token_ids, stop, _ in saw[agent, 0]["answers"]:
+        stops.add(stop)
+        ended = EOS in token_ids
+        assert stop == (Stop.EOS if ended else Stop.LENGTH)
+        assert not ended or token_ids.tolist().index(EOS) == len(token_ids) - 1, "it keeps the EOS and nothing after"
+        assert ended or len(token_ids) == 40
+    assert stops == {Stop.EOS, Stop.LENGTH}, "the job sampled both kinds"
+    assert len(saw[agent, 0]["just fits"][0]) == 6
+    assert saw[agent, 0]["empty"] == []
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_the_trainers_process_is_left_as_it_was(saw, agent, rank):
+    """Random streams, threads, dtype, gradient mode, the environment of child processes, the default process group."""
+    before, after = saw[agent, rank]["process"]
+    assert after == before
+
+
+def test_gradients_still_work_beside_an_engine(saw):
+    assert saw["qwen3", 0]["gradient"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_sleeping_engines_refuse_and_wake_without_weights(saw, oracles, agent, rank):
+    seen = saw[agent, rank]
+    for said in (seen["unloaded"], seen["forgot"]):
+        assert "needs weights" in said
+    for said, verb in zip(seen["asleep"], ("generate", "load", "sleep"), strict=True):
+        assert said.startswith(f"RuntimeError: {verb}() needs the engine") and "asleep" in said
+    assert "generate() needs the engine awake, it is weights" in seen["no cache"]
+    scores, twice = seen["awake"]
+    assert_scores(scores, seen["sequences"][rank:], oracles[agent])
+    assert "is awake" in twice
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_half_a_publish_is_an_error(saw, agent, rank):
+    """vLLM itself would keep the old values of what is missing, and only log it."""
+    assert "1 missing ['model.layers.1.mlp.down_proj.weight'], 0 unknown" in saw[agent, rank]["lacking"]
+    assert "needs weights" in saw[agent, rank]["lacking refuses"]
+
+
+def test_errors_say_what_to_do(saw):
+    seen = saw["llama", 0]
+    assert "250 tokens; with max_tokens 7 the engine (max_model_len 256) takes 1 to 249" in seen["too long"]
+    assert "256 tokens" in seen["no score"]
+    assert "vllm.dtype = 'bfloat16'" in seen["owned"]
+    assert "engine_tp (3) must divide the agent's 2 ranks" in seen["indivisible"]
+    assert "head_dim 16" in seen["head size"]
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING is 1" in seen["environment"]
+
+
+def test_seeds_and_ends_are_facts_of_the_run(saw):
+    seen = saw["llama", 0]
+    assert len(seen["seeds"]) == 3 * 20 * 8 * 2, "no two answers share a seed"
+    assert all(0 <= seed < 2**63 for seed in seen["seeds"])
+    # By hand: half of the little-endian BLAKE2b-64 of five little-endian int64. A resumed run depends on it.
+    assert seen["seed"] == 2_908_383_577_397_656_658
+    assert seen["eos"] == (88, 89, 90), "generation config, config and the tokenizer's turn end; not other added tokens"

@@ -1,0 +1,228 @@
+"""The exchange keeps every bit of every answer, refuses damaged messages, and ends with one full cube everywhere."""
+
+import math
+import struct
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job import run_job
+
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.records import Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.rollout import exchange as exchange_module
+from hacpo_mega.rollout.exchange import HEADER, ROW, assemble, decode, encode, exchange, pack, unpack
+
+SENDER = "rank 3 (agent B)"
+INT32 = st.integers(-(2**31), 2**31 - 1)
+COUNT = st.integers(0, 2**31 - 1)
+
+
+def trajectory(prompt: int = 0, agent: int = 0, rollout: int = 0, text: str = "42", tokens=(1, 2, 3)) -> Trajectory:
+    ids = np.array(tokens, dtype=np.int32)
+    return Trajectory(agent, Rollout(prompt, rollout, ids, text, Stop.EOS), Verdict.CORRECT, 1.0, -0.5, len(ids))
+
+
+@st.composite
+def trajectories(draw) -> Trajectory:
+    ids = np.array(draw(st.lists(INT32, max_size=6)), dtype=np.int32)
+    # st.text() leaves lone surrogates out, and draws emoji, combining marks, NUL and right-to-left text
+    rollout = Rollout(
+        draw(st.integers(0, 2**62)), draw(COUNT), ids, draw(st.text(max_size=12)), draw(st.sampled_from(Stop))
+    )
+    verdict = draw(st.sampled_from(Verdict))
+    reward = draw(st.floats(allow_nan=False)) if verdict.is_judged else math.nan
+    return Trajectory(draw(COUNT), rollout, verdict, reward, draw(st.floats()), draw(st.integers(0, len(ids))))
+
+
+def bits(t: Trajectory) -> tuple:
+    """A trajectory as something that == compares, NaN and signed zero by their bits."""
+    r = t.rollout
+    floats = (
+        struct.pack("<dd", t.reward, t.mean_logprob) if not math.isnan(t.mean_logprob) else struct.pack("<d", t.reward)
+    )
+    ids = (r.token_ids.dtype, r.token_ids.tolist())
+    return t.agent, r.prompt_index, r.rollout_index, ids, r.text, r.stop, t.verdict, floats, t.num_scored
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(trajectories(), max_size=5))
+def test_what_arrives_is_what_was_sent(sent):
+    assert [bits(t) for t in decode(encode(sent), SENDER)] == [bits(t) for t in sent]
+
+
+def test_layout_by_hand():
+    """The documented bytes, written out with struct: another program could read them."""
+    message = encode([trajectory(prompt=7, agent=1, rollout=5, text="é", tokens=(258,))])
+    header = b"HACPOTRJ" + struct.pack("<IQQQ", 1, 1, 1, 2)
+    row = struct.pack("<ddqiiiiiBB", 1.0, -0.5, 7, 5, 1, 1, 1, 2, 0, 0)
+    assert message == header + row + b"\x02\x01\x00\x00" + b"\xc3\xa9"
+
+
+def test_lone_surrogates_are_replaced_and_counted(caplog):
+    (arrived,) = decode(encode([trajectory(prompt=3, text="a\ud800b\udfff😀")]), SENDER)
+    assert arrived.rollout.text == "a\ufffdb\ufffd😀"
+    assert "agent 0, prompt 3, rollout 0: 2 lone surrogates" in caplog.text
+
+
+def damaged(offset: int, value: bytes) -> bytes:
+    message = bytearray(encode([trajectory(), trajectory(rollout=1)]))
+    message[offset : offset + len(value)] = value
+    return bytes(message)
+
+
+FIRST_ROW = HEADER.size
+FIELD = {name: FIRST_ROW + ROW.fields[name][1] for name in ROW.names}
+
+
+@pytest.mark.parametrize(
+    "message, complaint",
+    [
+        (b"", "less than the header's"),
+        (encode([trajectory()])[:30], "less than the header's"),
+        (encode([trajectory()])[:-1], "take "),
+        (encode([trajectory()]) + b"x", "take "),
+        (damaged(0, b"PICKLE"), "starts with b'PICKLE"),
+        (damaged(8, struct.pack("<I", 2)), "layout 2, this is 1"),
+        (damaged(12, struct.pack("<Q", 2**63)), "take "),
+        (damaged(20, struct.pack("<Q", 7)), "take "),
+        (damaged(FIELD["num_tokens"], struct.pack("<i", 4)), "num_tokens of its trajectories do not add up"),
+        (damaged(FIELD["num_text_bytes"], struct.pack("<i", -2)), "num_text_bytes of its trajectories do not add up"),
+        (damaged(FIELD["stop"], b"\x4d"), "trajectory 0 of 2 is damaged: 77 is not a valid Stop"),
+        (damaged(FIELD["verdict"], b"\x03"), "trajectory 0 of 2 is damaged"),
+        (damaged(FIELD["num_scored"], struct.pack("<i", 9)), "trajectory 0 of 2 is damaged"),
+        (damaged(FIRST_ROW + 2 * ROW.itemsize + 6 * 4, b"\xff"), "trajectory 0 of 2 is damaged: 'utf-8'"),
+    ],
+)
+def test_a_damaged_message_is_refused_with_its_sender(message, complaint):
+    with pytest.raises(ValueError, match=r"^message of rank 3 \(agent B\): ") as error:
+        decode(message, SENDER)
+    assert complaint in str(error.value)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=40), st.integers(0, 400), st.booleans())
+def test_no_noise_brings_anything_but_a_value_error(noise, offset, whole):
+    """Whatever bytes are changed, decoding gives trajectories or the documented error, never another one."""
+    message = noise if whole else damaged(offset, noise)
+    with suppress(ValueError):
+        assert all(isinstance(answer, Trajectory) for answer in decode(message, SENDER))
+
+
+@given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
+def test_pack_and_unpack(messages):
+    assert unpack(pack(messages)) == messages
+
+
+MAP = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))
+
+
+def lane_prompts(lane: int) -> tuple[Prompt, ...]:
+    # three prompts for two cells: the cells of an agent owe different numbers of answers
+    return tuple(Prompt(index, f"id{index}", "?", "!") for index in range(3 * lane, 3 * lane + 3))
+
+
+def answers_of(rank_map: RankMap, rank: int, num_rollouts: int) -> list[Trajectory]:
+    """What the cell of a rank answers; every answer says in its text and tokens whose it is."""
+    my = rank_map.coordinate(rank)
+    mine = lane_prompts(my.lane)[my.cell_in_lane :: rank_map.agents[my.agent].cells_per_lane]
+    return [expected_answer(prompt.index, my.agent, g) for prompt in mine for g in range(num_rollouts)]
+
+
+def expected_answer(prompt: int, agent: int, rollout: int) -> Trajectory:
+    unjudged = (prompt + rollout) % 4 == 3
+    ids = np.arange(100 * prompt + 10 * agent + rollout, dtype=np.int32)
+    return Trajectory(
+        agent=agent,
+        rollout=Rollout(prompt, rollout, ids, f"p{prompt} n{agent} g{rollout} 🦜" * rollout, Stop.LENGTH),
+        verdict=Verdict.TIMEOUT if unjudged else Verdict.WRONG,
+        reward=math.nan if unjudged else prompt / 7,
+        mean_logprob=-1 / (1 + rollout),
+        num_scored=len(ids) // 2,
+    )
+
+
+@pytest.mark.parametrize(
+    "spoil, complaint",
+    [
+        (
+            lambda sent: sent.pop(),
+            r"rank 4 \(agent B, lane 0, .* did not send 1 .*\(prompt 2, agent 1, rollout 1\)",
+        ),
+        (lambda sent: sent.append(sent[0]), r"rank 4 .* sent twice.* \(prompt 0, agent 1, rollout 0\)"),
+        (lambda sent: sent.append(expected_answer(1, 1, 0)), r"rank 4 .* for another cell, .*\(prompt 1, agent 1, rol"),
+        (lambda sent: sent.append(expected_answer(0, 0, 0)), r"rank 4 .* for another cell, .*\(prompt 0, agent 0, rol"),
+        (lambda sent: sent.append(expected_answer(3, 1, 0)), r"rank 4 .* for another cell, .*\(prompt 3, agent 1, rol"),
+    ],
+)
+def test_a_cube_that_is_not_full_names_answer_and_sender(spoil, complaint):
+    by_sender = [answers_of(MAP, rank, 2) for rank in MAP.leaders(0)]
+    spoil(by_sender[1])
+    with pytest.raises(AssertionError, match=complaint):
+        assemble(by_sender, lane_prompts(0), MAP, 0, rollouts_per_prompt=2)
+
+
+class CountingGroup:
+    """The real lane group, with its all-gathers counted."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.num_gathers = group, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def allgather(self, *tensors) -> dist.Work:
+        self.num_gathers += 1
+        return self.group.allgather(*tensors)
+
+
+def check_exchange(place: Place, rank_map: RankMap) -> int:
+    if place.is_leader:
+        place.lane_group = CountingGroup(place.lane_group)
+    prompts = lane_prompts(place.lane)
+    mine = answers_of(rank_map, place.coordinate.global_rank, 3)
+    pool = exchange(mine, prompts, place, rollouts_per_prompt=3)
+    assert pool.prompts == prompts
+    for p, prompt in enumerate(prompts):
+        for n in range(len(rank_map.agents)):
+            for g in range(3):
+                assert bits(pool.trajectories_PNG[p][n][g]) == bits(expected_answer(prompt.index, n, g))
+    return place.lane_group.num_gathers if place.is_leader else 0
+
+
+@pytest.mark.parametrize(
+    "rank_map",
+    [
+        RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2))),
+        RankMap(2, (AgentShape("A", tp=2, engine_tp=1), AgentShape("B"))),
+        RankMap(1, (AgentShape("A"), AgentShape("B", pp=2, engine_tp=2), AgentShape("C"))),
+    ],
+    ids=["two-cells-in-a-lane", "two-lanes", "three-agents"],
+)
+def test_every_rank_of_a_lane_gets_the_same_full_cube(rank_map):
+    num_gathers = run_job(rank_map, check_exchange)
+    leaders = {rank for lane in range(rank_map.lanes) for rank in rank_map.leaders(lane)}
+    assert num_gathers == [2 if rank in leaders else 0 for rank in range(rank_map.world_size)]
+
+
+def check_damage_is_seen(place: Place, rank_map: RankMap) -> str:
+    """Agent B's cell speaks another layout; both sides of the lane say so, and name it."""
+    if place.coordinate.agent_name == "B":
+        exchange_module.VERSION = 9
+    message = answers_of(rank_map, place.coordinate.global_rank, 1)
+    try:
+        exchange(message, lane_prompts(place.lane), place, rollouts_per_prompt=1)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_two_versions_in_one_job_name_each_other():
+    from_a, from_b = run_job(RankMap(1, (AgentShape("A"), AgentShape("B"))), check_damage_is_seen)
+    assert from_a.startswith("message of rank 1 (agent B,")
+    assert from_b.startswith("message of rank 0 (agent A,")

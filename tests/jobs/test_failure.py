@@ -1,0 +1,191 @@
+"""A rank that dies, fails or never comes takes the whole job down soon, and everyone names it, its agent and its phase.
+
+The processes are started without torchrun wherever that is possible: a launcher that ends the other ranks would hide
+whether they notice by themselves, as they must under srun.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import failing_job
+import pytest
+import torch
+from job import PROCESSES, free_port
+from repository import ROOT
+from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+
+from hacpo_mega.cluster.environment import EVERYWHERE, ON_CPU
+from hacpo_mega.logbook.metrics import read_metrics
+
+DEADLINE_S = 60.0
+
+NAMES = (
+    "rank 0 (agent A, lane 0, cell 0, pp 0, tp 0)",
+    "rank 1 (agent A, lane 0, cell 0, pp 0, tp 1)",
+    "rank 2 (agent B, lane 0, cell 0, pp 0, tp 0)",
+    "rank 3 (agent C, lane 0, cell 0, pp 0, tp 0)",
+)
+
+
+class Job:
+    """The four processes as srun starts them, with nobody who looks after them; what they write goes to files."""
+
+    def __init__(self, folder: Path, victim: int, fate: str, timeout_s: float = 120.0) -> None:
+        """Returns when the victim is about to meet its fate."""
+        self.folder, port, ready = folder, free_port(), folder / "ready"
+        arguments = victim, fate, timeout_s, ready
+        self.ranks = [
+            PROCESSES.Process(target=failing_job.play, args=(rank, port, folder, arguments)) for rank in range(4)
+        ]
+        for process in self.ranks:
+            process.start()
+        while not ready.exists():
+            statuses = [process.exitcode for process in self.ranks]
+            assert statuses == [None] * 4 or ready.exists(), (statuses, self.errors())
+            time.sleep(0.05)
+
+    def errors(self) -> list[str]:
+        files = [self.folder / f"{rank}.err" for rank in range(4)]
+        return [file.read_text() if file.exists() else "(did not start)" for file in files]
+
+    def wait(self) -> list[int]:
+        """The exit status of every rank, all of which must be gone within the deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        for process in self.ranks:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+        statuses = [process.exitcode for process in self.ranks]
+        for process in self.ranks:
+            process.kill()
+        assert None not in statuses, (statuses, self.errors())
+        return statuses
+
+    def assert_everyone_names(self, cause: str) -> None:
+        """The pattern `cause` on a line of its own on every rank that could still write one."""
+        for rank, (status, errors) in enumerate(zip(self.wait(), self.errors())):
+            if status != -signal.SIGKILL:
+                line = rf"^{re.escape(NAMES[rank])}, in phase .* of step 12, stops: {cause}$"
+                assert status == 1, (rank, status, errors)
+                assert re.search(line, errors, re.M), (rank, errors)
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3], ids=["keeper-of-the-store", "in-the-middle", "last"])
+def test_a_killed_rank_is_named_by_all_others(tmp_path, victim):
+    job = Job(tmp_path, victim, "sleep")
+    job.ranks[victim].kill()
+    job.assert_everyone_names(re.escape(f"{NAMES[victim]} died in phase learn of step 12"))
+    # A consequence (a connection closed by the dead peer) must not be reported as if it were a cause.
+    assert not any("Traceback" in text for text in job.errors())
+
+
+def test_an_error_is_named_by_all_with_its_first_line(tmp_path):
+    job = Job(tmp_path, 2, "raise")
+    job.assert_everyone_names(re.escape(f"{NAMES[2]} failed in phase learn of step 12: RuntimeError: loss is NaN"))
+    assert [text.count("Traceback") for text in job.errors()] == [0, 0, 1, 0]
+
+
+def test_leaving_early_is_an_error_even_with_status_0(tmp_path):
+    job = Job(tmp_path, 1, "exit")
+    job.assert_everyone_names(re.escape(f"{NAMES[1]} failed in phase learn of step 12: SystemExit: 0"))
+
+
+def test_a_rank_that_never_comes_ends_the_job_at_the_time_limit(tmp_path):
+    """A hang: nobody died, so whoever ran into the limit first is named, with what it waited in."""
+    job = Job(tmp_path, 2, "sleep", timeout_s=10.0)
+    job.assert_everyone_names(r"rank [013] \(agent .*\) failed in phase exchange of step 12: .*Timed out.*")
+    # The sleeper is told as well, and its phase shows that it was the one that did not come.
+    assert f"{NAMES[2]}, in phase learn of step 12, stops" in job.errors()[2]
+
+
+def test_a_stopped_process_is_not_dead(tmp_path):
+    """Only slow: the kernel keeps its connections, and the job ends well when it goes on."""
+    job = Job(tmp_path, 2, "late")
+    os.kill(job.ranks[2].pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    assert all(process.is_alive() for process in job.ranks)
+    os.kill(job.ranks[2].pid, signal.SIGCONT)
+    assert job.wait() == [0, 0, 0, 0], job.errors()
+    assert all((tmp_path / f"{rank}.out").read_text() == "finished\n" for rank in range(4))
+
+
+def test_under_torchrun_the_job_ends_with_the_name_on_its_output(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command += ["--monitor-interval=2", failing_job.__file__, "2", "raise", "120", str(tmp_path / "ready")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert finished.returncode != 0
+    cause = f"stops: {NAMES[2]} failed in phase learn of step 12: RuntimeError: loss is NaN"
+    for name in NAMES:
+        assert re.search(rf"{re.escape(name)}, in phase .*{re.escape(cause)}\n", finished.stderr), finished.stderr
+    assert "finished" not in finished.stdout
+
+
+def test_env_sh_says_what_the_launcher_says():
+    """On a machine without CUDA; and what the user has set stays."""
+    command = ["bash", "-euc", f"source {ROOT}/launch/env.sh; env"]
+    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "0"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    found = dict(line.split("=", 1) for line in printed.splitlines())
+    expected = EVERYWHERE | ({} if torch.cuda.is_available() else ON_CPU) | {"HF_HUB_OFFLINE": "0"}
+    assert {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")} == expected
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one, from /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it may end while we read
+            fields = status.read_text().rpartition(")")[2].split()
+            parents[int(status.parent.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than an entry that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank torchrun gave a process, if it is one of the job's."""
+    variables = dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    is_rank = "hacpo_mega.cli" in Path(f"/proc/{pid}/cmdline").read_text()
+    return int(variables["RANK"]) if is_rank and "RANK" in variables else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
+    """A whole run, started as a user starts it and from another folder; its last rank is killed in the middle."""
+    agents = [
+        agent_table(tmp_path, "qwen", "qwen3", CHARACTERS, tp=2),
+        agent_table(tmp_path, "llama", "llama", CHARACTERS + PAIRS),
+    ]
+    write_config(tmp_path, agents, num_steps=100_000)
+    with (tmp_path / "errors").open("w") as errors:
+        job = subprocess.Popen([ROOT / "launch/local.sh", "run.toml"], cwd=tmp_path, stdout=errors, stderr=errors)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert job.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.5)
+    before = read_metrics(metrics)
+    family = descendants(job.pid)
+    victim = next(pid for pid in family if rank_of(pid) == 2)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait(timeout=DEADLINE_S) != 0
+    text = (tmp_path / "errors").read_text()
+    cause = r"rank 2 \(agent llama, lane 0, cell 0, pp 0, tp 0\) died in phase \w+ of step \d+\n"
+    assert re.search(rf"rank 0 \(agent qwen, .*, stops: {cause}", text), text
+    assert not [pid for pid in family if is_running(pid)]
+    after = read_metrics(metrics)
+    assert len(before) >= 3
+    assert {step: after[step] for step in before} == before

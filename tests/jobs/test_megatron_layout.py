@@ -1,0 +1,212 @@
+"""A Megatron model made from a Hugging Face folder is that model, at every parallel layout.
+
+Logits and gradients are held against Hugging Face itself, exported folders against the bytes of the folder that was
+loaded. Four gloo processes run all layouts: with tp * pp < 4 they are several cells.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_models import LLAMA3_ROPE, make_model
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.reshard import full_tensors, save_hf
+from hacpo_mega.megatron.weights import load_hf_weights
+from hacpo_mega.models.architecture import Architecture
+
+VOCAB = 131
+CASES = {
+    "qwen2-biased": {"family": "qwen2", "tied": False},
+    "qwen3-tied": {"family": "qwen3", "tied": True, "head_dim": 32, "max_shard_size": "60KB"},
+    "qwen3-untied": {"family": "qwen3", "tied": False, "num_layers": 3},
+    "llama-scaled": {"family": "llama", "tied": True, "rope_scaling": LLAMA3_ROPE},
+    # one key/value head: with tp = 2 its rows of the fused projection are cut across ranks
+    "llama-one-kv-head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
+}
+# Fields of Megatron's configuration: recomputed activations, and three layers over two stages.
+OVERRIDES = {
+    "qwen2-biased": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "qwen3-untied": {"num_layers_in_first_pipeline_stage": 2},
+}
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+# Lengths of the packed sequences of two micro-batches; their sums are even, for tp = 2.
+PACKS = [(17, 3, 30), (1, 41)]
+
+
+def packed_batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(tokens_T, positions_T, cu_seqlens) of every pack."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for lengths in PACKS:
+        tokens_T = torch.randint(VOCAB, (sum(lengths),), generator=generator)
+        positions_T = torch.cat([torch.arange(length) for length in lengths])
+        batches.append((tokens_T, positions_T, torch.tensor([0, *lengths]).cumsum(0).int()))
+    return batches
+
+
+def targets_of(tokens_T: torch.Tensor) -> torch.Tensor:
+    """Any fixed target per token serves a comparison of gradients."""
+    return (tokens_T * 5 + 1) % VOCAB
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(root / name, **sizes) for name, sizes in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
+    """Hugging Face's logits of every pack, sequence by sequence, and its gradients of the mean loss over packs."""
+    answers = {}
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        logits, loss = [], 0.0
+        for tokens_T, _, cu_seqlens in packed_batches():
+            sequences = tokens_T.split(cu_seqlens.diff().tolist())
+            logits_TV = torch.cat([model(sequence[None]).logits[0] for sequence in sequences])
+            loss = loss + torch.nn.functional.cross_entropy(logits_TV, targets_of(tokens_T)) / len(PACKS)
+            logits.append(logits_TV.detach())
+        loss.backward()
+        answers[name] = logits, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return answers
+
+
+@pytest.fixture(scope="module")
+def results(folders, tmp_path_factory) -> dict[tuple[str, int, int], list[dict]]:
+    """(case, tp, pp) -> what each of four processes saw; `export` is the folder that cell 0 wrote."""
+    ranks = run_ranks(4, run_all_layouts, folders, tmp_path_factory.mktemp("exports"))
+    return {run: [rank[run] for rank in ranks] for run in ranks[0]}
+
+
+def run_all_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
+    seen = {}
+    for tp, pp in LAYOUTS:
+        initialize_parallel(tp, pp, seed=1)
+        for name, folder in folders.items():
+            overrides = {} if (name, pp) == ("qwen3-untied", 1) else OVERRIDES.get(name, {})
+            seen[name, tp, pp] = run_case(exports / f"{name}-tp{tp}pp{pp}", folder, tp, pp, overrides)
+        parallel_state.destroy_model_parallel()
+    return seen
+
+
+def run_case(export: Path, folder: Path, tp: int, pp: int, overrides: dict) -> dict:
+    cell, place = divmod(dist.get_rank(), tp * pp)
+    architecture = Architecture.from_folder(folder)
+    model = build_model(architecture, tp=tp, pp=pp, dtype=torch.float32, max_positions=64, overrides=overrides)
+    load_hf_weights(model, folder)
+    if cell == 0:
+        save_hf(model, folder, export, torch.float32, bucket_bytes=60_000, file_bytes=100_000)
+    logits = pipeline(model, forward_only=True)
+    gradients = gradients_by_name(model, tied_head=False)
+    expected_place = (
+        parallel_state.get_pipeline_model_parallel_rank() * tp + parallel_state.get_tensor_model_parallel_rank()
+    )
+    assert place == expected_place, (place, expected_place)
+    return {"cell": cell, "logits": logits, "gradients": gradients, "export": export}
+
+
+def pipeline(model: torch.nn.Module, *, forward_only: bool) -> list[torch.Tensor]:
+    """Run the packs through Megatron's schedule; with `forward_only` the last stage answers its shard of the logits."""
+
+    def step(batches, model):
+        tokens_T, positions_T, cu_seqlens = next(batches)
+        hidden_TH = forward_packed(model, tokens_T, positions_T, cu_seqlens)
+
+        def loss(hidden_TH, non_loss_data=False):
+            logits_TV = shard_of_logits(hidden_TH, model)
+            if non_loss_data:
+                return logits_TV
+            value = vocab_parallel_cross_entropy(logits_TV[:, None], targets_of(tokens_T)[:, None]).mean()
+            return value, {}
+
+        return hidden_TH, loss
+
+    with megatron_platform(), torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(packed_batches()),
+            model=[model],
+            num_microbatches=len(PACKS),
+            seq_length=max(map(sum, PACKS)),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def shard_of_logits(hidden_TH: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
+    """Logits over this rank's vocabulary, padding masked; sums its gradient over the shards, as linear_logprob does."""
+    weight_VH = lm_head_weight(model)
+    padding_V = vocab_start(model) + torch.arange(len(weight_VH)) >= VOCAB
+    logits_TV = copy_to_tensor_model_parallel_region(hidden_TH) @ weight_VH.T
+    return logits_TV.masked_fill(padding_V, float("-inf"))
+
+
+def gradients_by_name(model: torch.nn.Module, *, tied_head: bool) -> dict[str, torch.Tensor]:
+    """Megatron's own data parallelism and gradient reduction; the gradients leave the way weights do."""
+    with megatron_platform():
+        wrapped = DistributedDataParallel(
+            unwrapped(model).config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        wrapped.zero_grad_buffer()
+        pipeline(wrapped, forward_only=False)
+        finalize_model_grads([wrapped], None)
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.main_grad)
+        return dict(full_tensors(model, bucket_bytes=40_000, tied_head=tied_head))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tp, pp", LAYOUTS)
+def test_logits_are_hugging_faces(results, reference, name, tp, pp):
+    ranks = results[name, tp, pp]
+    for cell in range(4 // (tp * pp)):
+        shards = [rank["logits"] for rank in ranks if rank["cell"] == cell and rank["logits"]]
+        assert len(shards) == tp
+        for pack, expected_TV in enumerate(reference[name][0]):
+            logits_TV = torch.cat([shard[pack] for shard in shards], dim=1)[:, :VOCAB]
+            torch.testing.assert_close(logits_TV, expected_TV, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tp, pp", LAYOUTS)
+def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
+    for rank in results[name, tp, pp]:
+        assert rank["gradients"].keys() == reference[name][1].keys()
+        for tensor_name, expected in reference[name][1].items():
+            gradient = rank["gradients"][tensor_name]
+            torch.testing.assert_close(
+                gradient, expected, atol=1e-5, rtol=1e-4, msg=lambda m, n=tensor_name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tp, pp", LAYOUTS)
+def test_export_is_the_loaded_folder_byte_for_byte(results, folders, name, tp, pp):
+    export = results[name, tp, pp][0]["export"]
+    assert tensors_of(export) == tensors_of(folders[name])
+    assert json.loads((export / "config.json").read_text()) == json.loads((folders[name] / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(export)
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            tensors[name] = tensor.dtype, tensor.shape, tensor.view(torch.uint8).numpy().tobytes()
+    return tensors

@@ -1,0 +1,227 @@
+"""RankMap is a bijection whatever the size, and Place's groups, Megatron's and the arithmetic agree rank by rank."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from job import free_port, launcher_environment, run_job
+from megatron.core import parallel_state
+
+from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.megatron.platform import initialize_parallel
+
+SMALL = st.integers(1, 4)
+
+
+@st.composite
+def shapes(draw, name: str) -> AgentShape:
+    tp, pp = draw(SMALL), draw(SMALL)
+    engine_tp = draw(st.sampled_from([size for size in range(1, tp * pp + 1) if tp * pp % size == 0]))
+    return AgentShape(name, tp, pp, draw(SMALL), engine_tp)
+
+
+@st.composite
+def rank_maps(draw) -> RankMap:
+    return RankMap(draw(SMALL), tuple(draw(shapes(f"agent{index}")) for index in range(draw(st.integers(1, 3)))))
+
+
+@given(rank_maps())
+def test_ranks_are_counted_as_nested_loops_count_them(rank_map):
+    """The definition, as loops: agents, lanes, cells, pipeline stages, tensor ranks, the last one fastest."""
+    rank = 0
+    for agent, shape in enumerate(rank_map.agents):
+        first_of_agent = rank
+        for lane in range(rank_map.lanes):
+            for cell in range(shape.cells_per_lane):
+                leader = rank
+                for pp_rank in range(shape.pp):
+                    for tp_rank in range(shape.tp):
+                        place = rank_map.coordinate(rank)
+                        assert (place.agent, place.agent_name, place.lane, place.cell_in_lane, place.pp_rank) == (
+                            (agent, shape.name, lane, cell, pp_rank)
+                        )
+                        assert (place.tp_rank, place.agent_rank, place.cell_rank) == (
+                            (tp_rank, rank - first_of_agent, rank - leader)
+                        )
+                        assert place.is_leader == (rank == leader)
+                        assert leader + place.engine * shape.engine_tp + place.engine_rank == rank
+                        assert place.engine_rank < shape.engine_tp
+                        assert rank_map.rank_of(agent, lane, cell, pp_rank, tp_rank) == rank
+                        rank += 1
+    assert rank_map.world_size == rank
+
+
+@given(rank_maps())
+def test_leaders_of_all_lanes_are_all_leaders(rank_map):
+    places = [rank_map.coordinate(rank) for rank in range(rank_map.world_size)]
+    for lane in range(rank_map.lanes):
+        by_agent = sorted(
+            (place.agent, place.cell_in_lane, place.global_rank)
+            for place in places
+            if place.is_leader and place.lane == lane
+        )
+        assert rank_map.leaders(lane) == [rank for _, _, rank in by_agent]
+
+
+HUGE = RankMap(4096, (AgentShape("small", 2, 1, 4, 2), AgentShape("large", 8, 2, 1, 8)))
+
+
+def test_a_hundred_thousand_ranks_cost_nothing():
+    started = time.perf_counter()
+    assert HUGE.world_size == 4096 * (2 * 4 + 16) == 98_304
+    place = HUGE.coordinate(98_303)
+    assert (place.agent_name, place.lane, place.pp_rank, place.tp_rank, place.engine) == ("large", 4095, 1, 7, 1)
+    assert len(HUGE.leaders(4095)) == 5
+    table = HUGE.table()
+    assert time.perf_counter() - started < 0.1  # loops over all ranks take seconds
+    assert max(map(len, table.splitlines())) < 200
+    assert "lane 4095" in table
+    assert "98288-98303" in table
+    assert "32760-32767 in 4 cells" in table
+
+
+def test_errors_say_what_was_asked_and_what_to_do():
+    with pytest.raises(ValueError, match=r"agent A: a cell has tp 2 x pp 3 = 6 ranks.*engine_tp 4.*divisor of 6"):
+        AgentShape("A", tp=2, pp=3, engine_tp=4)
+    with pytest.raises(ValueError, match="rank 98304 is outside this job of 98304 ranks: small: 4096 lanes x 4 cells"):
+        HUGE.coordinate(98_304)
+    with pytest.raises(ValueError, match="agent small has no"):
+        HUGE.rank_of(agent=0, lane=0, cell_in_lane=4)
+
+
+def test_counting_processes_needs_no_torch():
+    code = "import hacpo_mega.cluster.rank_map, sys; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+UNEQUAL = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))
+
+
+def ask_groups(place: Place, rank_map: RankMap) -> None:
+    my = place.coordinate
+    ranks = list(range(rank_map.world_size))
+    me = str(my.global_rank).encode()
+
+    def members(group: dist.ProcessGroup) -> list[int]:
+        return [int(rank) for rank in gather_bytes(group, me)]
+
+    everyone = [rank_map.coordinate(rank) for rank in ranks]
+    assert [int(rank) for rank in place.gather_job(me)] == ranks
+    cell = [other.global_rank for other in everyone if (other.agent, other.cell) == (my.agent, my.cell)]
+    assert members(place.cell_group) == cell
+    assert place.share_in_cell(me if place.is_leader else None) == str(cell[0]).encode()
+    if place.is_leader:
+        assert members(place.lane_group) == rank_map.leaders(my.lane)
+    world = [other.global_rank for other in everyone if other.agent == my.agent]
+    assert (dist.get_rank(), dist.get_world_size()) == (world.index(my.global_rank), len(world))
+    assert (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) == (dist.get_rank(), dist.get_world_size())
+    total = torch.tensor([my.global_rank])
+    dist.all_reduce(total)
+    assert int(total) == sum(world)
+
+
+def test_groups_hold_who_the_map_says():
+    run_job(UNEQUAL, ask_groups)
+
+
+def gather_awkward(place: Place, rank_map: RankMap) -> None:
+    """Empty payloads, payloads of very different sizes, and bytes that end in zeros."""
+    sizes = [0, 1, 100_003, 0, 17, 2, 3, 4]
+    expected = [bytes([rank]) * size + b"\0" * (rank % 2) for rank, size in enumerate(sizes)]
+    assert place.gather_job(expected[place.coordinate.global_rank]) == expected
+    assert place.gather_job(b"") == [b""] * rank_map.world_size
+    assert place.share_in_cell(b"" if place.is_leader else None) == b""
+
+
+def test_bytes_arrive_whole_whatever_their_sizes():
+    run_job(UNEQUAL, gather_awkward)
+
+
+ROUNDING = RankMap(3, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B")))
+# Not associative in float64: (big + 1) - big is 0, (big - big) + 1 is 1.
+LANE_VALUES = ([1e16, 0.1], [1.0, 0.2], [-1e16, 0.3])
+
+
+def sum_lanes(place: Place, rank_map: RankMap) -> list[float]:
+    return place.sum_over_lanes(torch.tensor(LANE_VALUES[place.lane], dtype=torch.float64)).tolist()
+
+
+def test_sums_over_lanes_are_in_lane_order_on_every_rank():
+    by_hand = [(1e16 + 1.0) + -1e16, (0.1 + 0.2) + 0.3]
+    assert by_hand != [1.0, 0.1 + (0.2 + 0.3)]  # the order matters here
+    assert run_job(ROUNDING, sum_lanes) == [by_hand] * ROUNDING.world_size
+
+
+MODEL_PARALLEL = RankMap(1, (AgentShape("A", tp=2, pp=2, engine_tp=4), AgentShape("B", cells_per_lane=2)))
+
+
+def ask_megatron(place: Place, rank_map: RankMap) -> None:
+    my, shape = place.coordinate, rank_map.agents[place.agent]
+    initialize_parallel(shape.tp, shape.pp, seed=1)
+    assert parallel_state.get_tensor_model_parallel_rank() == my.tp_rank
+    assert parallel_state.get_pipeline_model_parallel_rank() == my.pp_rank
+    assert parallel_state.get_data_parallel_rank() == my.cell
+    # and they communicate beside another agent's: the sum of agent ranks over the model of one cell
+    total = torch.tensor([my.agent_rank])
+    dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    first = my.cell * shape.cell_size
+    assert int(total) == sum(range(first, first + shape.cell_size))
+    parallel_state.destroy_model_parallel()
+
+
+def test_megatron_stands_where_the_map_says():
+    """Two agents of unequal size and layout, each with Megatron's groups over its own default group."""
+    run_job(MODEL_PARALLEL, ask_megatron)
+
+
+JOIN = """
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.place import Place
+with Place.join(RankMap(1, (AgentShape("A"), AgentShape("B"))), timeout_s=60) as place:
+    print(place.coordinate, place.gather_job(place.coordinate.agent_name.encode()), flush=True)
+"""
+
+
+def start(environment: dict[str, str]) -> subprocess.Popen:
+    inherited = {name: value for name, value in os.environ.items() if name not in launcher_environment(0, 1, 1)}
+    return subprocess.Popen(
+        [sys.executable, "-c", JOIN],
+        env=inherited | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_wrong_number_of_processes_is_refused_with_the_arithmetic():
+    """At once and by every process alone: nobody waits for ranks that will never come."""
+    process = start(launcher_environment(0, 3, free_port()))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "this configuration needs 2 ranks (A: 1 lanes x 1 cells x tp 1 x pp 1 = 1; B: " in errors
+    assert "found WORLD_SIZE 3" in errors
+
+
+def test_no_launcher_is_said():
+    process = start({})
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "RANK" in errors
+    assert "launch/local.sh" in errors
+
+
+def test_tasks_of_srun_find_their_place():
+    """srun without torchrun: no RANK but SLURM_PROCID, and rank 0 keeps the store."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
+    tasks = [start(master | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}) for rank in range(2)]
+    outputs = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    for rank, name in enumerate("AB"):
+        assert outputs[rank][0] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) [b'A', b'B']\n"

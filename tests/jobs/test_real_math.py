@@ -1,0 +1,66 @@
+"""Two steps on real MATH problems with two real tokenizers: prompts, LaTeX answers and re-encoding as a user has them.
+
+The models have random weights, so rewards are near zero; what is shown is that nothing breaks and all is counted.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from repository import SHARED
+from tiny_models import make_model
+
+from hacpo_mega.data.datasets import read_dataset, write_dataset
+from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.samples.tokenizers import load_tokenizer
+
+MATH = SHARED / "data" / "math" / "MATH_original_train.tar.gz"
+TOKENIZERS = SHARED / "tokenizers"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not MATH.exists() or not TOKENIZERS.exists(), reason="real data is not beside the project"),
+]
+
+SIZE = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "ffn_size": 64}
+
+
+def agent_table(folder: Path, name: str, family: str, tokenizer: str) -> dict:
+    vocab_size = len(load_tokenizer(TOKENIZERS / tokenizer))
+    make_model(folder / name, family, vocab_size=vocab_size, tied=True, seed=1, max_positions=1024, **SIZE)
+    for file in (TOKENIZERS / tokenizer).iterdir():
+        shutil.copy(file, folder / name)
+    return {"name": name, "model": str(folder / name), "optimizer": {"lr": 1e-3}}
+
+
+def test_two_steps_on_real_problems_with_real_tokenizers(tmp_path):
+    write_dataset(read_dataset(MATH).problems[:400], tmp_path / "math.jsonl")
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "num_steps": 2,
+        "agents": [agent_table(tmp_path, "gpt", "qwen3", "gpt-2"), agent_table(tmp_path, "phi", "llama", "phi-3")],
+        "data": {"files": [str(tmp_path / "math.jsonl")]},
+        "reward": {"kind": "math"},
+        "rollout": {"rollouts_per_prompt": 2, "max_prompt_tokens": 256, "max_answer_tokens": 32},
+        "training": {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 2048},
+    }
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(config))
+    command = [sys.executable, "-m", "hacpo_mega.cli", "train", str(tmp_path / "run.toml")]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    values = read_metrics(tmp_path / "run" / "metrics.jsonl")[2].values
+    for name in ("gpt", "phi"):
+        assert values[f"agent/{name}/num_answers"] == 16
+        assert values[f"agent/{name}/verdict/no_answer"] > 0.9  # noise has no \boxed answer, and is not an error
+        assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
+        assert values[f"agent/{name}/view/num_reencoded"] + values[f"agent/{name}/view/num_too_long"] == 16
+    problems = {json.loads(line)["prompt"] for line in (tmp_path / "math.jsonl").read_text().splitlines()}
+    assert {prompt["prompt"] for prompt in read_rollouts(tmp_path / "run", 2)} <= problems

@@ -1,0 +1,143 @@
+"""Whole runs with real processes, Megatron actors and vLLM engines, started as a user starts them."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.samples.tokenizers import load_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def three_agents(tmp_path_factory) -> tuple[Path, dict]:
+    """A run of three agents of two families and two tokenizers, long enough to climb the reward."""
+    folder = tmp_path_factory.mktemp("three")
+    agents = [
+        agent_table(folder, "qwen", "qwen3", CHARACTERS),
+        agent_table(folder, "llama", "llama", CHARACTERS + PAIRS),
+        agent_table(folder, "twin-of-qwen", "qwen3", CHARACTERS),
+    ]
+    config = write_config(folder, agents, num_steps=5, algorithm={"delta": 0.9})
+    return config, train(config)
+
+
+def test_three_agents_teach_each_other(three_agents):
+    _, steps = three_agents
+    first, last = steps[1].values, steps[5].values
+    names = ("qwen", "llama", "twin-of-qwen")
+    for name in names:
+        assert last[f"agent/{name}/reward_mean"] > first[f"agent/{name}/reward_mean"] + 0.1
+        assert first[f"agent/{name}/num_answers"] == 32
+        for source in set(names) - {name}:
+            shares = [last[f"agent/{name}/from/{source}/{where}"] for where in ("below", "inside", "above")]
+            assert math.isclose(sum(shares), 1.0)
+            assert math.isclose(last[f"omega/{name}/{source}"] * last[f"omega/{source}/{name}"], 1.0)
+
+
+def test_first_own_ratio_is_exactly_one_in_a_real_run(three_agents):
+    _, steps = three_agents
+    errors = [value for m in steps.values() for key, value in m.values.items() if key.endswith("first_ratio_error")]
+    assert len(errors) == 15
+    assert set(errors) == {0.0}
+
+
+def test_capability_is_the_window_mean_of_the_rewards(three_agents):
+    _, steps = three_agents
+    rewards = [steps[step].values["agent/llama/reward_mean"] for step in range(1, 6)]
+    assert steps[5].values["capability/llama"] == pytest.approx(sum(rewards) / 5, rel=1e-6)
+
+
+def test_same_seed_same_metrics_other_seed_others(three_agents):
+    config, steps = three_agents
+    again = train(config, f"run_dir={config.parent / 'again'}", "num_steps=2")
+    other = train(config, f"run_dir={config.parent / 'other'}", "num_steps=1", "seed=2")
+    assert [again[step].values for step in (0, 1)] == [steps[step].values for step in (0, 1)]
+    assert {k: v for k, v in again[2].values.items() if "accuracy" not in k and "evaluated" not in k} == steps[2].values
+    assert other[1].values["agent/qwen/reward_mean"] != steps[1].values["agent/qwen/reward_mean"]
+
+
+def test_rollouts_are_logged_with_every_learners_view(three_agents):
+    config, _ = three_agents
+    prompts = read_rollouts(config.parent / "run", 3)
+    assert [prompt["prompt_index"] for prompt in prompts] == list(range(8))
+    for prompt in prompts:
+        assert len(prompt["answers"]) == 3 * 4
+        for answer in prompt["answers"]:
+            assert set(answer["advantage"]) == {"qwen", "llama", "twin-of-qwen"}
+
+
+def test_exported_agents_run_by_themselves(three_agents):
+    config, _ = three_agents
+    for name in ("qwen", "llama", "twin-of-qwen"):
+        folder = config.parent / "run" / "agents" / name
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
+        ids = torch.tensor([tokenizer("47+85=").input_ids])
+        answer = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :])
+        assert set(answer.partition("<eos>")[0]) == {"1"}  # what the reward asked for
+        trained, started = (
+            load_file(folder / "model.safetensors"),
+            load_file(config.parent / name / "model.safetensors"),
+        )
+        assert trained.keys() == started.keys()
+        assert not torch.equal(trained["model.norm.weight"], started["model.norm.weight"])
+
+
+def test_unequal_layouts_and_the_authors_preset(tmp_path):
+    """Tensor parallel 2 beside two cells per lane, KL to the initial policy on."""
+    agents = [
+        agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(tmp_path, "twice", "llama", CHARACTERS + PAIRS, cells_per_lane=2),
+    ]
+    config = write_config(tmp_path, agents, algorithm={"preset": "authors", "delta": 0.9})
+    steps = train(config)
+    for name in ("wide", "twice"):
+        values = steps[2].values
+        assert values[f"agent/{name}/num_answers"] == 32
+        assert values[f"agent/{name}/reward_mean"] > steps[1].values[f"agent/{name}/reward_mean"]
+        assert values[f"agent/{name}/kl"] > 0.0
+        assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
+
+
+def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
+    """One agent as two pipeline stages, each with an engine of its own, over one lane; only `method` differs."""
+    agents = [agent_table(tmp_path, "alone", "qwen3", CHARACTERS, pp=2, engine_tp=1)]
+    config = write_config(tmp_path, agents)
+    hacpo = train(config)
+    gspo = train(config, f"run_dir={tmp_path / 'gspo'}", "algorithm.method=gspo")
+    assert [m.values for m in hacpo.values()] == [m.values for m in gspo.values()]
+    weights = [load_file(tmp_path / run / "agents" / "alone" / "model.safetensors") for run in ("run", "gspo")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_wrong_device_count_is_one_line_before_any_model(tmp_path):
+    config = write_config(tmp_path, [agent_table(tmp_path, "qwen", "qwen3", CHARACTERS, tp=2)])
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "hacpo_mega.cli", "train", str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        "this configuration needs 2 ranks (qwen: 1 lanes x 1 cells x tp 2 x pp 1 = 2), found WORLD_SIZE 1"
+        in done.stderr
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_report_in_short_for_machines(three_agents):
+    config, steps = three_agents
+    command = [sys.executable, "-m", "hacpo_mega.cli", "report", str(config.parent / "run"), "--json"]
+    short = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert short["agents"]["llama"]["accuracy_end"] == pytest.approx(steps[5].values["agent/llama/accuracy"])
+    assert short["agents"]["llama"]["num_answers"] == 5 * 32
+    assert set(short["phase_s"]) >= {"roll_out", "judge", "score", "exchange", "learn", "publish"}

@@ -1,0 +1,183 @@
+"""What jobs/test_engine.py runs: four processes of one machine, two agents of two ranks, real vLLM engines.
+
+Both agents build their engines at the same time, first with tensor parallel 2, then as two replicas. Every process
+writes what it saw to OUT/<agent>-<agent rank>.pt; the tests judge it. Run it as
+`torchrun --nproc-per-node=4 engine_job.py MODELS OUT` in the environment of hacpo_mega.cluster.environment.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.models.folder import eos_token_ids
+from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+
+RANKS = RankMap(lanes=1, agents=(AgentShape("qwen3", tp=2), AgentShape("llama", tp=2)))
+EOS = 7
+MAX_MODEL_LEN = 256
+TEMPERATURE = 0.7
+NUM_DRAWS = 3000
+
+
+def sequences() -> list[list[int]]:
+    """Random tokens, from the shortest that can be scored to the longest; one fills a whole block of cached prefix."""
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 131, size).tolist() for size in (2, 3, 17, 140, MAX_MODEL_LEN - 1)]
+
+
+def prompts() -> list[list[int]]:
+    """A prompt longer than vLLM's cache block (128 tokens), and short ones."""
+    return [sequences()[3], *([size, 3, size] for size in range(40))]
+
+
+def message(action) -> str:
+    """The error that `action` ends with, by type and text."""
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def weights(folder: Path):
+    return load_file(folder / "model.safetensors")
+
+
+def process_state() -> tuple:
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.set_num_threads.__module__,
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        os.environ.get("LD_PRELOAD"),
+        os.environ.get("LOCAL_WORLD_SIZE"),
+        dist.get_world_size(),
+    )
+
+
+def draw(engine: Engine, indices, *, step: int = 0, temperature: float = TEMPERATURE):
+    """Answers to the prompts of `indices`, each under the seed of its own place."""
+    asked = [prompts()[index] for index in indices]
+    seeds = [answer_seed(1, step, index, 0, 0) for index in indices]
+    answers = engine.generate(asked, seeds, max_tokens=40, temperature=temperature, return_logprobs=True)
+    return [plain(answer) for answer in answers]
+
+
+def plain(answer: Completion) -> tuple:
+    """An answer without our class: the process that judges must not import vllm."""
+    return answer.token_ids, answer.stop, answer.logprobs
+
+
+def tensor_parallel(models: Path, agent: str) -> dict:
+    """One engine over both ranks: scores, publishing, sampling."""
+    before = process_state()
+    engine = build(models / agent, tensor_parallel_size=2)
+    seen = {"start": engine.logprobs(sequences())}
+    everyone = range(len(prompts()))
+    draw(engine, everyone)  # fills the prefix cache with the first model's keys and values
+    published = weights(models / f"{agent}-other")
+    engine.load(published.items())
+    for tensor in published.values():
+        tensor.zero_()
+    seen["published"] = engine.logprobs(sequences())
+    seen["answers"] = draw(engine, everyone)
+    seen["again"] = draw(engine, everyone)
+    seen["backwards"] = draw(engine, everyone[::-1])[::-1]
+    seen["alone"] = draw(engine, [0]) + draw(engine, [3])
+    seen["other step"] = draw(engine, everyone, step=1)
+    seen["greedy"] = draw(engine, everyone, temperature=0.0)
+    seen["process"] = (before, process_state())
+    engine.close()
+    return seen
+
+
+def replicas(models: Path, agent: str) -> dict:
+    """One engine per rank, asked different things: sleeping, refusing, statistics."""
+    engine = build(models / agent, random_weights=True)
+    seen = {"unloaded": message(lambda: engine.logprobs(sequences()))}
+    full = weights(models / agent)
+    engine.load(full.items())
+    mine = sequences()[dist.get_rank() :]
+    seen["replica"] = engine.logprobs(mine)
+    engine.sleep()
+    seen["asleep"] = [
+        message(action) for action in (lambda: draw(engine, [0]), lambda: engine.load(full.items()), engine.sleep)
+    ]
+    engine.wake(cache=False)
+    seen["no cache"] = message(lambda: draw(engine, [0]))
+    engine.load(full.items())
+    engine.wake()
+    seen["awake"] = [engine.logprobs(mine), message(engine.wake)]
+    engine.sleep()
+    engine.wake()
+    seen["forgot"] = message(lambda: draw(engine, [0]))
+    lacking = {name: tensor for name, tensor in full.items() if "layers.1.mlp.down_proj" not in name}
+    seen["lacking"] = message(lambda: engine.load(lacking.items()))
+    seen["lacking refuses"] = message(lambda: draw(engine, [0]))
+    engine.load(full.items())
+    seen["too long"] = message(lambda: engine.generate([[1] * 250], [0], max_tokens=7))
+    seen["just fits"] = plain(engine.generate([[1] * 250], [0], max_tokens=6)[0])
+    seen["no score"] = message(lambda: engine.logprobs([[1] * MAX_MODEL_LEN]))
+    seen["empty"] = engine.generate([], [], max_tokens=6)
+    seeds = [answer_seed(1, 0, 0, rollout, dist.get_rank()) for rollout in range(NUM_DRAWS)]
+    seen["draws"] = [c.token_ids[0] for c in engine.generate([sequences()[0]] * NUM_DRAWS, seeds, max_tokens=1)]
+    engine.close()
+    return seen
+
+
+def build(folder: Path, **options) -> Engine:
+    return Engine(folder, max_model_len=MAX_MODEL_LEN, dtype=torch.float32, eos_ids=[EOS], **options)
+
+
+def third_family(models: Path) -> dict:
+    engine = build(models / "qwen2")
+    seen = {"qwen2": engine.logprobs(sequences())}
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()
+    seen["gradient"] = weight.grad
+    engine.close()
+    return seen
+
+
+def refusals(models: Path) -> dict:
+    folder = models / "qwen3"
+    seen = {
+        "owned": message(lambda: build(folder, options={"dtype": "bfloat16"})),
+        "indivisible": message(lambda: build(folder, tensor_parallel_size=3)),
+        "head size": message(lambda: build(models / "narrow")),
+        "seeds": {answer_seed(1, *place) for place in np.ndindex(3, 20, 8, 2)},
+        "seed": answer_seed(7, 3, 11, 2, 1),
+        "eos": eos_token_ids(models / "chat"),
+    }
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    seen["environment"] = message(lambda: build(folder))
+    return seen
+
+
+def main(models: Path, out: Path) -> None:
+    with Place.join(RANKS, timeout_s=240.0) as place:
+        agent = place.coordinate.agent_name
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        seen = {"sequences": sequences(), "prompts": prompts()}
+        seen |= tensor_parallel(models, agent) | replicas(models, agent)
+        seen |= third_family(models) if agent == "qwen3" else refusals(models)
+        torch.save(seen, out / f"{agent}-{place.coordinate.agent_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

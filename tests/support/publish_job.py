@@ -1,0 +1,120 @@
+"""What jobs/test_publish.py runs: Megatron's actor and the live vLLM engine in the same two processes.
+
+`torchrun --nproc-per-node=2 publish_job.py MODELS OUT` goes through every model and layout and writes what each
+process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sampled them and by the actor, after the
+first publish and after the publish that follows every optimizer update.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.records import Sample
+from hacpo_mega.rollout.engine import Engine, answer_seed
+
+# tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
+LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
+MODELS = ("qwen3-tied", "llama-untied")
+NUM_UPDATES = 3
+MAX_MODEL_LEN = 192
+# Longer than a block of vLLM's prefix cache (128 tokens) and shorter.
+PROMPT_LENGTHS = (150, 3, 9, 9, 20, 1)
+
+
+def build_actor(folder: Path, tp: int, pp: int) -> Actor:
+    return Actor(
+        folder,
+        tp=tp,
+        pp=pp,
+        optimizer=OptimizerConfig(lr=3e-3),
+        total_updates=NUM_UPDATES,
+        max_tokens_per_microbatch=256,
+        max_positions=MAX_MODEL_LEN,
+    )
+
+
+def answer(engine: Engine, step: int, cell: int) -> tuple[list[Sample], list[np.ndarray]]:
+    """Sampled answers of this cell, as samples to score, and the log-probs they were drawn with."""
+    rng = np.random.default_rng(cell)
+    prompts = [rng.integers(0, 131, size).tolist() for size in PROMPT_LENGTHS]
+    seeds = [answer_seed(1, step, index, 0, cell) for index in range(len(prompts))]
+    completions = engine.generate(prompts, seeds, max_tokens=30, return_logprobs=True)
+    samples = [as_sample(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions)]
+    return samples, [completion.logprobs for completion in completions]
+
+
+def as_sample(prompt: list[int], answer_ids: np.ndarray) -> Sample:
+    return Sample(
+        source=0,
+        is_self=True,
+        prompt_index=0,
+        rollout_index=0,
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        answer_ids=answer_ids,
+        num_trained=len(answer_ids),
+        advantage=0.0,
+        source_logprob=0.0,
+        length=float(len(answer_ids)),
+    )
+
+
+def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: int) -> dict:
+    """Publish, sample and learn in turn."""
+    actor = build_actor(folder, tp, pp)
+    engine = Engine(
+        folder,
+        max_model_len=MAX_MODEL_LEN,
+        dtype=torch.float32,
+        tensor_parallel_size=engine_tp,
+        eos_ids=[7],
+        random_weights=True,
+    )
+    seen = {"sampled": [], "scored": [], "fixed": [], "samples": []}
+    fixed = [as_sample([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
+    for step in range(NUM_UPDATES + 1):
+        engine.load(actor.weights())
+        samples, sampled = answer(engine, step, cell)
+        seen["samples"].append(samples)
+        seen["sampled"].append(sampled)
+        seen["scored"].append(actor.token_logprobs(samples))
+        seen["fixed"].append(actor.token_logprobs(fixed)[0])
+        if step < NUM_UPDATES:
+            actor.learn_supervised(samples, num_trained_tokens=100)
+    engine.close()
+    parallel_state.destroy_model_parallel()
+    return seen
+
+
+def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[Sample]]) -> np.ndarray:
+    """The same updates without an engine in the process group's life: the last scores of the last samples."""
+    actor = build_actor(folder, tp, pp)
+    for samples in samples_of_steps[:-1]:
+        actor.learn_supervised(samples, num_trained_tokens=100)
+    scores = actor.token_logprobs(samples_of_steps[-1])
+    parallel_state.destroy_model_parallel()
+    return scores
+
+
+def main(models: Path, out: Path) -> None:
+    seen = {}
+    with Place.join(RankMap(lanes=1, agents=(AgentShape("both", tp=2),)), timeout_s=240.0) as place:
+        rank = place.coordinate.agent_rank
+        for name in MODELS:
+            for tp, pp, engine_tp in LAYOUTS:
+                cell = rank // (tp * pp)
+                seen[name, tp, pp, engine_tp] = train_beside_engine(models / name, tp, pp, engine_tp, cell)
+            layout = LAYOUTS[0]
+            samples_of_steps = seen[name, *layout]["samples"]
+            seen[name, "alone"] = train_alone(models / name, *layout[:2], samples_of_steps)
+        torch.save(seen, out / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,114 @@
+"""Configuration: presets, overrides, and one clear line for everything that can be wrong in it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from repository import ROOT
+
+from hacpo_mega.config import AlgorithmConfig, load_config
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
+def complaint(*overrides: str, config: Path = QUICKSTART) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        load_config(config, overrides)
+    return str(error.value)
+
+
+def test_presets_fill_what_is_not_given():
+    paper, authors = AlgorithmConfig(), AlgorithmConfig(preset="authors", kl_coef=0.5)
+    assert (paper.cross_baseline, paper.aggregation, paper.kl_coef, paper.omega_clip) == ("source", "sum", 0.0, None)
+    assert (authors.cross_baseline, authors.aggregation, authors.kl_coef) == ("learner", "mean", 0.5)
+    assert authors.omega_clip == (0.1, 10.0)
+
+
+def test_a_configuration_is_frozen():
+    config = load_config(QUICKSTART)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 3
+
+
+def test_overrides_reach_tables_and_agents_by_name():
+    config = load_config(
+        QUICKSTART, ["seed=11", "agents.qwen.optimizer.lr=1e-5", "agents.*.tp=1", "run_dir=runs/other", "lanes=2"]
+    )
+    assert (config.seed, config.lanes, str(config.run_dir)) == (11, 2, "runs/other")
+    assert [agent.optimizer.lr for agent in config.agents] == [1e-5, 4e-4]
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("rollout.temprature=1.0", "rollout.temprature: unknown key; did you mean 'temperature'?"),
+        ("agents.qwen.optimizer.lrr=1", "agents.qwen.optimizer.lrr: unknown key; did you mean 'lr'?"),
+        ("num_steps='ten'", "num_steps: input should be a valid integer"),
+        ("agents.qwen.tp=0", "agents.qwen.tp: input should be greater than or equal to 1, found 0"),
+        ("agents.mistral.tp=1", "no entry is named 'mistral'; there are: qwen, llama"),
+        ("seed", "expected section.key=value"),
+        ("seed.x=1", "leads into a int, not a table"),
+        (
+            "training.prompts_per_step=100",
+            "(100) must be a multiple of training.prompts_per_update (16). Nearest: 96 or",
+        ),
+        ("lanes=3", "(16) must be a multiple of lanes x cells_per_lane of agent qwen (3 x 1 = 3). Nearest: 15 or 18"),
+        ("agents.llama.tp=2", "tp (2) must divide the model's 3 attention heads. Nearest: tp = 1"),
+        ("agents.qwen.engine_tp=3", "engine_tp (3) must divide tp x pp (1 x 1 = 1). Nearest: 1"),
+        ("training.max_tokens_per_microbatch=31", "must hold one prompt and answer"),
+        ("rollout.max_answer_tokens=300", "is beyond the 256 positions"),
+        ("agents.qwen.vllm.seed=3", "vllm.seed is decided by this project"),
+        ("agents.qwen.megatron.bf16=true", "megatron.bf16 is decided by this project"),
+        ("data.files=['none.jsonl']", "exactly one of them"),
+        ("algorithm.omega_clip=[2.0, 3.0]", "needs 0 < low <= 1 <= high"),
+        ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
+        ("agents.qwen.init.warm_start.skills.add.share=0.9", "add up to 1.43; they must add up to 1"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(override, message):
+    assert message in complaint(override)
+
+
+def test_all_problems_come_at_once():
+    found = complaint("lanes=3", "training.prompts_per_step=100", "agents.qwen.tp=3").splitlines()
+    assert len(found) >= 3
+    assert all(line.startswith(str(QUICKSTART)) for line in found)
+
+
+def test_a_missing_and_a_broken_file(tmp_path):
+    assert "cannot be read" in complaint(config=tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = = 3")
+    assert "not valid TOML" in complaint(config=broken)
+
+
+def test_model_folders_are_judged_by_their_config_json(tmp_path):
+    text = QUICKSTART.read_text().replace("runs/models/qwen", str(tmp_path / "qwen"))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        text.replace('[agents.init]\nfamily = "qwen3"', '[agents.megatron]\n[agents.init]\nfamily = "qwen3"')
+    )
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text("{")
+    assert "not valid JSON" in complaint(config=config)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["GPTNeoXForCausalLM"]}))
+    assert "GPTNeoXForCausalLM is not supported; supported: LlamaForCausalLM" in complaint(config=config)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2}))
+    assert "the field 'num_hidden_layers' is missing" in complaint(config=config)
+
+
+def test_a_missing_model_folder_is_named(tmp_path):
+    text = QUICKSTART.read_text()
+    start, end = text.index("[agents.init]"), text.index("# Good at sub")
+    config = tmp_path / "run.toml"
+    config.write_text(text[:start].replace("runs/models/qwen", "nowhere/qwen") + text[end:])
+    assert "agents.qwen: model folder nowhere/qwen has no config.json" in complaint(config=config)
+
+
+def test_reading_a_configuration_loads_no_torch():
+    code = "import sys, hacpo_mega.config as c; c.load_config(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], check=True)

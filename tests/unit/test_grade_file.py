@@ -1,0 +1,122 @@
+"""Grading files: a verdict on the line of its row, whatever the rows around it are; and rewards that are composed."""
+
+import json
+
+import pytest
+
+from hacpo_mega.commands.grade import grade_file
+from hacpo_mega.grading.graders import arithmetic, exact, length_penalised, numeric_within, requiring_format
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.records import Verdict
+
+
+def lines(path, *records):
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records))
+    return path
+
+
+def graded(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_row_has_its_line(tmp_path):
+    file = lines(
+        tmp_path / "in.jsonl",
+        {"gold": "0.5", "pred": "so \\boxed{\\frac12}"},
+        {"gold": "3", "pred": "\\boxed{4}"},
+        {"gold": "3", "pred": "3"},
+        {"gold": "3"},
+        '{"gold": "3", "pred"',
+        {"gold": "", "pred": "\\boxed{4}"},
+        {"gold": 27.0, "pred": "\\boxed{27}", "stop": "length"},
+        {"gold": 27.0, "pred": "\\boxed{27}"},
+        {"gold": "3", "pred": ["\\boxed{3}"]},
+        {"gold": "3", "pred": "\\boxed{3}", "stop": "tired"},
+    )
+    with Judge("math", num_workers=1, timeout_s=20.0, require_stop=True) as judge:
+        found = grade_file(file, tmp_path / "out.jsonl", judge)
+    replies = graded(tmp_path / "out.jsonl")
+    assert [reply["line"] for reply in replies] == list(range(1, 11))
+    assert [reply.get("verdict") for reply in replies] == [
+        "correct", "wrong", "no_answer", None, None, None, "no_answer", "correct", None, None
+    ]  # fmt: skip
+    assert [reply["reward"] for reply in replies if "reward" in reply] == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert found.num_by_verdict == {Verdict.CORRECT: 2, Verdict.WRONG: 1, Verdict.NO_ANSWER: 2}
+    assert [(p.line, p.field, p.what.split(" (")[0].split(":")[0]) for p in found.problems] == [
+        (4, "pred", "is missing"),
+        (5, None, "invalid JSON"),
+        (6, "gold", "is empty"),
+        (9, "pred", "is a list, needs text"),
+        (10, "stop", "is 'tired', needs one of eos, length, abort"),
+    ]
+    assert found.answers_per_s > 0
+
+
+def test_an_unjudged_answer_has_no_reward(tmp_path):
+    file = lines(tmp_path / "in.jsonl", {"gold": "no number", "pred": "7"}, {"gold": "7", "pred": "7.0"})
+    (tmp_path / "mine.py").write_text(
+        "from hacpo_mega.grading.graders import *\nreward = length_penalised(numeric_within(), 1, 5)\n"
+    )
+    with Judge(f"{tmp_path / 'mine.py'}:reward", num_workers=1) as judge:
+        grade_file(file, tmp_path / "out.jsonl", judge)
+        assert "'no number' has no number" in judge.last_errors[0]
+    assert graded(tmp_path / "out.jsonl") == [
+        {"line": 1, "verdict": "error", "reward": None},
+        {"line": 2, "verdict": "wrong", "reward": 0.5},  # 3 characters, half way from 1 to 5
+    ]
+
+
+def test_a_gold_that_cannot_be_graded_costs_its_own_row(tmp_path):
+    file = lines(tmp_path / "in.jsonl", {"gold": "no number", "pred": "7"}, {"gold": "7", "pred": "7.0"})
+    with Judge("numeric") as judge:
+        grade_file(file, tmp_path / "out.jsonl", judge)
+    assert [(r["verdict"], r["reward"]) for r in graded(tmp_path / "out.jsonl")] == [("error", None), ("correct", 1.0)]
+
+
+def test_more_rows_than_one_batch_and_a_file_without_any(tmp_path):
+    file = lines(tmp_path / "in.jsonl", *[{"gold": str(i % 7), "pred": str(i % 5)} for i in range(5000)])
+    with Judge("exact") as judge:
+        found = grade_file(file, tmp_path / "out.jsonl", judge)
+        replies = graded(tmp_path / "out.jsonl")
+        assert [r["line"] for r in replies] == list(range(1, 5001))
+        assert [r["reward"] for r in replies] == [float(i % 7 == i % 5) for i in range(5000)]
+        assert found.num_by_verdict[Verdict.CORRECT] == sum(i % 7 == i % 5 for i in range(5000))
+        (tmp_path / "none.jsonl").write_text("\n\n")
+        assert grade_file(tmp_path / "none.jsonl", tmp_path / "out2.jsonl", judge).problems[0].what == "has no rows"
+        absent = grade_file(tmp_path / "absent.jsonl", tmp_path / "out3.jsonl", judge)
+        assert absent.problems[0].what == "does not exist"
+
+
+@pytest.mark.parametrize(
+    "answer, gold, reward",
+    [
+        ("about 3.1415926", "3.1415927", 1.0),
+        ("3.14", "3.1415927", 0.0),
+        ("1,234.5 cm", "1234.5", 1.0),
+        ("12 then \\boxed{-2e3}.", "#### -2,000", 1.0),
+        ("\\boxed{3} of 4", "4", 0.0),
+        ("<think>4</think> 5", "4", 0.0),
+        ("none", "4", None),
+        ("9" * 100_000, "4", 0.0),
+    ],
+)
+def test_numeric_tolerance(answer, gold, reward):
+    assert numeric_within(relative=1e-6)("", answer, gold) == reward
+
+
+def test_penalties_compose():
+    penalised = length_penalised(requiring_format(exact, r"^\s*1", reward_without=0.5), 2, 10)
+    assert penalised("", "1", "1") == 1.0
+    assert penalised("", "    1 ", "1") == 0.5  # 6 characters: half way from 2 to 10
+    assert penalised("", "2", "2") == 0.5
+    assert penalised("", "1" * 10, "1" * 10) == 0.0
+    assert penalised("", "1" * 99, "1" * 99) == 0.0
+    assert penalised("", "3", "2") == 0.0
+    assert length_penalised(arithmetic, 2, 10)("", "no semicolon", "1") is None
+
+
+def test_impossible_penalties():
+    with pytest.raises(ValueError, match=r"free_characters \(10\) must be below characters_to_zero \(10\)"):
+        length_penalised(exact, 10, 10)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        requiring_format(exact, "x", reward_without=1.5)

@@ -1,0 +1,387 @@
+"""The fourteen things users of published fused-loss kernels complain about, each as a test of ours.
+
+Numbers and threads are those of the study of published kernels; a link says who was bitten. What only real hardware
+shows (offsets past 2^31 elements, speed, no host synchronisation) is in tests/gpu/.
+"""
+
+import ast
+import contextvars
+import importlib
+import itertools
+import threading
+from pathlib import Path
+
+import hacpo_kernels
+import pytest
+import torch
+import triton
+from hacpo_kernels import backends, linear_logprob, sequence_objective
+from kernel_cases import BACKENDS, DEVICE, Head, exact, largest_error, make_head, relative_error
+from objective_cases import OPTIONS, make_batch, oracle
+from torch import nn
+
+# numpy warns of lanes that Triton masks away afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+linear_logprob_triton = importlib.import_module("hacpo_kernels.linear_logprob")
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@each_backend
+def test_01_padded_vocabulary_stays_out_of_the_softmax(backend):
+    """verl #2899: all true logits near -50, so that a single pad column of 0 would take all probability."""
+    for num_columns in (255, 256, 257, 1023, 1025):  # around tile and split borders
+        head = make_head(20, 16, num_columns, pads=7)
+        head.hidden[:, 0], head.weight[:num_columns, 0] = 1.0, -50.0
+        want = exact(head, torch.ones(20))
+        hidden, weight = head.leaves()
+        logprob = linear_logprob(hidden, weight, head.target, vocab_size=num_columns, backend=backend)
+        logprob.sum().backward()
+        assert largest_error(logprob, want.logprob) < 5e-5
+        assert (logprob <= 0).all()
+        assert (weight.grad[num_columns:] == 0).all()
+        assert hidden.grad.isfinite().all()
+
+
+@each_backend
+@pytest.mark.parametrize("offset", (-1e4, -200.0, 200.0, 1e4))
+def test_02_offsets_and_masked_shards_keep_it_finite(offset, backend):
+    """SkyRL #2141, #2259: a running maximum that starts at 0 gives log 0 where all logits are far below it."""
+    head = make_head(20, 16, 600)
+    plain, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
+    hidden = torch.cat([head.hidden, torch.ones(20, 1, device=DEVICE)], dim=1)
+    weight = torch.cat([head.weight, torch.full((600, 1), offset, device=DEVICE)], dim=1)
+    shifted, shifted_entropy = linear_logprob(hidden, weight, head.target, return_entropy=True, backend=backend)
+    allowed = 4 * torch.finfo(torch.float32).eps * max(abs(offset), 100)  # what float32 logits of that size can say
+    assert largest_error(shifted, plain) < allowed
+    assert largest_error(shifted_entropy, entropy) < allowed
+
+
+@each_backend
+def test_02_a_shard_without_any_probability(backend):
+    """Columns masked to -inf by their weights: no NaN from exp(-inf + inf), entropy 0 * -inf is 0."""
+    head = make_head(20, 16, 600)
+    head.hidden[:, 0], head.weight[300:, 0] = 1.0, -torch.inf
+    head.target.clamp_(max=299)
+    want = exact(Head(head.hidden, head.weight[:300], head.target, 300), torch.ones(20))
+    logprob, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
+    assert largest_error(logprob, want.logprob) < 2e-5
+    assert largest_error(entropy, want.entropy) < 2e-5
+    masked, _ = backends.choose_backend(backend, head.hidden, (torch.float32,)).logit_stats(
+        head.hidden, head.weight[300:], torch.full_like(head.target, -1), 1.0, True, False
+    )
+    assert (masked.max_T == -torch.inf).all()
+    assert (masked.sum_T == 0).all()
+    assert (masked.tilt_T == 0).all()
+
+
+@each_backend
+def test_03_labels_of_other_shards_never_hit_a_pad_column(backend):
+    """ml-cross-entropy #59. A shard of 100 ids from 200 on, 93 of them real: labels on both edges and beyond them.
+
+    The shard alone sees label 199 and 293 as absent (target -inf) although 293 is a row that exists, as padding.
+    The same over real ranks: test_linear_logprob.test_sharded_vocabulary_equals_one_rank.
+    """
+    head = make_head(6, 16, 93, pads=7)
+    head.target[:] = torch.tensor([199, 200, 292, 293, 299, -100])
+    module = backends.choose_backend(backend, head.hidden, (torch.float32,))
+    column = head.target - 200
+    column = column.masked_fill((column < 0) | (column >= 93), -1)
+    stats, _ = module.logit_stats(head.hidden, head.weight[:93], column, 1.0, False, False)
+    logits = head.hidden.double() @ head.weight.double().T
+    expected = [-torch.inf, logits[1, 0].item(), logits[2, 92].item(), -torch.inf, -torch.inf, -torch.inf]
+    assert stats.target_T.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@each_backend
+def test_04_gradient_error_does_not_grow_with_the_number_of_chunks(backend, monkeypatch):
+    """Liger #1391: bf16 sums over 1,024 chunks are 7 times worse than over one. Ours are float32."""
+    head = make_head(512, 32, 160, dtype=torch.bfloat16)
+    coefficient = torch.rand(512) + 0.5
+    want = exact(head, coefficient)
+    errors = []
+    for num_chunks in (1, 4, 64):
+        module = backends.choose_backend(backend, head.hidden, (torch.bfloat16,))
+        fixed = {**vars(module), "chunk_rows": lambda columns, n=num_chunks: 512 // n}
+        monkeypatch.setattr(backends, backend.upper(), backends.Backend(**fixed))
+        hidden, weight = head.leaves()
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        logprob = linear_logprob(hidden, weight, head.target, fuse_main_grad=True, backend=backend)
+        (logprob * coefficient.to(DEVICE)).sum().backward()
+        errors.append(
+            [relative_error(weight.main_grad, want.weight_grad), relative_error(hidden.grad, want.hidden_grad)]
+        )
+    one, *more = torch.tensor(errors)
+    assert all((many < 1.5 * one).all() for many in more), errors
+
+
+@each_backend
+@pytest.mark.parametrize("stash", (False, True), ids=("recompute", "stash"))
+def test_05_coefficients_per_token_of_any_size_and_sign(backend, stash):
+    """Liger #968, TransformerEngine #2139: kernels that were right only for a gradient of 1."""
+    head = make_head(120, 16, 300)
+    coefficient = torch.randn(120).sign() * torch.logspace(-6, 3, 120)
+    coefficient[::5] = 0.0
+    want = exact(head, coefficient)
+    hidden, weight = head.leaves()
+    logprob = linear_logprob(hidden, weight, head.target, stash=stash, backend=backend)
+    (logprob * coefficient.to(DEVICE)).sum().backward()
+    # Row by row: a small coefficient's row must be right to its own scale.
+    kept = coefficient != 0
+    size = want.hidden_grad[kept].norm(dim=1)
+    error = (hidden.grad.cpu().double()[kept] - want.hidden_grad[kept]).norm(dim=1)
+    assert (error / size).max() < 1e-4
+    assert (hidden.grad.cpu()[~kept] == 0).all()
+    assert relative_error(weight.grad, want.weight_grad) < 5e-6
+    without = exact(head, kept.float())
+    assert relative_error(weight.grad, without.weight_grad) > 0.1, "dropping the coefficient would go unseen"
+
+
+@each_backend
+def test_06_rows_further_apart_than_2_to_31_elements(backend):
+    """Liger #803. Two rows of hidden 2^31 elements apart (memory never touched in between is never there)."""
+    if DEVICE == "cuda":
+        pytest.skip("real sizes are in tests/gpu")
+    head = make_head(2, 16, 40, dtype=torch.bfloat16)
+    stride = 2**31 + 64
+    far = torch.empty(stride + 16, dtype=torch.bfloat16).as_strided((2, 16), (stride, 1))
+    far.copy_(head.hidden)
+    got = linear_logprob(far, head.weight, head.target, backend=backend)
+    assert torch.equal(got, linear_logprob(head.hidden, head.weight, head.target, backend=backend))
+
+
+def _unsafe_products(function: ast.FunctionDef) -> tuple[list[str], int]:
+    """(products of a run-time size that no int64 takes part in, number of products looked at)."""
+    sizes = {"num_rows", "num_tokens", "num_sequences", "out_stride", "exp_stride"}
+    assigned = (node for node in ast.walk(function) if isinstance(node, ast.Assign))
+    wide = {ast.unparse(node.targets[0]) for node in assigned if "int64" in ast.unparse(node.value)}
+    unsafe, seen = [], 0
+    for product in ast.walk(function):
+        if isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult):
+            # A number of tiles is small: T / 128 times V / 256 stays below 2^31 when T * V is far beyond it.
+            sides = [side for side in (product.left, product.right) if not ast.unparse(side).startswith("tl.cdiv")]
+            names = {node.id for side in sides for node in ast.walk(side) if isinstance(node, ast.Name)}
+            seen += bool(names & sizes)
+            if names & sizes and not names & wide and "int64" not in ast.unparse(product):
+                unsafe.append(f"{function.name}: {ast.unparse(product)}")
+    return unsafe, seen
+
+
+def test_06_products_of_sizes_are_taken_in_int64():
+    """Static, since T * V > 2^31 needs a GPU: a size of the batch is only ever multiplied with something int64."""
+    seen = 0
+    for module in ("linear_logprob", "stash", "sequence_objective"):
+        tree = ast.parse((Path(hacpo_kernels.__file__).parent / f"{module}.py").read_text())
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list):
+            unsafe, count = _unsafe_products(function)
+            assert not unsafe
+            seen += count
+    assert seen >= 7
+    broken = ast.parse("def f(num_rows, row):\n    return row * num_rows").body[0]
+    assert _unsafe_products(broken) == (["f: row * num_rows"], 1)
+
+
+@each_backend
+def test_07_more_rows_than_a_grid_dimension(backend):
+    """Liger #1294: 65,536 rows. Every row is one of two known ones."""
+    head = make_head(2, 8, 20)
+    index = torch.arange(65_537 + 128, device=DEVICE) % 2
+    hidden, weight = head.hidden[index].requires_grad_(), head.weight.clone().requires_grad_()
+    logprob = linear_logprob(hidden, weight, head.target[index], backend=backend)
+    logprob.sum().backward()
+    want = exact(head, torch.ones(2))
+    assert largest_error(logprob, want.logprob[index.cpu()]) < 2e-5
+    assert relative_error(hidden.grad, want.hidden_grad[index.cpu()]) < 5e-6
+
+
+@each_backend
+def test_07_seventy_thousand_sequences(backend):
+    lengths = [1 + (b % 3) for b in range(70_000)]
+    tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths)
+    arguments = (source, advantage, is_self)
+    loss, coefficient, stats = sequence_objective(tokens, cu_seqlens, *arguments, update_index=0, backend=backend)
+    tail = slice(-300, None)
+    start = sum(lengths[:-300])
+    some = [x[tail] for x in arguments]
+    want_loss, want_grad = oracle(tokens[start:], lengths[tail], *some, 0, OPTIONS)
+    assert largest_error(loss[tail], want_loss) < 1e-12
+    assert largest_error(coefficient[tail].cpu().repeat_interleave(torch.tensor(lengths[tail])), want_grad) < 1e-12
+    assert stats.ratio_self[1] + stats.ratio_cross[1] == 70_000
+
+
+def test_08_chunks_are_never_tiny():
+    """pytorch #124480: 64 chunks cost 1.5 times as much as 4. Real vocabularies get thousands of rows per chunk, on
+    a GPU at most 2.5 GB of them; the speed itself is measured in tests/gpu and kernels/bench."""
+    for num_columns in (151_936, 151_936 // 8, 128_256, 262_144):
+        rows = linear_logprob_triton.chunk_rows(num_columns)
+        assert 4096 <= rows <= 8192
+        assert rows * num_columns * 2 <= 2.5e9
+        assert rows % 128 == 0
+
+
+@each_backend
+def test_09_a_row_has_the_same_bits_in_any_batch(backend):
+    """verl #6280, RL-Kernel #336: old and new log-probs differ by how the batch was packed, and the clip acts on it."""
+    head = make_head(300, 32, 700, dtype=torch.bfloat16)
+    whole, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
+    if backend == "triton":  # on CPU plain torch leaves this to its matrix product, which promises nothing
+        for rows in (slice(0, 1), slice(7, 100), slice(150, 300)):
+            part = linear_logprob(head.hidden[rows], head.weight, head.target[rows], backend=backend)
+            assert torch.equal(part, whole[rows])
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    shuffled = linear_logprob(head.hidden[order], head.weight, head.target[order], return_entropy=True, backend=backend)
+    assert torch.equal(shuffled[0], whole[order])
+    assert torch.equal(shuffled[1], entropy[order])
+
+
+@each_backend
+def test_09_sequences_have_the_same_bits_in_any_order(backend):
+    lengths = [int(x) for x in torch.randint(0, 700, (40,), generator=torch.Generator().manual_seed(2))]
+    tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths, dtype=torch.float32)
+    loss, coefficient, _ = sequence_objective(
+        tokens, cu_seqlens, source, advantage, is_self, update_index=1, backend=backend
+    )
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    pieces = tokens.split(lengths)
+    moved = sequence_objective(
+        torch.cat([pieces[b] for b in order]), torch.tensor([0, *(lengths[b] for b in order)]).cumsum(0),
+        source[order], advantage[order], is_self[order], update_index=1, backend=backend,
+    )  # fmt: skip
+    assert torch.equal(moved[0], loss[order])
+    assert torch.equal(moved[1], coefficient[order])
+
+
+@each_backend
+def test_09_twenty_runs_have_the_same_bits(backend):
+    head = make_head(150, 16, 300, dtype=torch.bfloat16)
+    runs = []
+    for _ in range(20 if backend == "reference" or DEVICE == "cuda" else 3):
+        hidden, weight = head.leaves()
+        logprob = linear_logprob(hidden, weight, head.target, backend=backend)
+        (logprob * torch.linspace(-1, 1, 150, device=DEVICE)).sum().backward()
+        runs.append((logprob.detach(), hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+
+
+@each_backend
+def test_10_nothing_to_train_on(backend):
+    """Liger #177: an all-masked batch and an empty sequence divide by 0 elsewhere."""
+    head = make_head(12, 16, 40)
+    hidden, weight = head.leaves()
+    logprob, entropy = linear_logprob(hidden, weight, torch.full((12,), -100), return_entropy=True, backend=backend)
+    (logprob + entropy).sum().backward()
+    assert (logprob == 0).all() and (entropy == 0).all()
+    assert (hidden.grad == 0).all() and (weight.grad == 0).all()
+    tokens, source, advantage, is_self, cu_seqlens = make_batch([3, 0, 2])
+    loss, coefficient, stats = sequence_objective(
+        tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend
+    )
+    assert loss.isfinite().all() and loss[1] == 0 and coefficient[1] == 0
+    assert stats.empty.tolist() == [1.0, 3.0]
+    assert stats.ratio_self[1] + stats.ratio_cross[1] == 2
+    none = head.hidden[:0]
+    assert linear_logprob(none, head.weight, head.target[:0], backend=backend).shape == (0,)
+
+
+def test_11_launches_from_any_thread_and_leaves_the_allocator_alone():
+    """verl #4676: Triton's allocator belongs to a thread's context, and autograd runs backward in another thread."""
+    head = make_head(40, 16, 70)
+    want = exact(head, torch.ones(40))
+    hidden, weight = head.leaves()
+    mine = triton.runtime._allocation._allocator.get()
+    logprob = linear_logprob(hidden, weight, head.target, backend="triton")
+    thread = threading.Thread(target=lambda: contextvars.Context().run(logprob.sum().backward))
+    thread.start()
+    thread.join()
+    assert relative_error(weight.grad, want.weight_grad) < 5e-6
+    assert triton.runtime._allocation._allocator.get() is mine
+
+
+@each_backend
+def test_12_first_call_equals_second_and_inputs_stay(backend):
+    """SkyRL #2141: autotuning ran an in-place kernel several times. Here nothing is tuned at run time or in place."""
+    head = make_head(70, 24, 130, pads=2, dtype=torch.bfloat16)
+    hidden, weight = head.leaves()
+    before = [x.detach().clone() for x in (hidden, weight, head.target)]
+    first = linear_logprob(hidden, weight, head.target, vocab_size=130, backend=backend)
+    first.sum().backward()
+    first_grad = weight.grad.clone()
+    weight.grad = None
+    second = linear_logprob(hidden, weight, head.target, vocab_size=130, backend=backend)
+    second.sum().backward()
+    assert torch.equal(first, second)
+    assert torch.equal(first_grad, weight.grad)
+    after = (hidden.detach(), weight.detach(), head.target)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after))
+    tokens, source, advantage, is_self, cu_seqlens = make_batch([3, 4])
+    kept = tokens.clone()
+    sequence_objective(tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend)
+    assert torch.equal(tokens, kept)
+
+
+@each_backend
+@pytest.mark.parametrize("tied", (True, False))
+def test_13_tied_and_untied_weights_follow_the_unfused_trajectory(tied, backend):
+    """verl #3730, Megatron #2739: three optimizer steps of embedding -> layer -> head, fused and with all logits.
+
+    Through pipeline and tensor parallel ranks: tests of the actor."""
+
+    def train(fused: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        embedding, layer, head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False)
+        if tied:
+            head.weight = embedding.weight
+        parameters = [embedding.weight, *layer.parameters(), *([] if tied else [head.weight])]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(DEVICE)
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        tokens = torch.randint(0, 50, (3, 41), device=DEVICE)
+        for step in tokens:
+            hidden = torch.tanh(layer(embedding(step[:-1])))
+            if fused:
+                logprob = linear_logprob(hidden, head.weight, step[1:], backend=backend)
+            else:
+                logprob = head(hidden).log_softmax(dim=1).gather(1, step[1:, None])[:, 0]
+            optimizer.zero_grad()
+            (-logprob.mean()).backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    assert all(largest_error(a, b) < 2e-6 for a, b in zip(train(True), train(False)))
+
+
+@each_backend
+def test_14_the_gradient_does_not_depend_on_micro_batches(backend):
+    """Liger #1082, TRL #3823: lengths 1 to 60, weight 1 / L each; packed as 1, 2 and 4 micro-batches; end to end."""
+    lengths = [1, 60, 7, 30, 2, 45, 13, 22]
+    num_tokens = sum(lengths)
+    head = make_head(num_tokens, 16, 90)
+    _, source, advantage, is_self, _ = make_batch(lengths, dtype=torch.float32)
+    scored = linear_logprob(head.hidden, head.weight, head.target)
+    mean = torch.stack([x.mean() for x in scored.split(lengths)])
+    source = mean + torch.tensor([0.05, -2e-4, 0.03, 0.0, 1e-4, 0.02, -0.1, 0.15], device=DEVICE)
+
+    def gradient(bounds: list[int]) -> torch.Tensor:
+        hidden, weight = head.leaves()
+        for first, last in itertools.pairwise(bounds):
+            rows = slice(sum(lengths[:first]), sum(lengths[:last]))
+            logprob = linear_logprob(hidden[rows], weight, head.target[rows], backend=backend)
+            cu_seqlens = torch.tensor([0, *lengths[first:last]]).cumsum(0)
+            one = slice(first, last)
+            loss, _, _ = sequence_objective(
+                logprob, cu_seqlens, source[one], advantage[one], is_self[one], update_index=0, backend=backend
+            )
+            (loss.sum() / len(lengths)).backward()
+        return torch.cat([hidden.grad.flatten(), weight.grad.flatten()])
+
+    def unfused() -> torch.Tensor:
+        hidden, weight = (x.double().requires_grad_() for x in (head.hidden.detach(), head.weight.detach()))
+        logprob = (hidden @ weight.T).log_softmax(dim=1).gather(1, head.target[:, None])[:, 0]
+        _, per_token = oracle(logprob, lengths, source, advantage, is_self, 0, OPTIONS)
+        (logprob * per_token.to(DEVICE) / len(lengths)).sum().backward()
+        return torch.cat([hidden.grad.flatten(), weight.grad.flatten()])
+
+    want = unfused().cpu()
+    assert want.abs().max() > 0
+    for bounds in ([0, 8], [0, 3, 8], [0, 1, 4, 6, 8]):
+        assert relative_error(gradient(bounds), want) < 2e-5

@@ -1,0 +1,202 @@
+"""What a learner trains on, against hand-made pools and real tokenizers: ids, ends, lengths, drops and counts."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from repository import SHARED
+
+from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict, ViewCounts
+from hacpo_mega.samples.learner_view import ViewRules, learner_view, same_tokenizers, trained_tokens
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
+
+CHARACTERS = tuple("0123456789+-*=,;s")
+PAIRS = (*CHARACTERS, *map(str, range(10, 20)), "+1", "=1", ",1", ";1")
+REAL = SHARED / "tokenizers"
+PROMPTS = (Prompt(4, "a", "47+85=", "132"), Prompt(5, "b", "s5281=", "1258"))
+RULES = ViewRules((True, False), shares_answers=True, eos_in_loss=True, ratio_length="own", max_answer_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def codecs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return TextCodec(make_tokenizer(folder / "a", CHARACTERS)), TextCodec(make_tokenizer(folder / "b", PAIRS))
+
+
+def trajectory(codec, agent, g, text, stop=Stop.EOS, verdict=Verdict.WRONG, eos_in_loss=True, ids=None):
+    ids = np.array(codec.encode_answer(text, stop == Stop.EOS) if ids is None else ids, dtype=np.int32)
+    num_scored = trained_tokens(len(ids), stop == Stop.EOS, eos_in_loss)
+    reward = float(verdict == Verdict.CORRECT) if verdict.is_judged else math.nan
+    return Trajectory(agent, Rollout(4, g, ids, text, stop), verdict, reward, -0.1 * (g + 1), num_scored)
+
+
+def one_prompt(*by_agent):
+    return Pool((PROMPTS[0],), (tuple(by_agent),))
+
+
+def constant(pool, value=0.5):
+    return torch.full(pool.rewards_PNG.shape, value, dtype=torch.float64)
+
+
+def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
+    """Two agents, two prompts, two answers: written out for learner 0, whose tokenizer has single characters."""
+    text = "7+5=12,4+8+1=13;132"
+    pool = Pool(
+        PROMPTS,
+        tuple(
+            tuple(tuple(trajectory(codecs[j], j, g, f"{text[: 9 + p]}{g}") for g in range(2)) for j in range(2))
+            for p in range(2)
+        ),
+    )
+    advantages = torch.arange(8, dtype=torch.float64).reshape(2, 2, 2)
+    samples, counts = learner_view(pool, advantages, 0, codecs[0], RULES)
+    order = [(p, j, g) for p in range(2) for j in range(2) for g in range(2)]
+    assert [(s.prompt_index - 4, s.source, s.rollout_index) for s in samples] == order
+    for sample, (p, j, g) in zip(samples, order):
+        expected = [*[CHARACTERS.index(c) + 2 for c in f"{text[: 9 + p]}{g}"], 1]
+        assert sample.answer_ids.tolist() == expected
+        assert sample.prompt_ids.tolist() == [CHARACTERS.index(c) + 2 for c in PROMPTS[p].text]
+        assert (sample.answer_ids.dtype, sample.prompt_ids.dtype) == (np.int32, np.int32)
+        assert sample.advantage == advantages[p, j, g]
+        assert sample.source_logprob == pytest.approx(-0.1 * (g + 1))
+        assert sample.is_self == (j == 0)
+        assert sample.num_trained == sample.length == len(expected)
+    # "7+5=12,4+" is 9 characters and 7 pairs tokens (=1 and none else), "7+5=12,4+8" one more of each; then g and EOS
+    ratios = [11 / 10 if g == 0 else 11 / 9 for g in range(2)]  # ... "+1" is one token where g = 1
+    ratios += [12 / 11, 12 / 11]
+    assert counts.token_ratio_sum == pytest.approx(sum(ratios))
+    assert replace(counts, token_ratio_sum=0) == ViewCounts(num_own=4, num_cross=4, num_reencoded=4)
+
+
+def test_own_answers_keep_the_sampled_ids(codecs):
+    """The text 12 sampled as 1 and 2, though it has a token: re-encoding would train on another sequence."""
+    sampled = [*codecs[1].encode_answer("1", False), *codecs[1].encode_answer("2", True)]
+    assert sampled != list(codecs[1].encode_answer("12", True))
+    pool = one_prompt((trajectory(codecs[0], 0, 0, "12"),), (trajectory(codecs[1], 1, 0, "12", ids=sampled),))
+    rules = replace(RULES, same_tokenizer=(False, True))
+    samples, _ = learner_view(pool, constant(pool), 1, codecs[1], rules)
+    assert samples[1].answer_ids.tolist() == sampled
+    assert samples[0].answer_ids.tolist() == list(codecs[1].encode_answer("12", True))
+
+
+def test_an_identical_tokenizer_keeps_ids_and_gets_the_learners_end(codecs):
+    """A base model and its instruct twin: the same ids, another EOS. A truncated answer has no end to swap."""
+    odd_end, odd_ids = 7, [*codecs[0].encode_answer("12", False), 7]
+    pool = one_prompt(
+        (trajectory(codecs[0], 0, 0, "1"), trajectory(codecs[0], 0, 1, "1")),
+        (
+            trajectory(codecs[0], 1, 0, "12", ids=odd_ids),
+            trajectory(codecs[0], 1, 1, "125", Stop.LENGTH, ids=odd_ids),
+        ),
+    )
+    samples, counts = learner_view(pool, constant(pool), 0, codecs[0], replace(RULES, same_tokenizer=(True, True)))
+    assert samples[2].answer_ids.tolist() == [*odd_ids[:-1], codecs[0].eos_id]
+    assert samples[3].answer_ids.tolist() == odd_ids
+    assert odd_ids[-1] == odd_end  # the trajectory itself is untouched
+    assert counts == ViewCounts(num_own=2, num_cross=2, num_truncated=1)
+
+
+@pytest.mark.parametrize("ratio_length", ["own", "source"])
+@pytest.mark.parametrize("eos_in_loss", [True, False])
+def test_trained_tokens_and_length(codecs, eos_in_loss, ratio_length):
+    """ "13,14" is 5 characters and 2 pairs (13 and ,1 and 4: 3 tokens); with EOS 6 and 4; truncated 5 and 3."""
+    by_agent = [
+        tuple(trajectory(codecs[j], j, g, "13,14", stop, eos_in_loss=eos_in_loss) for g, stop in enumerate(Stop))
+        for j in range(2)
+    ]
+    pool = one_prompt(*by_agent)
+    rules = replace(RULES, eos_in_loss=eos_in_loss, ratio_length=ratio_length)
+    samples, _ = learner_view(pool, constant(pool), 0, codecs[0], rules)
+    ended = 6 if eos_in_loss else 5
+    assert [s.num_trained for s in samples] == [ended, 5, 5] * 2
+    source = 4 if eos_in_loss else 3
+    assert [s.length for s in samples[:3]] == [ended, 5, 5]
+    assert [s.length for s in samples[3:]] == ([ended, 5, 5] if ratio_length == "own" else [source, 3, 3])
+
+
+def test_unjudged_answers_are_counted_and_teach_nothing(codecs):
+    verdicts = (Verdict.TIMEOUT, Verdict.CORRECT, Verdict.ERROR, Verdict.NO_ANSWER)
+    pool = one_prompt(
+        *(tuple(trajectory(codecs[j], j, g, "1", verdict=v) for g, v in enumerate(verdicts)) for j in (0, 1))
+    )
+    advantages = constant(pool)
+    advantages[pool.rewards_PNG.isnan()] = math.nan
+    samples, counts = learner_view(pool, advantages, 0, codecs[0], RULES)
+    # own ones keep their place in the micro-batch, so that the others' ratios repeat their scores bit by bit
+    assert [(s.source, s.rollout_index) for s in samples] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 3)]
+    assert [s.advantage for s in samples][0:3:2] == [0.0, 0.0]
+    assert (counts.num_unjudged, counts.num_own, counts.num_cross) == (4, 4, 2)
+
+
+@pytest.mark.parametrize("eos_in_loss", [True, False])
+def test_empty_and_truncated_answers_train_on_what_there_is(codecs, eos_in_loss):
+    by_agent = [
+        (
+            trajectory(codecs[j], j, 0, "", eos_in_loss=eos_in_loss),
+            trajectory(codecs[j], j, 1, "", Stop.LENGTH, eos_in_loss=eos_in_loss),
+            trajectory(codecs[j], j, 2, "12", Stop.LENGTH, eos_in_loss=eos_in_loss),
+        )
+        for j in range(2)
+    ]
+    pool = one_prompt(*by_agent)
+    samples, counts = learner_view(pool, constant(pool), 0, codecs[0], replace(RULES, eos_in_loss=eos_in_loss))
+    assert [s.answer_ids.tolist() for s in samples] == [[1], [], [3, 4]] * 2
+    assert [s.num_trained for s in samples] == [int(eos_in_loss), 0, 2] * 2
+    assert [s.length for s in samples] == [1, 1, 2] * 2
+    assert (counts.num_empty, counts.num_truncated) == (4, 4)
+
+
+def test_an_answer_too_long_for_the_learner_is_dropped_whole(codecs):
+    """19 pairs tokens fit a limit of 24; as 24 characters and EOS they do not. The learner's own are never dropped."""
+    long = "10,11,12,13,14,15,16,17,"
+    pool = one_prompt(
+        (trajectory(codecs[0], 0, 0, "1" * 30, ids=[3] * 30 + [1]),), (trajectory(codecs[1], 1, 0, long),)
+    )
+    samples, counts = learner_view(pool, constant(pool), 0, codecs[0], RULES)
+    assert [s.source for s in samples] == [0]
+    assert counts == ViewCounts(num_own=1, num_too_long=1)
+    fits, _ = learner_view(pool, constant(pool), 0, codecs[0], replace(RULES, max_answer_tokens=25))
+    assert len(fits[1].answer_ids) == 25
+
+
+def test_an_answer_the_learner_has_no_tokens_for_is_dropped(codecs, tmp_path):
+    digits = TextCodec(make_tokenizer(tmp_path, tuple("0123456789+=s")))
+    pool = one_prompt((trajectory(digits, 0, 0, "12"),), (trajectory(codecs[1], 1, 0, "1;2"),))
+    samples, counts = learner_view(pool, constant(pool), 0, digits, RULES)
+    assert (len(samples), counts) == (1, ViewCounts(num_own=1, num_unencodable=1))
+
+
+def test_alone_nothing_of_others_is_encoded(codecs):
+    pool = one_prompt((trajectory(codecs[0], 0, 0, "1"),), (trajectory(codecs[1], 1, 0, "1"),))
+    samples, counts = learner_view(pool, constant(pool), 0, codecs[0], replace(RULES, shares_answers=False))
+    assert ([s.source for s in samples], counts) == ([0], ViewCounts(num_own=1))
+
+
+def test_a_score_over_other_tokens_than_the_loss_trains_is_refused(codecs):
+    own = trajectory(codecs[0], 0, 0, "12", eos_in_loss=False)
+    pool = one_prompt((own,), (trajectory(codecs[1], 1, 0, "1"),))
+    with pytest.raises(AssertionError):
+        learner_view(pool, constant(pool), 0, codecs[0], RULES)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"real tokenizers are not in {REAL}")
+def test_real_tokenizers_exchange_answers():
+    """Three designs: every sample reads like its source, broken bytes are counted, prompts are cached."""
+    real = [TextCodec(load_tokenizer(REAL / name)) for name in ("gpt-2", "phi-3", "deepseek-llm")]
+    texts = ("We have $x^2 = 4$,\n so \\boxed{2}.", " 42", "naïve 数学 😀", "A<|endoftext|>B")
+    by_agent = [tuple(trajectory(codec, j, g, text) for g, text in enumerate(texts)) for j, codec in enumerate(real)]
+    half = real[0].encode_answer("😀", False)[:1]
+    broken = trajectory(real[0], 0, 3, real[0].decode_answer(half), Stop.LENGTH, ids=half)
+    by_agent[0] = (*by_agent[0][:3], broken)
+    pool = Pool((replace(PROMPTS[0], text="Solve it."),), (tuple(by_agent),))
+    for learner, codec in enumerate(real):
+        rules = replace(RULES, same_tokenizer=same_tokenizers(codec.fingerprint, [c.fingerprint for c in real]))
+        samples, counts = learner_view(pool, constant(pool), learner, codec, replace(rules, max_answer_tokens=99))
+        assert len(samples) == 12
+        for sample in samples:
+            source = by_agent[sample.source][sample.rollout_index].rollout
+            assert codec.decode_answer(sample.answer_ids.tolist()) == source.text
+        assert (counts.num_undecodable, counts.num_truncated, counts.num_reencoded, counts.num_changed) == (1, 1, 8, 0)
+    assert real[0]._prompt_ids.cache_info().misses == 1

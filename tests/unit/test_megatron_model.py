@@ -1,0 +1,283 @@
+"""One process: reading folders, refusing what cannot be run, exporting, and the platform that lets Megatron run here.
+
+What a model computes is in test_megatron_layout.py.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
+from tiny_models import LLAMA3_ROPE, make_model
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hacpo_mega.megatron import reshard
+from hacpo_mega.megatron.model import build_model, forward_packed, rope_frequencies
+from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.reshard import full_tensors, save_hf
+from hacpo_mega.megatron.weights import load_hf_weights
+from hacpo_mega.models.architecture import Architecture, Llama3Rope
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the platform changes nothing beside CUDA")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[None]:
+    """This process as an agent's only rank."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    initialize_parallel(1, 1, seed=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A folder that no test writes to."""
+    return make_model(tmp_path_factory.mktemp("source"), "qwen3", tied=True)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder of the test's own."""
+    return make_model(tmp_path / "model", "qwen3", tied=True, num_layers=1)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=64)
+    load_hf_weights(model, folder)
+    return model
+
+
+def edit_config(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def edit_weights(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if name != drop}
+    save_file({**kept, **added}, path)
+
+
+# ---- config.json
+
+
+def test_old_and_new_rope_layouts_say_the_same(tmp_path):
+    folder = make_model(tmp_path, "llama", rope_scaling=LLAMA3_ROPE)
+    new = Architecture.from_folder(folder)
+    assert new.rope == Llama3Rope(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)
+    edit_config(folder, rope_parameters=None, rope_theta=10_000.0, rope_scaling=LLAMA3_ROPE)
+    assert Architecture.from_folder(folder) == new
+
+
+def test_llama3_frequencies_are_hugging_faces():
+    scaling = {**LLAMA3_ROPE, "rope_theta": 500_000.0, "factor": 32.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=2048, num_attention_heads=32, head_dim=64, rope_parameters=scaling)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    architecture = Architecture(
+        family="llama", num_layers=1, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_size=64,
+        vocab_size=8, max_positions=8, norm_eps=1e-5, rope_theta=500_000.0, rope=Llama3Rope(32.0, 1.0, 4.0, 8192),
+        tied=True, qkv_bias=False, output_bias=False, qk_norm=False,
+    )  # fmt: skip
+    torch.testing.assert_close(rope_frequencies(architecture), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama, qwen2, qwen3"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_refused(folder, change, message):
+    with pytest.raises(ValueError, match=message):
+        Architecture.from_folder(edit_config(folder, **change))
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        Architecture.from_folder(tmp_path)
+
+
+# ---- layouts and overrides
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tp": 3}, r"tp = 3 must divide the attention heads \(4\)"),
+        ({"pp": 3}, "pp = 3 must divide the 2 layers"),
+        ({"max_positions": 300}, "max_positions 300 exceeds the 256 of this qwen3 model"),
+        ({"overrides": {"no_such_field": 1}}, "TransformerConfig has no such field"),
+        ({"overrides": {"hidden_size": 8}}, r"megatron\.hidden_size is decided by the model folder"),
+    ],
+)
+def test_what_the_model_cannot_have_is_refused(world, source, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(
+            Architecture.from_folder(source),
+            **{"tp": 1, "pp": 1, "dtype": torch.float32, "max_positions": 64, **options},
+        )
+
+
+def test_a_layout_larger_than_the_world_is_refused(world):
+    with pytest.raises(ValueError, match=r"tp \* pp = 2 \* 3 = 6 does not divide the agent's 1 ranks"):
+        initialize_parallel(2, 3, seed=1)
+
+
+# ---- weights
+
+
+def test_pickles_are_refused(world, folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"weights as pickles \(pytorch_model\.bin\)"):
+        loaded(folder)
+
+
+def test_a_missing_tensor_is_named(world, folder):
+    edit_weights(folder, drop="model.layers.0.self_attn.k_norm.weight")
+    with pytest.raises(ValueError, match=r"lacks 1 tensors .* model\.layers\.0\.self_attn\.k_norm\.weight"):
+        loaded(folder)
+
+
+def test_an_unknown_tensor_is_named(world, folder):
+    edit_weights(folder, **{"model.layers.0.mlp.gate_proj.bias": torch.zeros(96)})
+    with pytest.raises(ValueError, match=r"1 tensors unknown to qwen3: model\.layers\.0\.mlp\.gate_proj\.bias"):
+        loaded(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(world, folder):
+    edit_weights(folder, **{"model.norm.weight": torch.zeros(65)})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(65,\); config\.json says \(64,\)"):
+        loaded(folder)
+
+
+def test_a_file_missing_from_the_index_is_named(world, tmp_path):
+    folder = make_model(tmp_path / "model", "qwen3", max_shard_size="60KB")
+    lost = max(folder.glob("model-*.safetensors"))
+    lost.unlink()
+    with pytest.raises(ValueError, match=f"names {re.escape(lost.name)} in its index but does not hold it"):
+        loaded(folder)
+
+
+def test_a_folder_without_weights_is_refused(world, folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
+        loaded(folder)
+
+
+def test_a_tied_folder_may_keep_its_head(world, folder):
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_weights(folder, **{"lm_head.weight": embedding.clone()})
+    assert torch.equal(dict(full_tensors(loaded(folder)))["model.embed_tokens.weight"], embedding)
+
+
+# ---- export
+
+
+def test_a_bf16_folder_comes_back_byte_for_byte(world, tmp_path):
+    folder = make_model(tmp_path / "model", "qwen2", tied=False, dtype=torch.bfloat16)
+    save_hf(loaded(folder, torch.bfloat16), folder, tmp_path / "out", torch.bfloat16)
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
+
+
+def test_export_converts_and_says_so(world, source, tmp_path):
+    save_hf(loaded(source), source, tmp_path / "out", torch.bfloat16)
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_export_brings_the_tokenizer_and_replaces_the_old_folder(world, folder, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "stale.txt").write_text("of an earlier export")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("weights in another form")
+    save_hf(loaded(folder), folder, out, torch.float32)
+    names = {path.name for path in out.iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
+
+
+def test_a_failed_export_leaves_the_old_folder(world, source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept.txt").write_text("of an earlier export")
+    model, written = loaded(source), []
+
+    def fail_at_the_second_file(tensors, path, metadata):
+        written.append(path)
+        if len(written) == 2:
+            raise OSError("No space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(reshard, "save_file", fail_at_the_second_file)
+    with pytest.raises(OSError, match="No space left"):
+        save_hf(model, source, out, torch.float32, file_bytes=100_000)
+    assert [path.name for path in out.iterdir()] == ["kept.txt"]
+
+
+def test_the_tied_head_follows_its_embedding(world, source):
+    tensors = list(full_tensors(loaded(source), tied_head=True))
+    names = [name for name, _ in tensors]
+    assert names[:2] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert torch.equal(tensors[0][1], tensors[1][1])
+    assert [name for name, _ in full_tensors(loaded(source))] == [name for name in names if name != "lm_head.weight"]
+
+
+# ---- forward
+
+
+def test_a_score_is_the_training_forward_bit_for_bit(world, source):
+    model = loaded(source)
+    tokens_T = torch.arange(40) * 7 % 131
+    pack = tokens_T, torch.cat([torch.arange(25), torch.arange(15)]), torch.tensor([0, 25, 40], dtype=torch.int32)
+    training_TH = forward_packed(model, *pack)
+    assert training_TH.requires_grad
+    with torch.no_grad():
+        assert torch.equal(forward_packed(model, *pack), training_TH)
+        assert torch.equal(forward_packed(model.eval(), *pack), training_TH)
+
+
+def test_a_sequence_does_not_see_its_neighbours(world, source):
+    model, tokens_T, positions_T = loaded(source), torch.arange(40) * 7 % 131, torch.arange(20).repeat(2)
+    other_T = torch.cat([tokens_T[:20], 130 - tokens_T[20:]])
+    starts = torch.tensor([0, 20, 40], dtype=torch.int32)
+    first_TH, second_TH = (forward_packed(model, tokens, positions_T, starts) for tokens in (tokens_T, other_T))
+    assert torch.equal(first_TH[:20], second_TH[:20])
+    assert not torch.isclose(first_TH[20:], second_TH[20:]).all(dim=1).any()
+
+
+# ---- platform
+
+
+@without_cuda
+def test_the_platform_gives_cuda_a_meaning_and_takes_it_away():
+    before = torch.cuda.current_device, torch.cuda.manual_seed, torch.cuda.nvtx.range_push
+    with pytest.raises(KeyError):
+        _fail_inside_the_platform()
+    assert before == (torch.cuda.current_device, torch.cuda.manual_seed, torch.cuda.nvtx.range_push)
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+def _fail_inside_the_platform() -> None:
+    with megatron_platform(), megatron_platform():
+        assert torch.zeros(2, device="cuda").to("cuda:0").cuda().device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).type() == "torch.cuda.FloatTensor"
+        raise KeyError

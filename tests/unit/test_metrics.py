@@ -1,0 +1,273 @@
+"""Metrics: what reduction computes over processes, what a run folder keeps, what a killed or resumed run leaves."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hacpo_mega.cluster.place import gather_bytes
+from hacpo_mega.logbook.console import Console, phase_seconds
+from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
+from hacpo_mega.logbook.rollout_log import RolloutLog, logged_steps, read_rollouts
+from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
+
+
+def alone(payload: bytes) -> list[bytes]:
+    return [payload]
+
+
+def rank_main(rank: int, world_size: int, store_file: str, folder: str) -> None:
+    """A rank that adds its own share: rank r has r + 1 answers, all of reward 0.1 * (r + 1); rank 2 has none."""
+    store = dist.FileStore(store_file, world_size)
+    group = dist.ProcessGroupGloo(store, rank, world_size)
+    metrics = Metrics("a" if rank < 2 else "b", lambda payload: gather_bytes(group, payload))
+    if rank != 2:
+        for _ in range(rank + 1):
+            metrics.add("agent/a/reward_mean", 0.1 * (rank + 1), 1)
+        metrics.add_weights("agent/a/from/b/weight", rank, rank**2, 1)
+    metrics.count("agent/a/num_answers", rank + 1)
+    metrics.gauge("capability/a", 0.1 + 0.2 + rank)
+    metrics.highest("agent/a/ratio_max", math.nan if rank == 2 else rank)
+    metrics.lowest("agent/a/ratio_min", rank)
+    metrics.add("agent/a/unseen", 0.0, 0)
+    reduced = metrics.reduce()
+    assert metrics.reduce().values == {}, "reduce leaves an empty slate"
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(reduced.values))
+
+
+def test_reduction_over_processes_is_the_hand_calculation_and_equal_on_every_rank(tmp_path: Path) -> None:
+    mp.spawn(rank_main, args=(4, str(tmp_path / "store"), str(tmp_path)), nprocs=4)
+    results = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]
+    assert len(set(results)) == 1
+    values = json.loads(results[0])
+    # 1 answer of .1, 2 of .2, 4 of .4: (0.1 + 0.4 + 1.6) / 7
+    assert values.pop("agent/a/reward_mean") == pytest.approx(2.1 / 7, abs=1e-15)
+    # weights 0, 1, 3: mean 4/3, effective share 16 / (3 * 10)
+    assert values.pop("agent/a/from/b/weight_mean") == pytest.approx(4 / 3)
+    assert values.pop("agent/a/from/b/weight_ess") == pytest.approx(16 / 30)
+    assert math.isnan(values.pop("agent/a/ratio_max"))
+    assert values == {"agent/a/num_answers": 10.0, "capability/a": 0.1 + 0.2, "agent/a/ratio_min": 0.0}
+
+
+def test_mean_does_not_depend_on_the_order_of_ranks() -> None:
+    numbers = [1e16, 1.0, -1e16, 3.0, 1e-3]
+    payloads = []
+    for number in numbers:
+        metrics = Metrics("a", lambda payload: payloads.append(payload) or [])
+        metrics.add("x", number, 1)
+        metrics.reduce()
+    assert reduce_payloads(payloads).values == reduce_payloads(payloads[::-1]).values == {"x": 4.001 / 5}
+
+
+def test_phase_seconds_are_the_slowest_rank_and_the_mean() -> None:
+    payloads: list[bytes] = []
+    shown: list[str] = []
+    for seconds in (1.0, 3.0):
+        metrics = Metrics("qwen", lambda payload: payloads.append(payload) or [], shown.append)
+        with metrics.time("learn"):
+            pass
+        metrics._accumulate("seconds", "agent/qwen/phase/learn_s", seconds)
+        metrics.reduce()
+    reduced = reduce_payloads(payloads)
+    assert reduced.values == {} and shown == ["learn", "learn"]
+    assert reduced.timing["agent/qwen/phase/learn_s"] == pytest.approx(3.0, abs=0.01)
+    assert reduced.timing["agent/qwen/phase_mean/learn_s"] == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_phase_that_raises_is_still_timed() -> None:
+    metrics = Metrics("a", alone)
+    with pytest.raises(KeyError), metrics.time("judge"):
+        raise KeyError("judge")
+    assert "agent/a/phase/judge_s" in metrics.reduce().timing
+
+
+def step_of(**values: float) -> StepMetrics:
+    return StepMetrics(values, {"agent/a/phase/learn_s": 1.25})
+
+
+def test_a_run_reads_back_exactly_and_two_equal_runs_differ_only_in_timing(tmp_path: Path) -> None:
+    values = {"third": 1 / 3, "broken": math.nan, "high": math.inf, "low": -math.inf, "tiny": 5e-324}
+    for run, seconds in (("one", 1.0), ("two", 2.0)):
+        with MetricsWriter(tmp_path / run) as writer:
+            writer.write(0, StepMetrics({"accuracy": 0.5}, {}))
+            writer.write(1, StepMetrics(values, {"agent/a/phase/learn_s": seconds}))
+    one, two = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
+    assert list(one) == [0, 1]
+    assert math.isnan(one[1].values.pop("broken")) and math.isnan(two[1].values.pop("broken"))
+    del values["broken"]
+    assert one[1].values == two[1].values == values
+    assert one[1].timing["agent/a/phase/learn_s"] == 1.0 and two[1].timing["agent/a/phase/learn_s"] == 2.0
+
+
+def test_metrics_are_strict_json_on_whole_lines(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, StepMetrics({"x": math.nan}, {}))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    assert json.loads(text, parse_constant=refuse)["values"] == {"x": "nan"}
+
+
+def test_a_torn_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, step_of(x=1.0))
+        writer.write(2, step_of(x=2.0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    assert list(read_metrics(path)) == [1]
+    path.write_bytes(whole.replace(b'"values"', b'"valves"', 1))
+    with pytest.raises(ValueError, match=r"line 1: not a line of metrics"):
+        read_metrics(path)
+
+
+def test_a_resumed_run_repeats_its_steps_and_keeps_what_it_dropped(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write(step, step_of(x=float(step)))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "val')
+    with MetricsWriter(tmp_path, steps_done=2) as writer:
+        writer.write(3, step_of(x=30.0))
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert {step: metrics.values["x"] for step, metrics in steps.items()} == {0: 0.0, 1: 1.0, 2: 2.0, 3: 30.0}
+    dropped = read_metrics(tmp_path / "metrics.dropped.jsonl")
+    assert {step: metrics.values["x"] for step, metrics in dropped.items()} == {3: 3.0, 4: 4.0}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_tensorboard_has_every_number_when_write_returns(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(3, step_of(x=0.5))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))  # while the writer is still open
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(3, 0.5)]
+    assert [event.value for event in events.Scalars("agent/a/phase/learn_s")] == [1.25]
+    writer.close()
+
+
+def test_importing_metrics_and_console_needs_neither_torch_nor_tensorflow() -> None:
+    code = (
+        "import sys\nfrom hacpo_mega.logbook import console, metrics\nprint({'torch', 'tensorflow'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+STEP = StepMetrics(
+    {
+        "agent/llama/reward_mean": 0.51,
+        "agent/qwen/from/gemma/inside": 0.5,
+        "agent/qwen/from/gemma/ratio_mean": 0.8,
+        "agent/qwen/from/llama/inside": 0.76,
+        "agent/qwen/from/llama/ratio_mean": 0.94,
+        "agent/qwen/reward_mean": 0.4204,
+    },
+    {
+        "agent/llama/phase/learn_s": 1.4,
+        "agent/qwen/phase/evaluate_s": 2.0,
+        "agent/qwen/phase/learn_s": 1.1,
+        "agent/qwen/phase/roll_out_s": 0.5,
+        "agent/qwen/phase_mean/learn_s": 1.0,
+    },
+)
+
+
+def test_console_prints_one_plain_line_per_step_into_a_log() -> None:
+    log = io.StringIO()
+    with Console(40, file=log) as console:
+        console.phase("learn")
+        console.step(12, STEP)
+    assert log.getvalue() == (
+        "step 12/40 | llama reward .510 | qwen reward .420 ratio .870 in-band 63%"
+        " | roll out 0.5 learn 1.4 evaluate 2.0 s\n"
+    )
+
+
+def test_console_shows_the_phase_on_a_terminal() -> None:
+    terminal = Terminal()
+    with Console(40, file=terminal) as console:
+        console.phase("roll_out")
+        console.step(1, STEP)
+        console.phase("publish")
+    assert "publish" in terminal.getvalue() and "\x1b[" in terminal.getvalue()
+    assert "step 1/40 | llama" in terminal.getvalue()
+
+
+def test_phase_seconds_take_the_slowest_agent_in_the_order_of_a_step() -> None:
+    assert list(phase_seconds(STEP).items()) == [("roll_out", 0.5), ("learn", 1.4), ("evaluate", 2.0)]
+
+
+TEXTS = ("plain", "two\nlines \u2028 and a separator", "lone \ud800 surrogate", "漢字 </script>")
+
+
+def small_pool() -> Pool:
+    """One prompt, two agents, two answers each; the last one could not be judged."""
+    verdicts = ((Verdict.CORRECT, 1.0), (Verdict.WRONG, 0.0), (Verdict.CORRECT, 1.0), (Verdict.TIMEOUT, math.nan))
+    ids = np.arange(3, dtype=np.int32)
+    flat = [
+        Trajectory(i // 2, Rollout(4, i % 2, ids, TEXTS[i], Stop.EOS), verdict, reward, -0.5, 3)
+        for i, (verdict, reward) in enumerate(verdicts)
+    ]
+    return Pool((Prompt(4, "id-4", "1+1=", "2", "add"),), (((flat[0], flat[1]), (flat[2], flat[3])),))
+
+
+SEEN = (["1+1="], ["*be brief*1+1="])  # of the first agent the prompt as it is, of the second with its template
+
+
+def leader_main(rank: int, store_file: str, folder: str) -> None:
+    """Two leaders of a lane, one per agent: each knows its own advantages, and ratios of one answer."""
+    group = dist.ProcessGroupGloo(dist.FileStore(store_file, 2), rank, 2)
+    log = RolloutLog(Path(folder), 3, ("a", "b"), rank, lambda payload: gather_bytes(group, payload), writes=rank == 0)
+    ratios_PNG = torch.full((1, 2, 2), math.nan)
+    ratios_PNG[0, 1 - rank, 0] = 0.9 + rank
+    log.write(12, small_pool(), torch.arange(4.0).reshape(1, 2, 2) + 10 * rank, ratios_PNG, SEEN[rank])
+
+
+def test_rollouts_of_a_lane_hold_every_learners_numbers(tmp_path: Path) -> None:
+    mp.spawn(leader_main, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000012.lane_0003.jsonl"]
+    assert logged_steps(tmp_path) == [12]
+    (prompt,) = read_rollouts(tmp_path, 12)
+    assert (prompt["prompt"], prompt["gold"], prompt["skill"], prompt["lane"]) == ("1+1=", "2", "add", 3)
+    assert prompt["prompt_seen"] == {"b": "*be brief*1+1="}
+    answers = prompt["answers"]
+    assert [answer["text"] for answer in answers] == list(TEXTS)
+    assert [(answer["agent"], answer["rollout"]) for answer in answers] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [answer["reward"] for answer in answers] == [1.0, 0.0, 1.0, None]
+    assert answers[3]["verdict"] == "timeout"
+    assert [answer["advantage"] for answer in answers] == [{"a": float(i), "b": 10.0 + i} for i in range(4)]
+    known = [answer["ratio"] for answer in answers]
+    assert known == [{"b": pytest.approx(1.9)}, {}, {"a": pytest.approx(0.9)}, {}]
+
+
+def test_a_resumed_lane_drops_rollouts_it_will_write_again(tmp_path: Path) -> None:
+    pool, advantages_PNG = small_pool(), torch.zeros(1, 2, 2)
+    for lane in range(3):
+        log = RolloutLog(tmp_path, lane, ("a", "b"), 0, alone, writes=True)
+        for step in (1, 2, 3):
+            log.write(step, pool, advantages_PNG)
+    # the same run goes on from step 2 with two lanes only: nothing of the third may be left after step 2
+    for lane in range(2):
+        RolloutLog(tmp_path, lane, ("a", "b"), 0, alone, writes=True, steps_done=2)
+    assert logged_steps(tmp_path) == [1, 2]
+    assert len(read_rollouts(tmp_path, 2)) == 3

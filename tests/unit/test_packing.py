@@ -1,0 +1,135 @@
+"""Packing and update planning: nothing lost, nothing mixed, every row predicts the token it is said to predict."""
+
+import numpy as np
+import pytest
+import torch
+
+from hacpo_mega.records import Sample
+from hacpo_mega.samples.packing import input_length, microbatch, pack, plan_updates
+
+
+def make_sample(
+    prompt: int, source: int, rollout: int, *, learner: int = 0, lengths=(3, 4), num_trained=None
+) -> Sample:
+    rng = np.random.default_rng([prompt, source, rollout])
+    prompt_ids = rng.integers(1, 90, lengths[0], dtype=np.int32)
+    answer_ids = rng.integers(1, 90, lengths[1], dtype=np.int32)
+    num_trained = lengths[1] if num_trained is None else num_trained
+    return Sample(
+        source=source,
+        is_self=source == learner,
+        prompt_index=prompt,
+        rollout_index=rollout,
+        prompt_ids=prompt_ids,
+        answer_ids=answer_ids,
+        num_trained=num_trained,
+        advantage=float(rng.normal()),
+        source_logprob=-1.5,
+        length=float(num_trained),
+    )
+
+
+def random_samples(num_prompts: int, seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [
+        make_sample(prompt, source, rollout, lengths=(int(rng.integers(1, 9)), int(rng.integers(1, 20))))
+        for prompt in range(num_prompts)
+        for source in range(3)
+        for rollout in range(2)
+    ]
+
+
+def identity(sample: Sample) -> tuple[int, int, int]:
+    return (sample.prompt_index, sample.source, sample.rollout_index)
+
+
+def test_layout_of_two_sequences_and_a_tail_by_hand():
+    first = Sample(0, True, 0, 0, np.int32([5, 6]), np.int32([7, 8, 9]), 2, 0.5, -1.0, 2.0)  # final token untrained
+    second = Sample(1, False, 0, 0, np.int32([3]), np.int32([4]), 1, -0.5, -2.0, 1.0)
+    batch = microbatch([first, second], multiple=3)
+    # first is read as 5 6 7: 6 predicts 7, 7 predicts 8. second is read as 3, which predicts 4. Two tokens of tail.
+    assert batch.tokens_T.tolist() == [5, 6, 7, 3, 0, 0]
+    assert batch.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert batch.rows_R.tolist() == [1, 2, 3]
+    assert batch.targets_R.tolist() == [7, 8, 4]
+    assert batch.row_cu_seqlens_B.tolist() == [0, 2, 3]
+    assert batch.advantage_B.tolist() == [0.5, -0.5]
+    assert batch.source_logprob_B.tolist() == [-1.0, -2.0]
+    assert batch.length_B.tolist() == [2.0, 1.0]
+    assert batch.is_self_B.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
+def test_every_row_reads_the_prefix_of_its_target(max_tokens, multiple):
+    samples = random_samples(num_prompts=6, seed=1)
+    batches = pack(samples, max_tokens, multiple=multiple)
+    assert sorted(identity(s) for b in batches for s in b.samples) == sorted(identity(s) for s in samples)
+    for batch in batches:
+        assert len(batch.tokens_T) <= max_tokens
+        assert len(batch.tokens_T) % multiple == 0
+        assert batch.is_self_B.unique().numel() == 1, "own and cross samples share a micro-batch"
+        for place, sample in enumerate(batch.samples):
+            text = np.concatenate([sample.prompt_ids, sample.answer_ids])
+            start = int(batch.cu_seqlens[place])
+            for row in range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1]):
+                read = int(batch.rows_R[row]) - start + 1
+                assert batch.tokens_T[start : start + read].tolist() == text[:read].tolist()
+                assert batch.positions_T[start : start + read].tolist() == list(range(read))
+                assert batch.targets_R[row] == text[read]
+            rows = batch.row_cu_seqlens_B.diff()[place]
+            assert rows == sample.num_trained
+            assert int(batch.rows_R[batch.row_cu_seqlens_B[place]]) - start == len(sample.prompt_ids) - 1
+
+
+def test_own_samples_pack_the_same_with_and_without_cross_samples():
+    samples = random_samples(num_prompts=8, seed=2)
+    own = [sample for sample in samples if sample.is_self]
+    with_cross = [batch for batch in pack(samples, 50) if batch.is_self_B.all()]
+    alone = pack(own, 50)
+    assert len(with_cross) == len(alone) > 1
+    for one, other in zip(with_cross, alone, strict=True):
+        torch.testing.assert_close(one.tokens_T, other.tokens_T, rtol=0, atol=0)
+        assert [identity(s) for s in one.samples] == [identity(s) for s in other.samples]
+
+
+def test_first_fit_decreasing_by_hand():
+    lengths = [4, 8, 1, 4, 2, 1]  # bins of 10: 8+2, 4+4+1+1
+    samples = [make_sample(i, 0, 0, lengths=(1, length)) for i, length in enumerate(lengths)]
+    assert [input_length(s) for s in samples] == lengths
+    assert [[input_length(s) for s in b.samples] for b in pack(samples, 10)] == [[8, 2], [4, 4, 1, 1]]
+
+
+def test_samples_without_trained_tokens_are_left_out():
+    samples = [make_sample(0, 0, 0, num_trained=0), make_sample(0, 0, 1), make_sample(0, 1, 0, num_trained=0)]
+    assert [identity(s) for b in pack(samples, 20) for s in b.samples] == [(0, 0, 1)]
+    assert pack([samples[0]], 20) == []
+
+
+def test_too_long_and_uneven_are_refused_with_numbers():
+    with pytest.raises(ValueError, match=r"has 12 tokens, more than max_tokens_per_microbatch \(11\)"):
+        pack([make_sample(0, 0, 0, lengths=(5, 8))], 11)
+    with pytest.raises(ValueError, match=r"must be a multiple of tp \(4\). Nearest: 8"):
+        pack([make_sample(0, 0, 0)], 11, multiple=4)
+    with pytest.raises(ValueError, match="3 prompts do not split into updates of 2"):
+        plan_updates([], [0, 1, 2], 2)
+    with pytest.raises(ValueError, match="answers prompt 7"):
+        plan_updates([make_sample(7, 0, 0)], [0, 1], 2)
+
+
+def test_updates_hold_whole_prompts_in_own_then_cross_order():
+    samples = random_samples(num_prompts=6, seed=3)
+    prompts = [4, 5, 2, 3, 0, 1]
+    updates = plan_updates(samples, prompts, prompts_per_update=2)
+    assert [sorted({s.prompt_index for s in update}) for update in updates] == [[4, 5], [2, 3], [0, 1]]
+    for update in updates:
+        assert [s.is_self for s in update] == [True] * 4 + [False] * 8, "1 : N-1 in every update"
+    assert [identity(s) for s in updates[0][:4]] == [(4, 0, 0), (4, 0, 1), (5, 0, 0), (5, 0, 1)]
+    shuffled = [samples[i] for i in np.random.default_rng(4).permutation(len(samples))]
+    again = plan_updates(shuffled, prompts, prompts_per_update=2)
+    assert [[identity(s) for s in u] for u in again] == [[identity(s) for s in u] for u in updates]
+
+
+def test_an_update_whose_prompts_were_all_dropped_stays_as_an_empty_one():
+    samples = [s for s in random_samples(num_prompts=4, seed=5) if s.prompt_index >= 2]
+    assert [len(update) for update in plan_updates(samples, [0, 1, 2, 3], 2)] == [0, 12]

@@ -1,0 +1,306 @@
+"""The report of a run folder that the real writers wrote: numbers, pictures, a page that stands alone."""
+
+import html.parser
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import image
+
+from hacpo_mega.logbook.console import PHASES
+from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.rollout_log import RolloutLog, read_rollouts
+from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.report import summary, write_report
+from hacpo_mega.report.plots import AGENT_COLOURS, BAND_COLOURS
+from hacpo_mega.report.samples import choose_prompts
+
+NUM_EVALUATED = 600
+
+
+def alone(payload: bytes) -> list[bytes]:
+    """The gather of a job of one rank."""
+    return [payload]
+
+
+def write_run(
+    folder: Path, agents: tuple[str, ...], num_steps: int, evaluate_every: int, answer: str = "7+5=12;12"
+) -> None:
+    """A run with made-up numbers through the real writers: curves that rise, bands that fill, phases that take time."""
+    draw = random.Random(3)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(config_toml(agents, num_steps), encoding="utf-8")
+    log = RolloutLog(folder, 0, agents, 0, alone, writes=True)
+    with MetricsWriter(folder) as writer:
+        for step in range(num_steps + 1):
+            metrics = Metrics(agents[0], alone)
+            if evaluate_every and step % evaluate_every == 0:
+                add_evaluation(metrics, agents, step / num_steps)
+            if step:
+                add_step(metrics, agents, step / num_steps, draw)
+                pool = make_pool(agents, step, answer)
+                advantages_PNG = torch.randn(pool.rewards_PNG.shape, generator=torch.Generator().manual_seed(step))
+                log.write(step, pool, advantages_PNG, 0.9 + 0.01 * advantages_PNG)
+            writer.write(step, metrics.reduce())
+
+
+def config_toml(agents: tuple[str, ...], num_steps: int) -> str:
+    lines = [f"num_steps = {num_steps}", "seed = 7", "lanes = 1"]
+    for agent in agents:
+        lines += ["[[agents]]", f'name = "{agent}"', f'model = "models/{agent}"', "tp = 1"]
+    lines += ["[algorithm]", 'method = "hacpo"', 'preset = "paper"', "delta = 0.2"]
+    lines += ["[training]", "prompts_per_step = 64", "[rollout]", "rollouts_per_prompt = 4"]
+    return "\n".join(lines) + "\n"
+
+
+def add_evaluation(metrics: Metrics, agents: tuple[str, ...], progress: float) -> None:
+    for n, agent in enumerate(agents):
+        right = round(NUM_EVALUATED * (0.55 + 0.05 * n + 0.12 * progress))
+        metrics.add(f"agent/{agent}/accuracy", right, NUM_EVALUATED)
+        metrics.count(f"agent/{agent}/num_evaluated", NUM_EVALUATED)
+        metrics.add(f"agent/{agent}/accuracy/add", right / 4, NUM_EVALUATED / 4)
+        metrics.count(f"agent/{agent}/num_evaluated/add", NUM_EVALUATED / 4)
+
+
+def add_step(metrics: Metrics, agents: tuple[str, ...], progress: float, draw: random.Random) -> None:
+    for n, learner in enumerate(agents):
+        name = f"agent/{learner}"
+        metrics.add(f"{name}/reward_mean", 256 * (0.4 + 0.06 * n + 0.2 * progress + draw.gauss(0, 0.02)), 256)
+        metrics.count(f"{name}/num_answers", 256)
+        metrics.gauge(f"{name}/grad_norm", 1.0 + draw.random())
+        metrics.gauge(f"{name}/lr", 4e-4 * (1 - progress))
+        metrics.add(f"{name}/answer_tokens_mean", 256 * (15 + draw.random()), 256)
+        metrics.gauge(f"capability/{learner}", 0.4 + 0.06 * n + 0.2 * progress)
+        for k, phase in enumerate(PHASES):
+            metrics._accumulate("seconds", f"{name}/phase/{phase}_s", (k % 3 + 0.4) * (1 + 0.2 * draw.random()))
+        for source in set(agents) - {learner}:
+            pair = f"{name}/from/{source}"
+            inside = 0.35 + 0.3 * progress
+            metrics.add(f"{pair}/ratio_mean", 256 * (0.8 + 0.08 * progress + 0.02 * draw.random()), 256)
+            metrics.add(f"{pair}/below", 256 * (0.9 - inside), 256)
+            metrics.add(f"{pair}/inside", 256 * inside, 256)
+            metrics.add(f"{pair}/above", 256 * 0.1, 256)
+            metrics.add_weights(f"{pair}/weight", 200, 200 + 60 * draw.random(), 256)
+            metrics.gauge(f"omega/{learner}/{source}", 1 + 0.1 * (n - agents.index(source)) + 0.02 * draw.random())
+
+
+def make_pool(agents: tuple[str, ...], step: int, answer: str) -> Pool:
+    """Three prompts, four answers per agent: right, wrong, cut, and one the judge could not finish."""
+    prompts = tuple(Prompt(p, f"id-{p}", f"4{p}+8{step % 10}=", "132", ("add", "sub", "mul")[p]) for p in range(3))
+    kinds = (
+        (Verdict.CORRECT, 1.0, Stop.EOS),
+        (Verdict.WRONG, 0.0, Stop.EOS),
+        (Verdict.NO_ANSWER, 0.0, Stop.LENGTH),
+        (Verdict.TIMEOUT, math.nan, Stop.EOS),
+    )
+    ids = np.arange(12, dtype=np.int32)
+    cube = tuple(
+        tuple(
+            tuple(
+                Trajectory(n, Rollout(p, g, ids, f"{answer} {g}", stop), verdict, reward, -0.2, 12)
+                for g, (verdict, reward, stop) in enumerate(kinds)
+            )
+            for n in range(len(agents))
+        )
+        for p in range(3)
+    )
+    return Pool(prompts, cube)
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would see: elements, text, and every reference."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+        for key, value in attributes:
+            if key in ("src", "srcset", "href", "xlink:href", "data", "action"):
+                self.references.append(value or "")
+            if key == "id":
+                self.ids.append(value or "")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+
+HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "two"
+    write_run(folder, ("qwen", "llama"), num_steps=10, evaluate_every=5, answer=HOSTILE)
+    assert write_report(folder) == folder / "report.html"
+    return folder
+
+
+def test_page_stands_alone_and_is_well_formed(reported: Path) -> None:
+    text = (reported / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == [], "every element is closed"
+    outside = [reference for reference in page.references if not reference.startswith("#")]
+    assert outside == [] and not re.search(r"url\((?!#)|@import|<link", text)
+    assert {f"#{name}" for name in page.ids} >= set(page.references), "every reference has its target"
+    assert len(set(page.ids)) == len(page.ids), "no id is used by two figures"
+
+
+def test_answers_are_text_and_never_markup(reported: Path) -> None:
+    page = Page((reported / "report.html").read_text(encoding="utf-8"))
+    assert "script" not in page.tags and "img" not in page.tags
+    assert f"{HOSTILE} 0" in page.text
+
+
+def test_page_shows_the_numbers_of_the_run(reported: Path) -> None:
+    text = Page((reported / "report.html").read_text(encoding="utf-8")).text
+    # qwen: 330 of 600 before, 402 of 600 after; sqrt(.55 * .45 / 600) = .0203, sqrt(.67 * .33 / 600) = .0192
+    assert "0.550 ± 0.020" in text and "0.670 ± 0.019" in text and "+0.120 ± 0.028" in text
+    assert "2,560 answers given" in text  # 256 in each of ten steps
+    assert "10 of 10 steps" in text and "hacpo / paper" in text
+    (prompt, *_) = read_rollouts(reported, 10)
+    answer = prompt["answers"][4]
+    assert answer["agent"] == "llama" and answer["verdict"] == "correct"
+    learner = f"→ qwen A {answer['advantage']['qwen']:+.2f}, ratio {answer['ratio']['qwen']:.3f}"
+    assert learner in text and "unjudged · timeout · 12 tokens" in text
+
+
+def test_curves_are_png_files_with_something_on_them(reported: Path) -> None:
+    pictures = {path.stem: path for path in (reported / "report").glob("*.png")}
+    assert set(pictures) == {"accuracy", "reward", "omega", "bands", "ratio", "ess", "phases", "health"}
+    for stem in ("accuracy", "reward", "omega", "ratio", "ess"):
+        for colour in AGENT_COLOURS[:2]:
+            assert num_pixels(pictures[stem], colour) > 200, f"{stem} has no curve of colour {colour}"
+        assert num_pixels(pictures[stem], AGENT_COLOURS[2]) == 0, "there is no third agent"
+
+
+def num_pixels(picture: Path, colour: str) -> int:
+    """How many pixels of a PNG are of a colour, given as #rrggbb."""
+    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return int((np.abs(image.imread(picture)[:, :, :3] - wanted).max(axis=2) < 0.01).sum())
+
+
+def test_two_reports_of_one_run_are_the_same_bytes(reported: Path) -> None:
+    files = [reported / "report.html", *sorted((reported / "report").glob("*.png"))]
+    before = [file.read_bytes() for file in files]
+    write_report(reported)
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_summary_is_the_run_in_short(reported: Path) -> None:
+    short = json.loads(json.dumps(summary(reported), allow_nan=False))
+    assert (short["method"], short["seed"], short["num_steps"], short["num_answers"]) == ("hacpo", 7, 10, 5120)
+    assert list(short["phase_s"]) == list(PHASES)
+    qwen = short["agents"]["qwen"]
+    assert qwen["accuracy_start"] == 330 / 600 and qwen["accuracy_end"] == 402 / 600
+    assert (qwen["num_steps"], qwen["num_answers"]) == (10, 2560)
+    steps = read_metrics(reported / "metrics.jsonl")
+    learn = [steps[step].timing["agent/qwen/phase/learn_s"] for step in range(1, 11)]
+    assert qwen["phase_s"]["learn"] == pytest.approx(sum(learn) / 10, abs=1e-6)
+
+
+def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:
+    command = [sys.executable, "-m", "hacpo_mega.cli", "report", "--json"]
+    done = subprocess.run([*command, str(reported)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == summary(reported)
+    refused = subprocess.run([*command, str(reported / "report")], capture_output=True, text=True)
+    assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_run_that_was_killed_early_still_reports(tmp_path: Path) -> None:
+    write_run(tmp_path, ("qwen", "llama"), num_steps=6, evaluate_every=6)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:4]) + b"\n" + lines[4][:50])  # steps 0 to 3, and a torn one
+    short = summary(tmp_path)
+    assert short["num_steps"] == 3
+    assert (short["agents"]["llama"]["accuracy_start"], short["agents"]["llama"]["accuracy_end"]) == (0.6, None)
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "3 of 6 steps" in text and "held-out accuracy, step 0" in text
+
+
+@pytest.mark.parametrize(("agents", "pairs"), [(("solo",), 0), (("a", "b", "c", "d", "e"), 20)])
+def test_any_number_of_agents_without_evaluation(tmp_path: Path, agents: tuple[str, ...], pairs: int) -> None:
+    write_run(tmp_path, agents, num_steps=2, evaluate_every=0)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    drawn = {path.stem for path in (tmp_path / "report").glob("*.png")}
+    assert "accuracy" not in drawn and "reward" in drawn
+    assert ({"omega", "bands", "ratio", "ess"} <= drawn) == bool(pairs)
+    assert "Accuracy before and after" not in text
+    assert all(agent["accuracy_start"] is None for agent in summary(tmp_path)["agents"].values())
+
+
+def test_a_bare_metrics_file_is_enough(tmp_path: Path) -> None:
+    """No configuration, no rollouts, a NaN in the middle: the page shows what there is."""
+    with MetricsWriter(tmp_path) as writer:
+        for step, value in ((1, 0.5), (2, math.nan), (3, 0.7)):
+            writer.write(step, StepMetrics({"agent/only/reward_mean": value}, {}))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "0.500 → 0.700" in page.text and "Sample prompts" not in page.text
+    assert summary(tmp_path)["method"] is None and summary(tmp_path)["num_answers"] is None
+
+
+def test_one_step_alone_is_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=1)
+    write_report(tmp_path)
+    assert num_pixels(tmp_path / "report" / "bands.png", BAND_COLOURS["inside"]) > 10_000
+    assert num_pixels(tmp_path / "report" / "ratio.png", AGENT_COLOURS[0]) > 40, "a lonely point needs a marker"
+
+
+def test_what_is_no_run_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no folder: give the run_dir"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no metrics.jsonl"):
+        summary(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val')
+    with pytest.raises(ValueError, match=r"no finished line yet"):
+        summary(tmp_path)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, StepMetrics({}, {}))
+    (tmp_path / "config.toml").write_text("seed = ")
+    with pytest.raises(ValueError, match=r"config.toml: not valid TOML"):
+        write_report(tmp_path)
+
+
+def test_equal_answers_are_shown_once_with_their_number(tmp_path: Path) -> None:
+    write_run(tmp_path, ("a",), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    path.write_text(
+        re.sub(r"7\+5=12;12 [12]", "same", path.read_text()).replace("no_answer", "wrong").replace("length", "eos")
+    )
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert text.count("same") == 3 and text.count("2 times") == 3, "once in each of the three prompts"
+
+
+def test_samples_prefer_prompts_on_which_answers_differ_and_take_skills_in_turn() -> None:
+    def prompt(index: int, skill: str, rewards: list[float | None]) -> dict[str, object]:
+        return {"prompt_index": index, "skill": skill, "answers": [{"reward": reward} for reward in rewards]}
+
+    prompts = [prompt(i, "add", [1.0, 1.0]) for i in range(5)] + [prompt(5, "add", [1.0, 0.0])]
+    prompts += [prompt(6, "mul", [0.0, 0.0]), prompt(7, "mul", [0.0, None])]
+    assert [p["prompt_index"] for p in choose_prompts(prompts, 4)] == [5, 7, 0, 6]

@@ -1,0 +1,306 @@
+"""sequence_objective, both backends, against autograd through ten lines of float64, hand numbers and counting."""
+
+import math
+
+import pytest
+import torch
+from hacpo_kernels import objective_from_mean, segment_sum, sequence_objective
+from kernel_cases import BACKENDS, DEVICE, largest_error
+from objective_cases import OPTIONS, make_batch, oracle
+
+# numpy warns of lanes that Triton masks away afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+LENGTHS = [3, 0, 1, 511, 512, 513, 1023, 1024, 1025, 1, 1, 0, 7, 40, 2, 2, 2, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"alpha": 0.0}, {"alpha": 3.0, "delta": 0.1, "delta_step": 0.01}, {"delta": 1.0}, {"log_ratio_clamp": 0.05}],
+    ids=str,
+)
+@pytest.mark.parametrize("update_index", (0, 3, 50))
+def test_loss_and_gradient_match_autograd(update_index, changes, backend):
+    options = {**OPTIONS, **changes}
+    tokens, source, advantage, is_self, cu_seqlens = make_batch(LENGTHS)
+    tokens.requires_grad_()
+    want_loss, want_grad = oracle(tokens, LENGTHS, source, advantage, is_self, update_index, options)
+    loss, coefficient, _ = sequence_objective(
+        tokens, cu_seqlens, source, advantage, is_self, update_index=update_index, backend=backend, **options
+    )
+    loss.sum().backward()
+    assert largest_error(loss, want_loss) < 1e-12
+    assert largest_error(tokens.grad, want_grad) < 1e-12
+    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    assert largest_error(coefficient.cpu()[owner], want_grad) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_worked_example_of_the_band(backend):
+    """s = 0.9, delta 0.2, step 0.025: at update 3 the band starts at 0.875 and the weight is 0.81; at 5, at 0.925."""
+    tokens = torch.full((4,), math.log(0.9) - 1.0, dtype=torch.float64, device=DEVICE)
+    source = torch.full((1,), -1.0, dtype=torch.float64, device=DEVICE)
+    advantage, is_self = torch.ones_like(source), torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    arguments = (tokens, torch.tensor([0, 4]), source, advantage, is_self)
+    loss, coefficient, stats = sequence_objective(*arguments, update_index=3, backend=backend)
+    assert loss.item() == pytest.approx(-0.81, rel=1e-12)
+    assert coefficient.item() == pytest.approx(-0.81 / 4, rel=1e-12)
+    assert stats.weight_cross.tolist() == pytest.approx([0.81, 1.0])
+    loss, coefficient, stats = sequence_objective(*arguments, update_index=5, backend=backend)
+    assert loss.item() == pytest.approx(-(0.925**2), rel=1e-12)
+    assert coefficient.item() == 0.0
+    assert stats.cross_below.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("advantage", (2.0, -2.0))
+def test_borders_pass_the_gradient_and_the_next_number_does_not(advantage, backend):
+    """Cross band [0.8, 1], own clip [0.9, 1.2]: exactly on a border and one float64 step of s beyond it."""
+    edges = [0.8 - 1e-12, 0.8 + 1e-15, 1.0, 1.0 + 1e-12, 0.9 - 1e-12, 0.9 + 1e-12, 1.2 - 1e-12, 1.2 + 1e-12]
+    is_self = torch.tensor([False] * 4 + [True] * 4, device=DEVICE)
+    tokens = torch.tensor(edges, dtype=torch.float64, device=DEVICE).log()
+    _, coefficient, _ = sequence_objective(
+        tokens, torch.arange(9), torch.zeros_like(tokens), torch.full_like(tokens, advantage), is_self,
+        update_index=0, eps_low=0.1, eps_high=0.2, backend=backend,
+    )  # fmt: skip
+    losing_low, losing_high = advantage < 0, advantage > 0  # an own answer is clipped only where that lowers the gain
+    expected = [False, True, True, False, not losing_low, True, True, not losing_high]
+    assert (coefficient != 0).tolist() == expected
+
+
+def counted_by_hand(lengths, tokens, source, advantage, is_self, low):
+    """The statistics, one sequence after the other."""
+    sums = {}
+
+    def add(name, value):
+        total, count = sums.get(name, (0.0, 0))
+        sums[name] = (total + value, count + 1)
+
+    for b, segment in enumerate(tokens.cpu().split(lengths)):
+        add("empty", float(lengths[b] == 0))
+        add("nonfinite", 0.0)
+        if lengths[b] == 0:
+            continue
+        log_s = segment.mean().item() - source[b].item()
+        s, A = math.exp(log_s), advantage[b].item()
+        add("clamped", 0.0)
+        if is_self[b]:
+            clipped = s * A > min(max(s, 1 - 3e-4), 1 + 4e-4) * A
+            add("ratio_self", s)
+            add("log_ratio_self", log_s)
+            add("clipped_self", float(clipped))
+            add("loss_self", -min(s * A, min(max(s, 1 - 3e-4), 1 + 4e-4) * A))
+            add("gradient_sq_self", 0.0 if clipped else (s * A) ** 2)
+        else:
+            c, inside = min(max(s, low), 1.0), low <= s <= 1.0
+            add("ratio_cross", s)
+            add("log_ratio_cross", log_s)
+            add("cross_below", float(s < low))
+            add("cross_inside", float(inside))
+            add("cross_above", float(s > 1.0))
+            add("loss_cross", -c * c * A)
+            add("weight_cross", inside * s * c)
+            add("weight_sq_cross", inside * (s * c) ** 2)
+            add("gradient_sq_cross", inside * (s * c * A) ** 2)
+    return sums
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_statistics_match_counting_and_add_up_over_micro_batches(backend):
+    lengths = [int(x) for x in torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(3))]
+    tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths, seed=4)
+    want = counted_by_hand(lengths, tokens, source, advantage, is_self, low=0.85)
+    whole = sequence_objective(tokens, cu_seqlens, source, advantage, is_self, update_index=2, backend=backend)[2]
+    parts = []
+    for first, last in ((0, 100), (100, 101), (101, 300)):
+        start, stop = cu_seqlens[[first, last]].tolist()
+        one = slice(first, last)
+        parts.append(
+            sequence_objective(
+                tokens[start:stop], cu_seqlens[first : last + 1] - start, source[one], advantage[one], is_self[one],
+                update_index=2, backend=backend,
+            )[2]
+        )  # fmt: skip
+    for name, pair in want.items():
+        assert getattr(whole, name).tolist() == pytest.approx(list(pair), rel=1e-9), name
+        assert sum(getattr(part, name) for part in parts).tolist() == pytest.approx(list(pair), rel=1e-9), name
+    kept = torch.tensor(lengths) > 0
+    ratios = whole.ratio_B.cpu()
+    assert ratios.isnan().tolist() == (~kept).tolist()
+    own, cross = ratios[kept & is_self.cpu()], ratios[kept & ~is_self.cpu()]
+    extremes = [whole.ratio_self_min, whole.ratio_self_max, whole.ratio_cross_min, whole.ratio_cross_max]
+    assert [x.item() for x in extremes] == [own.min(), own.max(), cross.min(), cross.max()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_unchanged_policy_has_ratio_one_to_the_last_bit(backend):
+    """The source's scalar is a float32 mean; comparing in more bits would put half of the cross answers above 1."""
+    lengths = [int(x) for x in torch.randint(1, 900, (64,), generator=torch.Generator().manual_seed(5))]
+    tokens, _, advantage, _, cu_seqlens = make_batch(lengths, dtype=torch.float32)
+    source = (segment_sum(tokens, cu_seqlens, backend=backend) / torch.tensor(lengths, device=DEVICE)).float()
+    is_self = torch.arange(64, device=DEVICE) % 2 == 0
+    _, _, stats = sequence_objective(tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend)
+    assert (stats.ratio_B == 1.0).all()
+    assert stats.clipped_self.tolist() == [0.0, 32.0]
+    assert stats.cross_inside.tolist() == [32.0, 32.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mean_of_float32_tokens_is_exact(backend):
+    """4,096 tokens around -12 with a mean that a running float32 sum misses by more than the clip can bear."""
+    tokens = -12 + torch.randn(4096, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    want = tokens.double().sum().item()
+    got = segment_sum(tokens, torch.tensor([0, 4096]), backend=backend)
+    assert got.item() == pytest.approx(want, rel=1e-14)
+    assert abs(tokens.cpu().cumsum(0)[-1].item() - want) / 4096 > 1e-8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_length_is_the_denominator(backend):
+    lengths = [4, 6, 5]
+    tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths, spread=0.01)
+    given = torch.tensor([8.0, 3.0, 5.0])
+    source -= 0.3
+    want_loss, want_grad = oracle(
+        tokens, lengths, source, advantage, is_self, 0, {**OPTIONS, "delta": 1.0}, given.tolist()
+    )
+    tokens.requires_grad_()
+    loss, _, _ = sequence_objective(
+        tokens, cu_seqlens, source, advantage, is_self, update_index=0, length=given, delta=1.0, backend=backend
+    )
+    loss.sum().backward()
+    assert largest_error(loss, want_loss) < 1e-12
+    assert largest_error(tokens.grad, want_grad) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_split_over_context_parallel_ranks(backend):
+    """Two ranks hold the halves of every sequence (one half may be empty): sums meet, gradients are the whole's."""
+    lengths, firsts = [5, 1, 8, 3], [2, 0, 4, 3]
+    tokens, source, advantage, is_self, _ = make_batch(lengths, seed=8)
+    want_loss, want_grad = oracle(tokens, lengths, source, advantage, is_self, 1, OPTIONS)
+    pieces = tokens.split(lengths)
+    halves = [[p[:n] for p, n in zip(pieces, firsts)], [p[n:] for p, n in zip(pieces, firsts)]]
+    packed = [(torch.cat(half), torch.tensor([0, *map(len, half)]).cumsum(0)) for half in halves]
+    total = sum(segment_sum(*rank, backend=backend) for rank in packed)
+    grads = []
+    for half, (mine, cu) in zip(halves, packed):
+        mine.requires_grad_()
+        loss, _, stats = sequence_objective(
+            mine, cu, source, advantage, is_self, update_index=1, length=torch.tensor(lengths), total=total,
+            backend=backend, **OPTIONS,
+        )  # fmt: skip
+        loss.sum().backward()
+        assert largest_error(loss, want_loss) < 1e-12
+        assert stats.empty.tolist() == [0.0, 4.0]
+        grads.append(mine.grad.split([len(x) for x in half]))
+    whole = torch.cat([x for pair in zip(*grads) for x in pair])
+    assert largest_error(whole, want_grad) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("own", (True, False))
+def test_a_nan_is_counted_and_never_becomes_a_silent_zero(own, backend):
+    tokens, source, advantage, is_self, cu_seqlens = make_batch([2, 3, 2])
+    is_self[1] = own
+    tokens[3] = torch.nan
+    loss, coefficient, stats = sequence_objective(
+        tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend
+    )
+    assert loss.isnan().tolist() == coefficient.isnan().tolist() == [False, True, False]
+    assert stats.nonfinite.tolist() == [1.0, 3.0]
+    assert (stats.ratio_self + stats.ratio_cross).isfinite().all()
+    assert (stats.ratio_self + stats.ratio_cross)[1].item() == 2.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_ratio_beyond_the_clamp_is_finite_and_has_no_gradient(backend):
+    tokens = torch.tensor([-300.0, -1.0, -torch.inf], dtype=torch.float64, device=DEVICE)
+    source = torch.tensor([-1.0, -300.0, -1.0], dtype=torch.float64, device=DEVICE)
+    is_self = torch.tensor([True, True, False], device=DEVICE)
+    loss, coefficient, stats = sequence_objective(
+        tokens, torch.arange(4), source, -torch.ones_like(tokens), is_self, update_index=0, backend=backend
+    )
+    assert loss.isfinite().all()
+    assert loss[1].item() == pytest.approx(math.exp(20.0))
+    assert coefficient.tolist() == [0.0, 0.0, 0.0]
+    assert stats.clamped.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch(backend):
+    nothing = torch.zeros(0, device=DEVICE)
+    loss, coefficient, stats = sequence_objective(
+        nothing, torch.zeros(1, dtype=torch.int32), nothing, nothing, nothing.bool(), update_index=0, backend=backend
+    )
+    assert loss.shape == coefficient.shape == (0,)
+    assert stats.ratio_self.tolist() == [0.0, 0.0]
+    assert [stats.ratio_cross_min.item(), stats.ratio_cross_max.item()] == [math.inf, -math.inf]
+
+
+def test_sequence_level_part_is_differentiated_rightly():
+    """objective_from_mean's own gradient against finite differences of its own loss, away from the kinks."""
+    mean = torch.tensor([-1.0, -1.1, -1.05, -0.9], dtype=torch.float64)
+    source = torch.full_like(mean, -1.0)
+    advantage = torch.tensor([1.0, 2.0, -1.0, -3.0], dtype=torch.float64)
+    is_self = torch.tensor([True, False, False, True])
+    options = {**OPTIONS, "alpha": 2.0}
+
+    def at(step):
+        return objective_from_mean(mean + step, source, advantage, is_self, update_index=1, **options)
+
+    # sg[c]^alpha is held still in the gradient: a finite difference of c^(1 + alpha) is (1 + alpha) times too large.
+    slope = (at(1e-7)[0] - at(-1e-7)[0]) / 2e-7
+    expected = torch.where(is_self, slope, slope / 3.0)
+    assert largest_error(at(0.0)[1], expected) < 1e-6
+    assert (expected != 0).tolist() == [True, True, True, True]
+
+
+BAD = {
+    "token_logprob": ({"token_logprob": torch.zeros(2, 3)}, r"token_logprob has shape \[2, 3\]; expected \[any\]"),
+    "token dtype": ({"token_logprob": torch.zeros(6, dtype=torch.bfloat16)}, "token_logprob has dtype torch.bfloat16"),
+    "cu_seqlens end": ({"cu_seqlens": torch.tensor([0, 2, 5])}, "cu_seqlens goes from 0 to 5; expected 0 to 6"),
+    "cu_seqlens start": ({"cu_seqlens": torch.tensor([1, 2, 6])}, "cu_seqlens goes from 1 to 6; expected 0 to 6"),
+    "negative length": (
+        {"cu_seqlens": torch.tensor([0, 8, 6])},
+        "cu_seqlens gives sequence 1 a length of -2; expected 0 or more",
+    ),
+    "cu_seqlens dtype": ({"cu_seqlens": torch.tensor([0.0, 2.0, 6.0])}, "cu_seqlens has dtype torch.float32"),
+    "no cu_seqlens": ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens is empty; expected"),
+    "source": ({"source_logprob": torch.zeros(3)}, r"source_logprob has shape \[3\]; expected \[2\]"),
+    "advantage": (
+        {"advantage": torch.zeros(2).int()},
+        "advantage has dtype torch.int32; expected one of torch.float32",
+    ),
+    "advantage device": ({"advantage": torch.zeros(2, device="meta")}, "advantage is on meta; expected"),
+    "is_self": ({"is_self": torch.ones(2)}, "is_self has dtype torch.float32; expected one of torch.bool"),
+    "length": ({"length": torch.tensor([1.0, -3.0])}, r"length\[1\] is -3; expected 0 or more tokens"),
+    "update_index": ({"update_index": -1}, "update_index is -1; expected 0 or more"),
+    "alpha": ({"alpha": -1.0}, "alpha is -1.0; expected a number of 0 or more"),
+    "eps_low": ({"eps_low": math.nan}, "eps_low is nan; expected a number of 0 or more"),
+    "total": ({"total": torch.zeros(2).double()}, "total is given without length"),
+    "backend": ({"backend": "cuda"}, "backend is 'cuda'; expected auto, triton or reference"),
+}
+
+
+@pytest.mark.parametrize("change, message", BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name(change, message):
+    good = {
+        "token_logprob": torch.zeros(6),
+        "cu_seqlens": torch.tensor([0, 2, 6]),
+        "source_logprob": torch.zeros(2),
+        "advantage": torch.zeros(2),
+        "is_self": torch.ones(2, dtype=torch.bool),
+        "update_index": 0,
+    }
+    with pytest.raises(ValueError, match=message):
+        sequence_objective(**{**good, **change})
+
+
+def test_sequence_level_part_refuses_shapes_that_would_broadcast():
+    mean = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"advantage has shape \[1\]; expected \[3\]"):
+        objective_from_mean(mean, mean, torch.zeros(1), torch.ones(3, dtype=torch.bool), update_index=0)
+    with pytest.raises(ValueError, match=r"seq_logprob has shape \[3, 1\]; expected \[any\]"):
+        objective_from_mean(mean[:, None], mean, mean, torch.ones(3, dtype=torch.bool), update_index=0)
