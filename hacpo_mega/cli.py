@@ -52,7 +52,7 @@ def check(
         from hacpo_mega.data.files import check_data, describe
 
         problems = check_data(
-            (*config.data.files, *config.evaluation.files), config.data.prompt_field, config.data.answer_field
+            (*config.data.files, *config.evaluation.files), config.data.prompt_field, config.data.gold_field
         )
         if problems:
             raise ValueError(describe(problems))

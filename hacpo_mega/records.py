@@ -41,7 +41,7 @@ class Prompt:
     index: int
     id: str
     text: str
-    answer: str
+    gold: str
     skill: str = ""
 
 

@@ -106,7 +106,7 @@ class Trainer:
         asked = [by_index[rollout.prompt_index] for rollout in rollouts]
         return self.judge.judge(
             [prompt.text for prompt in asked],
-            [prompt.answer for prompt in asked],
+            [prompt.gold for prompt in asked],
             [rollout.text for rollout in rollouts],
             [rollout.stop for rollout in rollouts],
         )

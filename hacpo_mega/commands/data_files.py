@@ -37,13 +37,13 @@ def inspect(
 
 def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
     """Every gold answer graded against itself: one that is not correct earns nobody a reward."""
-    golds = [problem.answer for problem in problems]
+    golds = [problem.gold for problem in problems]
     answers = [f"\\boxed{{{gold}}}" for gold in golds]
     judgements = judge.judge([problem.prompt for problem in problems], golds, answers, [Stop.EOS] * len(golds))
     pairs = zip(problems, judgements, strict=True)
     bad = [problem for problem, judgement in pairs if judgement.verdict is not Verdict.CORRECT]
     lines = [f"{len(golds) - len(bad)} of {len(golds)} gold answers are correct against themselves"]
-    lines += [f"    {problem.source}:{problem.line} {problem.answer!r}" for problem in bad[:NUM_SHOWN]]
+    lines += [f"    {problem.source}:{problem.line} {problem.gold!r}" for problem in bad[:NUM_SHOWN]]
     lines += [f"    ... and {len(bad) - NUM_SHOWN} more"] if len(bad) > NUM_SHOWN else []
     return Findings(tuple(lines), is_sound=not bad)
 

@@ -202,7 +202,7 @@ class DataConfig(Section):
     generator: Literal["arithmetic"] | None = None
     skills: tuple[str, ...] = ("add", "sub", "mul", "srt")
     prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    gold_field: str = "answer"
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -34,7 +34,7 @@ class Repetition:
 
     def __str__(self) -> str:
         how = "exactly" if self.exact else "but for spelling"
-        answers = "" if self.agrees else f", with other answers ({self.first.answer!r}, {self.second.answer!r})"
+        answers = "" if self.agrees else f", with other answers ({self.first.gold!r}, {self.second.gold!r})"
         places = f"{self.second.source}:{self.second.line} repeats {self.first.source}:{self.first.line}"
         return f"{places} {how}{answers}"
 
@@ -101,5 +101,5 @@ def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prom
 
 
 def _repetition(first: Problem, second: Problem) -> Repetition:
-    agrees = normalised(first.answer) == normalised(second.answer)
+    agrees = normalised(first.gold) == normalised(second.gold)
     return Repetition(first, second, first.prompt == second.prompt, agrees)

@@ -26,14 +26,14 @@ class Problem:
     """A problem in the one schema; empty where the source says nothing.
 
     id         the first 16 hex digits of sha256 of `prompt`: the same problem has it in every file
-    prompt     the text a model is given        answer    the gold answer alone, as LaTeX or plain text
+    prompt     the text a model is given        gold      the gold answer alone, as LaTeX or plain text
     solution   the reference solution           level, subject   as the source writes them
     source     file name, and the row's own id where it has one      line   in its file, from 1
     """
 
     id: str
     prompt: str
-    answer: str
+    gold: str
     solution: str = ""
     level: str = ""
     subject: str = ""
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def row(self) -> PromptRow:
-        return PromptRow(self.id, self.prompt, self.answer)
+        return PromptRow(self.id, self.prompt, self.gold)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _problem(path: Path, line: int, name: str, record: Record, layout: Layout) -
     return Problem(
         id=content_id(prompt),
         prompt=prompt,
-        answer=answer.strip(),
+        gold=answer.strip(),
         solution=solution if isinstance(solution, str) else "",
         level=str(record.get("level") or ""),
         subject=str(record.get("type") or record.get("subject") or record.get("subfield") or ""),
@@ -207,9 +207,10 @@ def _problem(path: Path, line: int, name: str, record: Record, layout: Layout) -
 
 
 def write_dataset(problems: Iterable[Problem], file: Path) -> None:
-    """Writes JSON Lines in the schema of `Problem`, which data.files of a run reads as it is."""
+    """Writes JSON Lines in the schema of `Problem`, the gold as `answer`: data.files of a run reads it as it is."""
+    rows = ({"answer" if key == "gold" else key: value for key, value in asdict(p).items()} for p in problems)
     with file.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
+        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _records(path: Path) -> Iterator[tuple[int, str, Record | DataProblem]]:

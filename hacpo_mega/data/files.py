@@ -23,7 +23,7 @@ class PromptRow:
 
     id: str
     text: str
-    answer: str
+    gold: str
     skill: str = ""
 
 
@@ -46,16 +46,16 @@ def content_id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_data(files: Sequence[Path], prompt_field: str = "prompt", answer_field: str = "answer") -> list[DataProblem]:
+def check_data(files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer") -> list[DataProblem]:
     """Every problem of the files, in file and line order; empty when all rows can be trained on."""
-    return _read(files, prompt_field, answer_field)[1]
+    return _read(files, prompt_field, gold_field)[1]
 
 
 def load_prompts(
-    files: Sequence[Path], prompt_field: str = "prompt", answer_field: str = "answer"
+    files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer"
 ) -> tuple[PromptRow, ...]:
     """The rows of the files, in order. One ValueError names all bad rows (the first 20, and how many there are)."""
-    rows, problems = _read(files, prompt_field, answer_field)
+    rows, problems = _read(files, prompt_field, gold_field)
     if problems:
         raise ValueError(describe(problems))
     return tuple(rows)
@@ -69,7 +69,7 @@ def describe(problems: Sequence[DataProblem]) -> str:
     return "\n".join([*lines, f"  ... and {hidden} more"] if hidden > 0 else lines)
 
 
-def _read(files: Sequence[Path], prompt_field: str, answer_field: str) -> tuple[list[PromptRow], list[DataProblem]]:
+def _read(files: Sequence[Path], prompt_field: str, gold_field: str) -> tuple[list[PromptRow], list[DataProblem]]:
     rows: list[PromptRow] = []
     problems: list[DataProblem] = []
     first_seen: dict[str, str] = {}
@@ -78,9 +78,9 @@ def _read(files: Sequence[Path], prompt_field: str, answer_field: str) -> tuple[
         for line, record in read_records(file):
             num_records += 1
             found = [record] if isinstance(record, DataProblem) else []
-            found += [] if found else _field_problems(file, line, record, (prompt_field, answer_field))
+            found += [] if found else _field_problems(file, line, record, (prompt_field, gold_field))
             if not found:
-                row = _row(record, prompt_field, answer_field)
+                row = _row(record, prompt_field, gold_field)
                 found = _duplicate(file, line, prompt_field, row, first_seen)
                 rows.append(row)
             problems += found
@@ -89,10 +89,10 @@ def _read(files: Sequence[Path], prompt_field: str, answer_field: str) -> tuple[
     return rows, problems
 
 
-def _row(record: dict[str, Any], prompt_field: str, answer_field: str) -> PromptRow:
+def _row(record: dict[str, Any], prompt_field: str, gold_field: str) -> PromptRow:
     text = record[prompt_field]
     skill = record.get("skill")
-    return PromptRow(content_id(text), text, gold_text(record[answer_field]), skill if isinstance(skill, str) else "")
+    return PromptRow(content_id(text), text, gold_text(record[gold_field]), skill if isinstance(skill, str) else "")
 
 
 def gold_text(answer: str | int | float) -> str:

@@ -16,7 +16,7 @@ from hacpo_mega.records import Prompt
 def training_sampler(config: Config, fits: Callable[[str], bool]) -> tuple[PromptSampler, int]:
     """The prompts of every step, and how many rows were dropped because their text does not fit every agent."""
     if config.data.files:
-        rows = load_prompts(config.data.files, config.data.prompt_field, config.data.answer_field)
+        rows = load_prompts(config.data.files, config.data.prompt_field, config.data.gold_field)
     else:
         rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
     kept = tuple(row for row in rows if fits(row.text))
@@ -29,7 +29,7 @@ def training_sampler(config: Config, fits: Callable[[str], bool]) -> tuple[Promp
 def held_out_prompts(config: Config, fits: Callable[[str], bool]) -> tuple[Prompt, ...]:
     """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill."""
     if config.evaluation.files:
-        rows = load_prompts(config.evaluation.files, config.data.prompt_field, config.data.answer_field)
+        rows = load_prompts(config.evaluation.files, config.data.prompt_field, config.data.gold_field)
     elif config.data.generator is not None:
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])

@@ -45,7 +45,7 @@ class Benchmark:
 
 def describe_benchmark(benchmark: Benchmark) -> dict[str, Any]:
     """A benchmark as settings record it; the problems by a hash of prompts and gold answers in order."""
-    content = json.dumps([(row.id, row.text, row.answer) for row in benchmark.rows]).encode()
+    content = json.dumps([(row.id, row.text, row.gold) for row in benchmark.rows]).encode()
     return {
         "name": benchmark.name,
         "num_problems": len(benchmark.rows),

@@ -150,7 +150,7 @@ class _Run:
         texts = [self._text(completion) for completion in completions]
         judgements = self.judge.judge(
             [request.row.text for request in batch],
-            [request.row.answer for request in batch],
+            [request.row.gold for request in batch],
             texts,
             [completion.stop for completion in completions],
         )
@@ -163,7 +163,7 @@ class _Run:
             rollout=request.rollout,
             seed=request_seed(self.settings.seed, request),
             prompt_seen=self.codec.shown_prompt(request.row.text),
-            gold=request.row.answer,
+            gold=request.row.gold,
             text=text,
             vote=final_answer(self.settings.reward, text),
             verdict=judgement.verdict.name.lower(),

@@ -97,7 +97,7 @@ class RolloutLog:
                 "id": prompt.id,
                 "skill": prompt.skill,
                 "prompt": prompt.text,
-                "gold": prompt.answer,
+                "gold": prompt.gold,
                 "prompt_seen": {
                     v["learner"]: v["prompts_seen"][p] for v in views if v["prompts_seen"][p] != prompt.text
                 },

@@ -63,7 +63,7 @@ def test_every_layout(tmp_path, layout, record, prompt, answer):
     found = read_dataset(lines(tmp_path / "f.jsonl", record))
     assert (found.layout, found.defects) == (layout, ())
     (problem,) = found.problems
-    assert (problem.prompt, problem.answer, problem.id, problem.line) == (prompt, answer, content_id(prompt), 1)
+    assert (problem.prompt, problem.gold, problem.id, problem.line) == (prompt, answer, content_id(prompt), 1)
 
 
 def test_containers_hold_the_same_problems(tmp_path):
@@ -87,7 +87,7 @@ def test_containers_hold_the_same_problems(tmp_path):
     for name in ("MATH", "m.tar.gz", "m.parquet", "m.json", "m.jsonl", "lines.json"):
         found = read_dataset(tmp_path / name)
         assert not found.defects, name
-        assert [(p.prompt, p.answer, p.subject, p.level) for p in found.problems] == expected, name
+        assert [(p.prompt, p.gold, p.subject, p.level) for p in found.problems] == expected, name
         assert [p.line for p in found.problems] == [1, 2, 3, 4], name
 
 
@@ -100,13 +100,13 @@ def test_what_is_written_is_read_by_a_run(tmp_path):
         )
     )
     write_dataset(found.problems, tmp_path / "out.jsonl")
-    assert [(r.id, r.text, r.answer) for r in load_prompts([tmp_path / "out.jsonl"])] == [
+    assert [(r.id, r.text, r.gold) for r in load_prompts([tmp_path / "out.jsonl"])] == [
         (content_id("P é"), "P é", "1"),
         (content_id("Q"), "Q", "2"),
     ]
     again = read_dataset(tmp_path / "out.jsonl")
-    assert [(p.id, p.prompt, p.answer, p.solution) for p in again.problems] == [
-        (p.id, p.prompt, p.answer, p.solution) for p in found.problems
+    assert [(p.id, p.prompt, p.gold, p.solution) for p in again.problems] == [
+        (p.id, p.prompt, p.gold, p.solution) for p in found.problems
     ]
 
 
@@ -253,9 +253,9 @@ def test_real_golds(datasets):
         == 79
     )
     for name in ("gsm8k/train.jsonl", "amc23/test.jsonl", "aime24/qwen_test.jsonl", "aime25/nemo_test.txt"):
-        assert all(str(int(p.answer)) == p.answer for p in datasets[name].problems), name
+        assert all(str(int(p.gold)) == p.gold for p in datasets[name].problems), name
     twice = [
-        sorted(int(p.answer) for p in datasets[f"aime24/{n}"].problems) for n in ("qwen_test.jsonl", "nemo_test.txt")
+        sorted(int(p.gold) for p in datasets[f"aime24/{n}"].problems) for n in ("qwen_test.jsonl", "nemo_test.txt")
     ]
     assert twice[0] == twice[1]
 

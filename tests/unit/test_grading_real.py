@@ -69,8 +69,8 @@ def test_golds_are_correct_against_themselves_and_solutions_against_golds():
         "minerva_math/qwen_test.jsonl", "olympiadbench/test.jsonl",
     )  # fmt: skip
     problems = [p for name in names for p in read_dataset(REAL / name).problems]
-    rows = [(p.prompt, p.answer, f"Thus $\\boxed{{{p.answer}}}$.") for p in problems]
-    rows += [(p.prompt, p.answer, p.solution) for p in problems if "\\boxed" in p.solution]
+    rows = [(p.prompt, p.gold, f"Thus $\\boxed{{{p.gold}}}$.") for p in problems]
+    rows += [(p.prompt, p.gold, p.solution) for p in problems if "\\boxed" in p.solution]
     with Judge("math", num_workers=2) as judge:
         wrong = [row[1:] for row, j in zip(rows, judge_all(judge, rows)) if j.verdict != Verdict.CORRECT]
     assert len(rows) > 35_000
@@ -98,7 +98,7 @@ def test_ten_thousand_ordinary_answers_under_a_minute():
     problems = (problems + problems)[:10_000]
     right = [i % 3 > 0 for i in range(10_000)]
     rows = [
-        (p.prompt, p.answer, f"{p.solution.partition('####')[0]} \\boxed{{{p.answer if ok else p.answer + '1'}}}")
+        (p.prompt, p.gold, f"{p.solution.partition('####')[0]} \\boxed{{{p.gold if ok else p.gold + '1'}}}")
         for p, ok in zip(problems, right)
     ]
     with Judge("math", num_workers=2) as judge:

@@ -28,7 +28,7 @@ def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
     rows = load_prompts([lines], "question", "gold")
     assert rows == load_prompts([table], "question", "gold")
-    assert [(r.text, r.answer) for r in rows] == [("2+2=", "4"), ("é 数\n", "x")]
+    assert [(r.text, r.gold) for r in rows] == [("2+2=", "4"), ("é 数\n", "x")]
     assert rows[0].id == "20243c49d24c4af1"  # printf '2+2=' | sha256sum
 
 
@@ -37,7 +37,7 @@ def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
     file.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a", "answer": 27.0}\n\n{"prompt": "b", "answer": -3}\n{"prompt": "c", "answer": 0.5}'
     )
-    assert [r.answer for r in load_prompts([file])] == ["27", "-3", "0.5"]
+    assert [r.gold for r in load_prompts([file])] == ["27", "-3", "0.5"]
 
 
 def test_every_problem_of_every_file_at_once(tmp_path):
