@@ -6,19 +6,19 @@ Every rank of a cell calls every method with equal arguments; what a method retu
 Not here: other agents (trainer.py exchanges with them) and what an advantage is (algorithm/).
 """
 
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hacpo_mega.algorithm import sample_weight
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey
-from hacpo_mega.records import Prompt, Rollout, Sample, Stop, UpdateStats
-from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+from hacpo_mega.records import Completion, Prompt, Rollout, Sample, Stop, TokenSequence, UpdateStats
+from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.samples.learner_view import trained_tokens
 from hacpo_mega.samples.packing import plan_updates
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
@@ -70,11 +70,6 @@ class Agent:
             self._prompts_per_update, config.rollout.rollouts_per_prompt, len(config.agents), config.algorithm
         )
 
-    def my_prompts(self, lane_prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-        """The prompts that this cell answers and trains: every cells_per_lane-th of its lane's."""
-        cells_per_lane = self.place.rank_map.agents[self.index].cells_per_lane
-        return tuple(lane_prompts[self.place.coordinate.cell_in_lane :: cells_per_lane])
-
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
 
@@ -101,7 +96,7 @@ class Agent:
             max_tokens=max_tokens,
             temperature=temperature,
         )
-        shared = self._share_in_cell(completions, len(places))
+        shared = share_completions(completions, self.place, len(places))
         return [self._rollout_of(prompt, g, completion) for (prompt, g), completion in zip(places, shared)]
 
     def _rollout_of(self, prompt: Prompt, rollout_index: int, completion: Completion) -> Rollout:
@@ -109,44 +104,26 @@ class Agent:
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop)
 
-    def _share_in_cell(self, mine: list[Completion], total: int) -> list[Completion]:
-        """The answers of all engines of this cell, in the order of the requests: Megatron trains on all of them."""
-        if self._engines_per_cell == 1:
-            return mine
-        speaks = self.place.coordinate.engine_rank == 0
-        payloads = gather_bytes(self.place.cell_group, pack_completions(mine) if speaks else b"")
-        shared: list[Completion | None] = [None] * total
-        for engine, payload in enumerate(payload for payload in payloads if payload):
-            shared[engine :: self._engines_per_cell] = unpack_completions(payload)
-        return shared
-
     def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[tuple[float, int]]:
         """(mean log-prob, tokens it is over) of own rollouts under the actor as it is before any update of this step.
 
-        It packs what `learn` will pack, update by update, so that the first update repeats these forwards bit by bit.
+        `rollouts` are those of `roll_out`, in its order. They are scored update by update, as `learn` will pack them,
+        so that the first update repeats these forwards bit by bit.
         """
         texts = {prompt.index: prompt.text for prompt in prompts}
-        samples = [self._own_sample(texts[rollout.prompt_index], rollout) for rollout in rollouts]
-        scores: dict[tuple[int, int], tuple[float, int]] = {}
-        for update in self.plan(prompts, samples):
-            for sample, logprob in zip(update, self.actor.score(update)):
-                scores[sample.prompt_index, sample.rollout_index] = (float(logprob), sample.num_trained)
-        return [scores[rollout.prompt_index, rollout.rollout_index] for rollout in rollouts]
+        sequences = [self._sequence(texts[rollout.prompt_index], rollout) for rollout in rollouts]
+        per_update = self._prompts_per_update // self._cells * self._rollout.rollouts_per_prompt
+        scores = [
+            float(score)
+            for start in range(0, len(sequences), per_update)
+            for score in self.actor.score(sequences[start : start + per_update])
+        ]
+        return [(score, sequence.num_trained) for score, sequence in zip(scores, sequences, strict=True)]
 
-    def _own_sample(self, prompt_text: str, rollout: Rollout) -> Sample:
+    def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
         num_trained = trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)
-        return Sample(
-            source=self.index,
-            is_self=True,
-            prompt_index=rollout.prompt_index,
-            rollout_index=rollout.rollout_index,
-            prompt_ids=np.array(self.codec.encode_prompt(prompt_text), dtype=np.int32),
-            answer_ids=rollout.token_ids,
-            num_trained=num_trained,
-            advantage=0.0,
-            source_logprob=0.0,
-            length=float(max(1, num_trained)),
-        )
+        prompt_ids = np.array(self.codec.encode_prompt(prompt_text), dtype=np.int32)
+        return TokenSequence(prompt_ids, rollout.token_ids, num_trained)
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """This cell's samples, split into the updates of the step."""
@@ -181,21 +158,3 @@ class Agent:
     def close(self) -> None:
         """Shuts the engine down, while the process groups it uses still exist."""
         self.engine.close()
-
-
-def pack_completions(completions: Sequence[Completion]) -> bytes:
-    """Little-endian: int32 count, int32 lengths, uint8 stops, int32 tokens of all answers end to end."""
-    lengths = np.array([len(completion.token_ids) for completion in completions], dtype="<i4")
-    stops = np.array([completion.stop for completion in completions], dtype=np.uint8)
-    tokens = b"".join(completion.token_ids.astype("<i4").tobytes() for completion in completions)
-    return struct.pack("<i", len(completions)) + lengths.tobytes() + stops.tobytes() + tokens
-
-
-def unpack_completions(payload: bytes) -> list[Completion]:
-    """What `pack_completions` wrote."""
-    (count,) = struct.unpack_from("<i", payload)
-    lengths = np.frombuffer(payload, dtype="<i4", count=count, offset=4)
-    stops = np.frombuffer(payload, dtype=np.uint8, count=count, offset=4 + 4 * count)
-    tokens = np.frombuffer(payload, dtype="<i4", offset=4 + 5 * count).astype(np.int32)
-    answers = np.split(tokens, np.cumsum(lengths)[:-1])
-    return [Completion(answer, Stop(stop)) for answer, stop in zip(answers, stops)]

@@ -99,7 +99,8 @@ def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
         return
     from hacpo_mega.trainer import Trainer
 
-    Trainer(config).fit()
+    with Trainer(config) as trainer:
+        trainer.fit()
 
 
 @app.command()

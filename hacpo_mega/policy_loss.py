@@ -37,20 +37,33 @@ class PolicyLoss:
     reference: Mapping[SampleKey, np.ndarray]
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
-        sequences = PackedSequences(
-            batch.row_cu_seqlens_B, batch.source_logprob_B, batch.advantage_B, batch.is_self_B, batch.length_B
-        )
+        sequences = packed_samples(batch, token_logprob_R.device)
         loss, stats = policy_loss(token_logprob_R, sequences, self.update_index, self.weight, self.config)
-        keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.samples]
+        keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.sequences]
         kl = torch.zeros(2, dtype=torch.float64)
         if self.reference:
             parts = [
-                self.reference.get(key, np.zeros(s.num_trained, np.float32)) for key, s in zip(keys, batch.samples)
+                self.reference.get(key, np.zeros(s.num_trained, np.float32)) for key, s in zip(keys, batch.sequences)
             ]
             reference_R = torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device)
             penalty, kl = kl_penalty(token_logprob_R, reference_R, sequences, self.weight, self.config)
             loss = loss + penalty
         return loss, BatchReport(torch.tensor(keys), stats, kl)
+
+
+def packed_samples(batch: MicroBatch, device: torch.device) -> PackedSequences:
+    """What the objective needs of the samples in a micro-batch, on `device`."""
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(sample, name) for sample in batch.sequences], dtype=dtype).to(device)
+
+    return PackedSequences(
+        row_cu_seqlens_B=batch.row_cu_seqlens_B,
+        source_logprob_B=column("source_logprob", torch.float32),
+        advantage_B=column("advantage", torch.float32),
+        is_self_B=column("is_self", torch.bool),
+        length_B=column("length", torch.float32),
+    )
 
 
 def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:

@@ -1,7 +1,8 @@
 """What travels between rooms: frozen records that check themselves.
 
 Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses agents) -> Pool (a lane's full cube)
--> Sample (a trajectory as one learner sees it) -> MicroBatch (packed samples, see samples/packing.py).
+-> Sample (a trajectory as one learner sees it) -> MicroBatch (packed, see samples/packing.py).
+A TokenSequence is what a model reads and what of it counts; a Sample adds what learning needs.
 """
 
 import enum
@@ -43,6 +44,25 @@ class Prompt:
     text: str
     gold: str
     skill: str = ""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer, as the engine gives it.
+
+    token_ids   int32 [num_tokens], with the end-of-sequence token when the answer stopped by itself
+    stop        why it ended
+    logprobs    float32 [num_tokens], log-probs of the sampled tokens under the distribution they were drawn from;
+                None if not asked for
+    """
+
+    token_ids: np.ndarray
+    stop: Stop
+    logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.token_ids.dtype, self.token_ids.ndim) == (np.int32, 1), self.token_ids
+        assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape
 
 
 @dataclass(frozen=True)
@@ -100,6 +120,10 @@ class Pool:
         sizes = {(len(by_agent), len(group)) for by_agent in self.trajectories_PNG for group in by_agent}
         assert len(self.prompts) == len(self.trajectories_PNG) and len(sizes) == 1, sizes
 
+    def part(self, share: slice) -> "Pool":
+        """The pool of some of its prompts."""
+        return Pool(self.prompts[share], self.trajectories_PNG[share])
+
     @property
     def rewards_PNG(self) -> torch.Tensor:
         """Rewards, float64 [P, N, G]; NaN where unjudged."""
@@ -118,34 +142,38 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TokenSequence:
+    """A prompt and its answer in the tokens of the model that reads them: all that scoring needs.
+
+    prompt_ids, answer_ids    int32; answer_ids keeps a final EOS if the answer ended by itself
+    num_trained               how many leading answer tokens count (all, or all but the final EOS)
+    """
+
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+    num_trained: int
+
+    def __post_init__(self) -> None:
+        assert len(self.prompt_ids) >= 1, "an answer is predicted from at least one prompt token"
+        assert 0 <= self.num_trained <= len(self.answer_ids), (self.num_trained, len(self.answer_ids))
+
+
+@dataclass(frozen=True)
+class Sample(TokenSequence):
     """A trajectory as one learner sees it: its own tokens, its own advantage.
 
-    prompt_ids, answer_ids    int32, the learner's tokens; answer_ids keeps a final EOS if the answer ended by itself
-    num_trained               how many leading answer tokens are trained (all, or all but the final EOS)
-    advantage                 omega already applied (ALGORITHM section 2, step 6)
-    source_logprob            the source's mean log-prob (nats), constant in the loss
-    length                    the token count the learner's log-prob sum is divided by (`ratio_length`)
+    advantage         omega already applied (HACPO, eq. 10 and 50)
+    source_logprob    the source's mean log-prob (nats), constant in the loss
+    length            the token count the learner's log-prob sum is divided by (`ratio_length`)
     """
 
     source: int
     is_self: bool
     prompt_index: int
     rollout_index: int
-    prompt_ids: np.ndarray
-    answer_ids: np.ndarray
-    num_trained: int
     advantage: float
     source_logprob: float
     length: float
-
-    def __post_init__(self) -> None:
-        assert len(self.prompt_ids) >= 1, "a sample needs at least one prompt token to predict its answer from"
-        assert 0 <= self.num_trained <= len(self.answer_ids), (self.num_trained, len(self.answer_ids))
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
 
 
 @dataclass(frozen=True)
@@ -171,15 +199,14 @@ class ViewCounts:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples packed end to end (THD, no padding between them), as tensors on the CPU.
+    """Sequences packed end to end (THD, no padding between them), as tensors on the CPU.
 
-    T tokens, B samples, R trained rows (tokens whose log-prob the loss needs).
+    T tokens, B sequences, R trained rows (tokens whose log-prob counts).
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
     cu_seqlens                   int32 [B + 1, or B + 2 with the tail], starts of the packed sequences, ends at T
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
-    row_cu_seqlens_B             int32 [B + 1]: rows of sample b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
-    advantage_B, source_logprob_B, length_B   float32;  is_self_B bool
-    samples                      the samples, in packed order
+    row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
+    sequences                    the sequences, in packed order
     """
 
     tokens_T: torch.Tensor
@@ -188,11 +215,7 @@ class MicroBatch:
     rows_R: torch.Tensor
     targets_R: torch.Tensor
     row_cu_seqlens_B: torch.Tensor
-    advantage_B: torch.Tensor
-    source_logprob_B: torch.Tensor
-    length_B: torch.Tensor
-    is_self_B: torch.Tensor
-    samples: tuple[Sample, ...]
+    sequences: tuple[TokenSequence, ...]
 
 
 @dataclass(frozen=True)

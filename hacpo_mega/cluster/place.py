@@ -94,9 +94,9 @@ class Place:
     def is_leader(self) -> bool:
         return self.coordinate.is_leader
 
-    def enter_phase(self, phase: str, step: int) -> None:
-        """Notes what this process does now, so that its death or its error is reported with it."""
-        self._watchdog.enter_phase(phase, step)
+    def enter_phase(self, phase: str, when: str) -> None:
+        """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
+        self._watchdog.enter_phase(phase, when)
 
     def barrier(self) -> None:
         """Waits for every process of the job."""

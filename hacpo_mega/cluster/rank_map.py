@@ -160,6 +160,14 @@ class RankMap:
             for cell in range(shape.cells_per_lane)
         ]
 
+    def share_of_lane(self, who: Coordinate) -> slice:
+        """Which of a lane's prompts a cell answers and trains on: every cells_per_lane-th, from its own place on."""
+        return slice(who.cell_in_lane, None, self.agents[who.agent].cells_per_lane)
+
+    def share_of_agent(self, who: Coordinate) -> slice:
+        """Which items of a list that all cells of an agent have a cell takes, such as prompts of an evaluation."""
+        return slice(who.cell, None, self.lanes * self.agents[who.agent].cells_per_lane)
+
     def arithmetic(self) -> str:
         """How the world size comes about, for error messages."""
         terms = (

@@ -46,9 +46,9 @@ class Watchdog:
             self._to_watcher = _accept(server, watcher, timeout_s)
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
 
-    def enter_phase(self, phase: str, step: int) -> None:
+    def enter_phase(self, phase: str, when: str) -> None:
         """Says what this process does from now on; costs one small write."""
-        self._phase = f"{phase} of step {step}"
+        self._phase = f"{phase} {when}"
         self._tell(f"phase {self._phase}")
 
     def close(self) -> None:

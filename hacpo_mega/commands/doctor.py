@@ -18,7 +18,7 @@ from hacpo_mega.agent import Agent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
-from hacpo_mega.records import Sample
+from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import answer_seed
 
 NUM_ANSWERS = 8
@@ -32,7 +32,10 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison of two ways to score the same tokens, on one rank; `least` turns it into a lower bound."""
+    """One comparison of log-probs of the same tokens, on one rank.
+
+    The largest difference (nats) must be within `bound`; with `must_differ` it must be beyond it.
+    """
 
     agent: str
     what: str
@@ -41,12 +44,12 @@ class Finding:
     largest: float
     mean: float
     bound: float
-    least: bool = False
+    must_differ: bool = False
 
     @property
     def is_good(self) -> bool:
         """False for a NaN, too."""
-        return self.largest > self.bound if self.least else self.largest <= self.bound
+        return self.largest > self.bound if self.must_differ else self.largest <= self.bound
 
 
 def examine(config: Config, tolerance: float | None = None) -> bool:
@@ -56,7 +59,7 @@ def examine(config: Config, tolerance: float | None = None) -> bool:
     Collective over the job: call it in every process of one that fits the configuration.
     """
     with Place.join(RankMap.of(config)) as place:
-        place.enter_phase("doctor", 0)
+        place.enter_phase("doctor", "before any step")
         mine = json.dumps([asdict(found) for found in diagnose(config, place, tolerance)]).encode()
         everyones = [Finding(**found) for payload in place.gather_job(mine) for found in json.loads(payload)]
         findings = worst_of(everyones)
@@ -74,8 +77,8 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
     dtype = agent.actor.model.config.params_dtype
     bound = TOLERANCES[dtype] if tolerance is None else tolerance
 
-    def compare(what: str, found: list[np.ndarray], expected: list[np.ndarray], *, least: bool = False) -> Finding:
-        difference = np.abs(np.concatenate(found) - np.concatenate(expected))
+    def compare(what: str, ours: list[np.ndarray], other: list[np.ndarray], must_differ: bool = False) -> Finding:
+        difference = np.abs(np.concatenate(ours) - np.concatenate(other))
         dtype_name = str(dtype).removeprefix("torch.")
         return Finding(
             spec.name,
@@ -85,22 +88,22 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
             float(difference.max()),
             float(difference.mean()),
             bound,
-            least,
+            must_differ,
         )
 
     sequences, num_prompt, sampled = _sequences(agent, config)
-    samples = [_scored_whole(tokens) for tokens in sequences]
-    before = agent.actor.token_logprobs(samples)
+    scored = [_scored_whole(tokens) for tokens in sequences]
+    before = agent.actor.token_logprobs(scored)
     findings = [
         compare("Megatron - vLLM", before, agent.engine.logprobs(sequences)),
         compare("Megatron - vLLM, as it sampled", [row[num_prompt - 1 :] for row in before[: len(sampled)]], sampled),
     ]
     if place.coordinate.agent_rank == 0:
         findings.append(compare("Megatron - Hugging Face", before, _hugging_face(spec, sequences, dtype)))
-    agent.actor.learn_supervised(samples, num_trained_tokens=sum(sample.num_trained for sample in samples))
+    agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
     agent.publish_weights()
-    after = agent.actor.token_logprobs(samples)
-    findings.append(compare("moved by one update", after, before, least=True))
+    after = agent.actor.token_logprobs(scored)
+    findings.append(compare("moved by one update", after, before, must_differ=True))
     findings.append(compare("Megatron - vLLM after it", after, agent.engine.logprobs(sequences)))
     agent.close()
     return findings
@@ -124,20 +127,10 @@ def _sequences(agent: Agent, config: Config) -> tuple[list[list[int]], int, list
     return whole + random, num_prompt, sampled
 
 
-def _scored_whole(tokens: Sequence[int]) -> Sample:
+def _scored_whole(tokens: Sequence[int]) -> TokenSequence:
     """A sequence whose every token after the first is an answer."""
-    return Sample(
-        source=0,
-        is_self=True,
-        prompt_index=0,
-        rollout_index=0,
-        prompt_ids=np.array(tokens[:1], dtype=np.int32),
-        answer_ids=np.array(tokens[1:], dtype=np.int32),
-        num_trained=len(tokens) - 1,
-        advantage=0.0,
-        source_logprob=0.0,
-        length=float(len(tokens) - 1),
-    )
+    ids = np.array(tokens, dtype=np.int32)
+    return TokenSequence(ids[:1], ids[1:], num_trained=len(ids) - 1)
 
 
 @torch.no_grad()
@@ -165,7 +158,7 @@ def worst_of(findings: Sequence[Finding]) -> list[Finding]:
 def _badness(finding: Finding) -> float:
     if np.isnan(finding.largest):
         return np.inf
-    return -finding.largest if finding.least else finding.largest
+    return -finding.largest if finding.must_differ else finding.largest
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -176,5 +169,5 @@ def table(findings: Sequence[Finding]) -> str:
 
 def _line(found: Finding) -> str:
     numbers = f"{found.num_tokens:7d} {found.largest:9.2e} {found.mean:9.2e}"
-    verdict = f"{'>' if found.least else '<='} {found.bound:g}  {'ok' if found.is_good else 'BAD'}"
+    verdict = f"{'>' if found.must_differ else '<='} {found.bound:g}  {'ok' if found.is_good else 'BAD'}"
     return f"{found.agent:16} {found.what:32} {found.dtype:9} {numbers}  {verdict}"

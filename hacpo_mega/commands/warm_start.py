@@ -19,7 +19,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.records import Sample
+from hacpo_mega.records import TokenSequence
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
@@ -92,27 +92,17 @@ def warm_start(actor: Actor, codec: TextCodec, plan: WarmStartConfig, place: Pla
     mix = (SkillMix(skill, share.share, share.num_examples) for skill, share in plan.skills.items())
     stream = WarmStartStream(mix, plan.batch_size, seed)
     my = place.coordinate
-    num_cells = place.rank_map.lanes * place.rank_map.agents[my.agent].cells_per_lane
+    share = place.rank_map.share_of_agent(my)
     for update in range(plan.num_updates):
-        samples = [worked_sample(example, codec) for example in stream.at(update)]
-        num_trained = sum(sample.num_trained for sample in samples)
-        result = actor.learn_supervised(samples[my.cell :: num_cells], num_trained)
+        worked = [worked_sequence(example, codec) for example in stream.at(update)]
+        num_trained = sum(sequence.num_trained for sequence in worked)
+        result = actor.learn_supervised(worked[share], num_trained)
         if my.agent_rank == 0 and (update + 1) % REPORT_EVERY == 0:
             print(f"{my.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}", flush=True)
 
 
-def worked_sample(example: Example, codec: TextCodec) -> Sample:
-    """A worked example as a sample whose every answer token, EOS included, is trained."""
+def worked_sequence(example: Example, codec: TextCodec) -> TokenSequence:
+    """A worked example whose every answer token, EOS included, is trained."""
+    prompt_ids = np.array(codec.encode_prompt(example.prompt), dtype=np.int32)
     answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
-    return Sample(
-        source=0,
-        is_self=True,
-        prompt_index=0,
-        rollout_index=0,
-        prompt_ids=np.array(codec.encode_prompt(example.prompt), dtype=np.int32),
-        answer_ids=answer_ids,
-        num_trained=len(answer_ids),
-        advantage=0.0,
-        source_logprob=0.0,
-        length=float(len(answer_ids)),
-    )
+    return TokenSequence(prompt_ids, answer_ids, num_trained=len(answer_ids))

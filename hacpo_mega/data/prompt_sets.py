@@ -20,8 +20,13 @@ def training_sampler(config: Config, fits: Callable[[str], bool]) -> tuple[Promp
     else:
         rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
     kept = tuple(row for row in rows if fits(row.text))
+    training = config.training
     sampler = PromptSampler(
-        kept, config.seed, config.training.prompts_per_step, balance_skills=config.data.generator is not None
+        kept,
+        config.seed,
+        training.prompts_per_step,
+        training.prompts_per_update,
+        balance_skills=config.data.generator is not None,
     )
     return sampler, len(rows) - len(kept)
 

@@ -28,18 +28,26 @@ class PromptSampler:
     """Prompts of a step and of a lane.
 
     With `balance_skills` every skill gives the same number of prompts to a step, from its own permutation, and place i
-    of a step belongs to skill i % num_skills: blocks of a step are then balanced too. Lane d of D gets the contiguous
-    places d * n / D to (d + 1) * n / D, so `lane` and the number of lanes never change which prompts a step has.
+    of a step belongs to skill i % num_skills: blocks of a step are then balanced too. The places of a step are its
+    updates end to end, and every update is dealt to the lanes in blocks: lane d of D gets the d-th of D parts of each.
+    So neither `lane` nor the number of lanes changes which prompts a step has, or which of them share an update.
     """
 
     def __init__(
-        self, rows: Sequence[PromptRow], seed: int, prompts_per_step: int, balance_skills: bool = False
+        self,
+        rows: Sequence[PromptRow],
+        seed: int,
+        prompts_per_step: int,
+        prompts_per_update: int,
+        balance_skills: bool = False,
     ) -> None:
         """ValueError when a step does not divide by the skills, or needs more prompts than there are."""
+        assert prompts_per_step % prompts_per_update == 0, (prompts_per_step, prompts_per_update)
         skills = sorted({row.skill for row in rows}) if balance_skills else [None]
         self.groups = [[row for row in rows if skill is None or row.skill == skill] for skill in skills]
         self.seed = seed
         self.prompts_per_step = prompts_per_step
+        self.prompts_per_update = prompts_per_update
         if not rows:
             raise ValueError("there are no prompts to train on; check data.files")
         if prompts_per_step % len(skills):
@@ -59,15 +67,16 @@ class PromptSampler:
 
     def at(self, step: int, lane: int = 0, num_lanes: int = 1) -> tuple[Prompt, ...]:
         """The prompts of `lane` in `step`; `Prompt.index` is the place in the whole step."""
-        if self.prompts_per_step % num_lanes:
-            nearest = max(1, self.prompts_per_step // num_lanes) * num_lanes
+        if self.prompts_per_update % num_lanes:
+            nearest = max(1, self.prompts_per_update // num_lanes) * num_lanes
             raise ValueError(
-                f"prompts_per_step ({self.prompts_per_step}) must be a multiple of lanes ({num_lanes}). "
+                f"prompts_per_update ({self.prompts_per_update}) must be a multiple of lanes ({num_lanes}). "
                 f"Nearest: {nearest}."
             )
         assert 0 <= lane < num_lanes, (lane, num_lanes)
-        share = self.prompts_per_step // num_lanes
-        return tuple(self._prompt(step, place) for place in range(lane * share, (lane + 1) * share))
+        share = self.prompts_per_update // num_lanes
+        starts = range(lane * share, self.prompts_per_step, self.prompts_per_update)
+        return tuple(self._prompt(step, place) for start in starts for place in range(start, start + share))
 
     def _prompt(self, step: int, place: int) -> Prompt:
         group = place % len(self.groups)

@@ -24,8 +24,8 @@ from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.math_grader import plain
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
 from hacpo_mega.models.fingerprint import check_positions, weights_dtype, weights_fingerprint
-from hacpo_mega.records import Judgement, Stop
-from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+from hacpo_mega.records import Completion, Judgement, Stop
+from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
@@ -98,7 +98,7 @@ class _Run:
             return
         self._start()
         for benchmark in self.settings.benchmarks:
-            self.place.enter_phase(f"evaluate {benchmark.name}", 0)
+            self.place.enter_phase("evaluate", f"on {benchmark.name}")
             self._answer(benchmark, missing[benchmark.name][self.place.lane :: self.place.rank_map.lanes])
 
     def _within_limit(self, rows: Sequence[PromptRow]) -> tuple[PromptRow, ...]:
@@ -112,7 +112,7 @@ class _Run:
 
     def _start(self) -> None:
         settings = self.settings
-        self.place.enter_phase("load", 0)
+        self.place.enter_phase("load", f"of {settings.model}")
         if self.place.is_leader:
             judge = Judge(settings.reward, self._num_judges, settings.reward_timeout_s, settings.require_stop)
             self.judge = self._stack.enter_context(judge)

@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Metrics:
         self._agent = agent
         self._gather = gather
         self._show_phase = show_phase
-        self._entries: dict[str, dict[str, list[float]]] = {kind: {} for kind in _REDUCERS}
+        self._entries: dict[str, dict[str, list[float]]] = {kind: {} for kind in _KINDS}
 
     def add(self, name: str, sum: float, count: float) -> None:
         """A mean over the job: sums and counts of all calls and ranks are added, then divided once."""
@@ -80,8 +80,16 @@ class Metrics:
         """
         self._accumulate("weights", name, float(sum), float(sum_of_squares), float(count))
 
+    def shares(self, name: str, numbers: Mapping[str, int]) -> None:
+        """How a total divides: `<name>/<part>` is the part's share of everything added under `name` in the job.
+
+        A part that one rank has not seen still counts in its total: shares of a name add up to 1.
+        """
+        for part, number in numbers.items():
+            self._accumulate("shares", f"{name}/{part}", float(number))
+
     def gauge(self, name: str, value: float) -> None:
-        """A value that is no sum: the last one of the lowest rank that has it."""
+        """A value that every rank agrees on, so nothing is added up: the lowest rank's latest is taken."""
         self._entries["gauge"][name] = [float(value)]
 
     def highest(self, name: str, value: float) -> None:
@@ -110,7 +118,7 @@ class Metrics:
     def reduce(self) -> StepMetrics:
         """The job's metrics since the last call, and an empty slate. Collective."""
         payloads = self._gather(json.dumps(self._entries).encode())
-        self._entries = {kind: {} for kind in _REDUCERS}
+        self._entries = {kind: {} for kind in _KINDS}
         return reduce_payloads(payloads)
 
     def _accumulate(self, kind: str, name: str, *parts: float) -> None:
@@ -121,12 +129,13 @@ class Metrics:
 
 def reduce_payloads(payloads: list[bytes]) -> StepMetrics:
     """Merges what every rank sent. math.fsum rounds once, so the result does not depend on the order of the ranks."""
-    merged: dict[str, dict[str, Parts]] = {kind: {} for kind in _REDUCERS}
+    merged: dict[str, dict[str, Parts]] = {kind: {} for kind in _KINDS}
     for payload in payloads:
         for kind, entries in json.loads(payload).items():
             for name, parts in entries.items():
                 merged[kind].setdefault(name, []).append(parts)
     reduced: dict[str, float] = {}
+    reduced |= _reduce_shares(merged.pop("shares"))
     for kind, entries in merged.items():
         for name, parts in entries.items():
             reduced |= _REDUCERS[kind](name, parts)
@@ -157,6 +166,16 @@ def _reduce_weights(name: str, parts: Parts) -> dict[str, float]:
     return {f"{name}_mean": total / count} | share
 
 
+def _reduce_shares(numbers: dict[str, Parts]) -> dict[str, float]:
+    """Every part over the sum of the parts of its name: the one denominator that all ranks have in common."""
+    totals: dict[str, float] = {}
+    counts = {name: _total([part[0] for part in parts]) for name, parts in numbers.items()}
+    for name, count in counts.items():
+        whole = name.rpartition("/")[0]
+        totals[whole] = totals.get(whole, 0.0) + count
+    return {name: count / totals[name.rpartition("/")[0]] for name, count in counts.items()}
+
+
 def _reduce_seconds(name: str, parts: Parts) -> dict[str, float]:
     seconds = [part[0] for part in parts]
     return {name: max(seconds), name.replace("/phase/", "/phase_mean/"): _total(seconds) / len(seconds)}
@@ -171,6 +190,8 @@ _REDUCERS: dict[str, Callable[[str, Parts], dict[str, float]]] = {
     "lowest": lambda name, parts: {name: -_max([-part[0] for part in parts])},
     "seconds": _reduce_seconds,
 }
+# A share needs all parts of its name together, so it is reduced by _reduce_shares.
+_KINDS = (*_REDUCERS, "shares")
 
 
 class MetricsWriter:

@@ -11,7 +11,7 @@ import torch
 from hacpo_kernels import ObjectiveStats
 from torch import Tensor
 
-from hacpo_mega.algorithm import capability_ratios, cross_band
+from hacpo_mega.algorithm import cross_band
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.records import Judgement, Prompt, Stop, Trajectory, UpdateStats, ViewCounts
@@ -27,13 +27,11 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
         metrics.add(f"{prefix}/truncated", trajectory.rollout.stop is Stop.LENGTH, 1)
         metrics.add(f"{prefix}/logprob_mean", trajectory.mean_logprob, 1)
     metrics.count(f"{prefix}/num_answers", len(trajectories))
-    for verdict, number in sorted(Counter(trajectory.verdict for trajectory in trajectories).items()):
-        metrics.add(f"{prefix}/verdict/{verdict.name.lower()}", number, len(trajectories))
+    metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
 
 
-def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor, config: AlgorithmConfig) -> None:
-    """P_hat of every agent and omega(k, j) = P_hat_k / P_hat_j of every ordered pair."""
-    omega_NN = capability_ratios(capability_N, config.omega_clip)
+def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor, omega_NN: Tensor) -> None:
+    """P_hat of every agent and omega(k, j) = P_hat_k / P_hat_j of every ordered pair, as it was used."""
     for k, learner in enumerate(names):
         metrics.gauge(f"capability/{learner}", capability_N[k].item())
         for j, source in enumerate(names):

@@ -35,8 +35,8 @@ from hacpo_mega.megatron.schedule import (
 )
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.records import MicroBatch, Sample, UpdateStats
-from hacpo_mega.samples.packing import pack
+from hacpo_mega.records import MicroBatch, Sample, TokenSequence, UpdateStats
+from hacpo_mega.samples.packing import pack, pack_update
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
@@ -92,33 +92,33 @@ class Actor:
 
     # ---- scoring
 
-    def score(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Mean log-prob of every sample over its trained tokens, float32 nats [len(samples)], on all ranks of the cell.
+    def score(self, sequences: Sequence[TokenSequence]) -> np.ndarray:
+        """Mean log-prob over the trained tokens, float32 nats [len(sequences)], on all ranks of the cell.
 
-        The sum is divided by `sample.length` as the objective does, in the same arithmetic: scored with the samples
-        of one update (its own answers), before it, a sample's ratio in that update is exactly 1. A sample without
-        trained tokens scores 0, the empty sum.
+        The sum is divided as the objective divides it, in the same arithmetic: scored with the own answers of one
+        update, before it, an answer's ratio in that update is exactly 1. Without trained tokens the score is 0, the
+        empty sum.
         """
-        scores = np.zeros(len(samples), dtype=np.float32)
-        for batch, logprob_R in self._forward(samples):
-            length_B = batch.length_B.double()
+        scores = np.zeros(len(sequences), dtype=np.float32)
+        for batch, logprob_R in self._forward(sequences):
+            length_B = batch.row_cu_seqlens_B.diff().double()
             mean_B = (segment_sum(logprob_R, batch.row_cu_seqlens_B).cpu() / length_B).float()
-            for place, value in zip(_places(samples, batch), mean_B.tolist(), strict=True):
+            for place, value in zip(_places(sequences, batch), mean_B.tolist(), strict=True):
                 scores[place] = value
         return scores
 
-    def token_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Log-prob of every trained token of every sample, float32 [num_trained] each, on all ranks of the cell."""
-        found = [np.zeros(0, dtype=np.float32)] * len(samples)
-        for batch, logprob_R in self._forward(samples):
+    def token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """Log-prob of every trained token of every sequence, float32 [num_trained] each, on all ranks of the cell."""
+        found = [np.zeros(0, dtype=np.float32)] * len(sequences)
+        for batch, logprob_R in self._forward(sequences):
             parts = logprob_R.cpu().split(batch.row_cu_seqlens_B.diff().tolist())
-            for place, part in zip(_places(samples, batch), parts, strict=True):
+            for place, part in zip(_places(sequences, batch), parts, strict=True):
                 found[place] = part.numpy()
         return found
 
-    def _forward(self, samples: Sequence[Sample]) -> list[tuple[MicroBatch, torch.Tensor]]:
+    def _forward(self, sequences: Sequence[TokenSequence]) -> list[tuple[MicroBatch, torch.Tensor]]:
         """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""
-        batches = pack(samples, self.max_tokens, multiple=self.tp)
+        batches = pack(sequences, self.max_tokens, multiple=self.tp)
         with megatron_platform():
             logprobs = forward_only(self.model, batches, self._token_logprobs)
         if not logprobs:
@@ -140,13 +140,24 @@ class Actor:
     # ---- learning
 
     def learn(self, samples: Sequence[Sample], loss_fn: LossFn) -> UpdateStats:
-        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
+        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty."""
+        return self._update(pack_update(samples, self.max_tokens, multiple=self.tp), loss_fn)
+
+    def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
+        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
+
+        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
+            return -logprob_R.sum() / num_trained_tokens, None
+
+        return self._update(pack(sequences, self.max_tokens, multiple=self.tp), cross_entropy)
+
+    def _update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> UpdateStats:
+        """Backward through all micro-batches, one step of the optimizer.
 
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
         over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
         update. A gradient that is not finite anywhere skips the update everywhere.
         """
-        batches = pack(samples, self.max_tokens, multiple=self.tp)
 
         def last_stage(hidden_TH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, Any]]:
             loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), _on_device(batch, self.device))
@@ -159,25 +170,17 @@ class Actor:
         reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
         return _update_stats(batches, *object_from_last_stage((loss, reports)), step)
 
-    def learn_supervised(self, samples: Sequence[Sample], num_trained_tokens: int) -> UpdateStats:
-        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
-
-        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
-            return -logprob_R.sum() / num_trained_tokens, None
-
-        return self.learn(samples, cross_entropy)
-
     # ---- reference policy
 
     def keep_reference(self) -> None:
         """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks."""
         self._reference = self._copy_of_parameters()
 
-    def reference_token_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def reference_token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """`token_logprobs` under the kept parameters; the present ones are back, bit for bit, afterwards."""
         assert self._reference is not None, "keep_reference() comes first"
         with self._parameters_of(self._reference):
-            return self.token_logprobs(samples)
+            return self.token_logprobs(sequences)
 
     @contextmanager
     def _parameters_of(self, other: list[torch.Tensor]) -> Iterator[None]:
@@ -212,10 +215,11 @@ class Actor:
         torch.distributed.barrier()
 
 
-def _places(samples: Sequence[Sample], batch: MicroBatch) -> list[int]:
-    """Where the samples of a micro-batch stand in `samples`."""
-    place_of = {id(sample): place for place, sample in enumerate(samples)}
-    return [place_of[id(sample)] for sample in batch.samples]
+def _places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
+    """Where the sequences of a micro-batch stand in `sequences`."""
+    # by identity: comparing records would compare their token arrays
+    place_of = {id(sequence): place for place, sequence in enumerate(sequences)}
+    return [place_of[id(sequence)] for sequence in batch.sequences]
 
 
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -240,7 +244,7 @@ def _update_stats(
         lr=step.lr,
         skipped=not step.applied,
         num_microbatches=len(batches),
-        num_samples=sum(len(batch.samples) for batch in batches),
-        num_tokens=sum(int(batch.cu_seqlens[len(batch.samples)]) for batch in batches),
+        num_samples=sum(len(batch.sequences) for batch in batches),
+        num_tokens=sum(int(batch.cu_seqlens[len(batch.sequences)]) for batch in batches),
         num_trained=sum(len(batch.rows_R) for batch in batches),
     )

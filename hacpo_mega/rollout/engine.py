@@ -19,7 +19,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hacpo_mega.config.checks import OWNED_BY_US_VLLM
 from hacpo_mega.models.folder import eos_token_ids, read_json, weight_names
-from hacpo_mega.records import Stop
+from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.host_process import (
     joined_to_default_group,
     keeping_default_group,
@@ -58,25 +57,6 @@ class Memory(enum.Enum):
     ASLEEP = "asleep"
     WEIGHTS = "weights"
     AWAKE = "awake"
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled answer.
-
-    token_ids   int32 [num_tokens], with the end-of-sequence token when the answer stopped by itself
-    stop        why it ended
-    logprobs    float32 [num_tokens], log-probs of the sampled tokens under the distribution they were drawn from;
-                None if not asked for
-    """
-
-    token_ids: np.ndarray
-    stop: Stop
-    logprobs: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.token_ids.dtype, self.token_ids.ndim) == (np.int32, 1), self.token_ids
-        assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape
 
 
 def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:

@@ -3,8 +3,8 @@
 Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, and there is no rectangle to pad.
 It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
 loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
-height), hence one rule: own samples are packed by themselves, so that scoring them before the update and learning
-from them repeat the same micro-batches, and the first update's own ratio is exactly 1.
+height), hence one rule: in an update own samples are packed by themselves, so that scoring them before the update and
+learning from them repeat the same micro-batches, and the first update's own ratio is exactly 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from hacpo_mega.records import MicroBatch, Sample
+from hacpo_mega.records import MicroBatch, Sample, TokenSequence
 
 PADDING_TOKEN = 0
 
@@ -24,8 +24,8 @@ def plan_updates(
 
     `prompt_indices` are the prompts this cell trains in this step, in order; a prompt all of whose samples were dropped
     still counts there, so that every rank plans the same number of updates. All samples of a prompt, own and cross,
-    land in the same update (ALGORITHM section 2, step 9: stratified 1 : N-1). Inside an update the order is (own
-    before cross, prompt, source, rollout), whatever order `samples` came in. An update may come out empty.
+    land in the same update, so each update holds own and cross answers as 1 : N-1 (Algorithm 1). Inside an update the
+    order is (own before cross, prompt, source, rollout), whatever order `samples` came in. It may come out empty.
 
     Raises ValueError for an uneven split and for a sample of a prompt that is not listed.
     """
@@ -47,40 +47,44 @@ def plan_updates(
     return [tuple(sorted(update, key=order)) for update in updates]
 
 
-def input_length(sample: Sample) -> int:
+def input_length(sequence: TokenSequence) -> int:
     """Tokens the model must read to predict every trained token: the last trained one is predicted, never read."""
-    return len(sample.prompt_ids) + sample.num_trained - 1
+    return len(sequence.prompt_ids) + sequence.num_trained - 1
 
 
-def pack(samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
-    """Pack samples into micro-batches of at most `max_tokens` tokens; own and cross samples never share one.
+def pack_update(samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
+    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'."""
+    own = [sample for sample in samples if sample.is_self]
+    cross = [sample for sample in samples if not sample.is_self]
+    return [*pack(own, max_tokens, multiple=multiple), *pack(cross, max_tokens, multiple=multiple)]
+
+
+def pack(sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
+    """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
     First-fit decreasing over lengths (ties in the given order): deterministic, within 11/9 of the fewest micro-batches,
     and neighbours have similar lengths, which evens out attention. `multiple` (the tensor-parallel size under sequence
-    parallelism) rounds T up and must divide `max_tokens`. Samples without trained tokens are left out.
+    parallelism) rounds T up and must divide `max_tokens`. Sequences without trained tokens are left out.
 
-    Raises ValueError when a sample alone is longer than `max_tokens`.
+    Raises ValueError when a sequence alone is longer than `max_tokens`.
     """
     if max_tokens % multiple:
         raise ValueError(
             f"max_tokens_per_microbatch ({max_tokens}) must be a multiple of tp ({multiple}). "
             f"Nearest: {max_tokens // multiple * multiple}."
         )
-    trained = [sample for sample in samples if sample.num_trained > 0]
-    own = [sample for sample in trained if sample.is_self]
-    cross = [sample for sample in trained if not sample.is_self]
-    bins = [*_first_fit_decreasing(own, max_tokens), *_first_fit_decreasing(cross, max_tokens)]
-    return [microbatch(members, multiple) for members in bins]
+    trained = [sequence for sequence in sequences if sequence.num_trained > 0]
+    return [microbatch(members, multiple) for members in _first_fit_decreasing(trained, max_tokens)]
 
 
-def _first_fit_decreasing(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    lengths = np.array([input_length(sample) for sample in samples], dtype=np.int64)
-    bins: list[list[Sample]] = []
+def _first_fit_decreasing(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[TokenSequence]]:
+    lengths = np.array([input_length(sequence) for sequence in sequences], dtype=np.int64)
+    bins: list[list[TokenSequence]] = []
     room = np.zeros(0, dtype=np.int64)
     for place in np.argsort(-lengths, kind="stable"):
         if lengths[place] > max_tokens:
             raise ValueError(
-                f"prompt {samples[place].prompt_index} with its answer has {lengths[place]} tokens, more than "
+                f"{len(sequences[place].prompt_ids)} prompt tokens with their answer are {lengths[place]}, more than "
                 f"max_tokens_per_microbatch ({max_tokens}). Raise it to max_prompt_tokens + max_answer_tokens or more."
             )
         fits = np.flatnonzero(room >= lengths[place])
@@ -88,31 +92,31 @@ def _first_fit_decreasing(samples: Sequence[Sample], max_tokens: int) -> list[li
             bins.append([])
             room = np.append(room, max_tokens)
             fits = [len(bins) - 1]
-        bins[fits[0]].append(samples[place])
+        bins[fits[0]].append(sequences[place])
         room[fits[0]] -= lengths[place]
     return bins
 
 
-def microbatch(samples: Sequence[Sample], multiple: int = 1) -> MicroBatch:
-    """Lay `samples` end to end (see records.MicroBatch). Every sample must have a trained token.
+def microbatch(sequences: Sequence[TokenSequence], multiple: int = 1) -> MicroBatch:
+    """Lay `sequences` end to end (see records.MicroBatch). Every one must have a trained token.
 
-    Row i of a sample reads position len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of
+    Row i of a sequence reads position len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of
     its own, rounds T up to `multiple`; nothing of it is trained and no sequence attends to it.
     """
-    assert samples, "an empty micro-batch"
-    assert all(sample.num_trained > 0 for sample in samples), "a sample with nothing to train"
-    lengths = np.array([input_length(sample) for sample in samples])
-    trained = np.array([sample.num_trained for sample in samples])
+    assert sequences, "an empty micro-batch"
+    assert all(sequence.num_trained > 0 for sequence in sequences), "a sequence with nothing to train"
+    lengths = np.array([input_length(sequence) for sequence in sequences])
+    trained = np.array([sequence.num_trained for sequence in sequences])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     row_starts = np.concatenate([[0], np.cumsum(trained)])
     padding = -starts[-1] % multiple
 
-    tokens = [part for s in samples for part in (s.prompt_ids, s.answer_ids[: s.num_trained - 1])]
+    tokens = [part for s in sequences for part in (s.prompt_ids, s.answer_ids[: s.num_trained - 1])]
     tokens_T = np.concatenate([*tokens, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
     positions_T = np.concatenate([_counting(lengths), np.arange(padding)])
-    # a sample's rows are its last num_trained positions: the first reads the prompt's end
+    # a sequence's rows are its last num_trained positions: the first reads the prompt's end
     rows_R = np.repeat(starts[1:] - trained, trained) + _counting(trained)
-    targets_R = np.concatenate([s.answer_ids[: s.num_trained] for s in samples]).astype(np.int64)
+    targets_R = np.concatenate([s.answer_ids[: s.num_trained] for s in sequences]).astype(np.int64)
     ends = starts if padding == 0 else np.append(starts, starts[-1] + padding)
     return MicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
@@ -121,11 +125,7 @@ def microbatch(samples: Sequence[Sample], multiple: int = 1) -> MicroBatch:
         rows_R=torch.from_numpy(rows_R),
         targets_R=torch.from_numpy(targets_R),
         row_cu_seqlens_B=torch.from_numpy(row_starts.astype(np.int32)),
-        advantage_B=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
-        source_logprob_B=torch.tensor([s.source_logprob for s in samples], dtype=torch.float32),
-        length_B=torch.tensor([s.length for s in samples], dtype=torch.float32),
-        is_self_B=torch.tensor([s.is_self for s in samples]),
-        samples=tuple(samples),
+        sequences=tuple(sequences),
     )
 
 

@@ -14,9 +14,9 @@ from job import run_job
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.records import Prompt, Rollout, Stop, Trajectory, Verdict
-from hacpo_mega.rollout import exchange as exchange_module
-from hacpo_mega.rollout.exchange import HEADER, ROW, assemble, decode, encode, exchange, pack, unpack
+from hacpo_mega.records import Completion, Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.rollout import wire
+from hacpo_mega.rollout.exchange import ROW, assemble, decode, encode, exchange, share_completions
 
 SENDER = "rank 3 (agent B)"
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -59,9 +59,10 @@ def test_what_arrives_is_what_was_sent(sent):
 def test_layout_by_hand():
     """The documented bytes, written out with struct: another program could read them."""
     message = encode([trajectory(prompt=7, agent=1, rollout=5, text="é", tokens=(258,))])
-    header = b"HACPOTRJ" + struct.pack("<IQQQ", 1, 1, 1, 2)
-    row = struct.pack("<ddqiiiiiBB", 1.0, -0.5, 7, 5, 1, 1, 1, 2, 0, 0)
-    assert message == header + row + b"\x02\x01\x00\x00" + b"\xc3\xa9"
+    header = b"HACPOMSG" + struct.pack("<IIQQQ", 2, 38, 1, 1, 2)
+    row = struct.pack("<ddqiiiBB", 1.0, -0.5, 7, 5, 1, 1, 0, 0)
+    counts = struct.pack("<ii", 1, 2)
+    assert message == header + row + counts + b"\x02\x01\x00\x00" + b"\xc3\xa9"
 
 
 def test_lone_surrogates_are_replaced_and_counted(caplog):
@@ -76,8 +77,10 @@ def damaged(offset: int, value: bytes) -> bytes:
     return bytes(message)
 
 
-FIRST_ROW = HEADER.size
+FIRST_ROW = wire.HEADER.size
 FIELD = {name: FIRST_ROW + ROW.fields[name][1] for name in ROW.names}
+TOKEN_COUNTS = FIRST_ROW + 2 * ROW.itemsize
+TEXT_COUNTS = TOKEN_COUNTS + 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -88,15 +91,16 @@ FIELD = {name: FIRST_ROW + ROW.fields[name][1] for name in ROW.names}
         (encode([trajectory()])[:-1], "take "),
         (encode([trajectory()]) + b"x", "take "),
         (damaged(0, b"PICKLE"), "starts with b'PICKLE"),
-        (damaged(8, struct.pack("<I", 2)), "layout 2, this is 1"),
-        (damaged(12, struct.pack("<Q", 2**63)), "take "),
-        (damaged(20, struct.pack("<Q", 7)), "take "),
-        (damaged(FIELD["num_tokens"], struct.pack("<i", 4)), "num_tokens of its trajectories do not add up"),
-        (damaged(FIELD["num_text_bytes"], struct.pack("<i", -2)), "num_text_bytes of its trajectories do not add up"),
-        (damaged(FIELD["stop"], b"\x4d"), "trajectory 0 of 2 is damaged: 77 is not a valid Stop"),
-        (damaged(FIELD["verdict"], b"\x03"), "trajectory 0 of 2 is damaged"),
-        (damaged(FIELD["num_scored"], struct.pack("<i", 9)), "trajectory 0 of 2 is damaged"),
-        (damaged(FIRST_ROW + 2 * ROW.itemsize + 6 * 4, b"\xff"), "trajectory 0 of 2 is damaged: 'utf-8'"),
+        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 38 bytes, this is 2 with 38"),
+        (damaged(12, struct.pack("<I", 40)), "layout 2 with rows of 40 bytes, this is 2 with 38"),
+        (damaged(16, struct.pack("<Q", 2**63)), "take "),
+        (damaged(24, struct.pack("<Q", 7)), "take "),
+        (damaged(TOKEN_COUNTS, struct.pack("<i", 4)), "the tokens of its records do not add up to the header's 6"),
+        (damaged(TEXT_COUNTS, struct.pack("<i", -2)), "the bytes of text of its records do not add up to"),
+        (damaged(FIELD["stop"], b"\x4d"), "trajectory 0 is damaged: 77 is not a valid Stop"),
+        (damaged(FIELD["verdict"], b"\x63"), "trajectory 0 is damaged: 99 is not a valid Verdict"),
+        (damaged(FIELD["num_scored"], struct.pack("<i", 9)), "trajectory 0 is damaged"),
+        (damaged(TEXT_COUNTS + 2 * 4 + 6 * 4, b"\xff"), "the text of record 0 is damaged: 'utf-8'"),
     ],
 )
 def test_a_damaged_message_is_refused_with_its_sender(message, complaint):
@@ -115,8 +119,8 @@ def test_no_noise_brings_anything_but_a_value_error(noise, offset, whole):
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
-def test_pack_and_unpack(messages):
-    assert unpack(pack(messages)) == messages
+def test_joined_messages_come_apart_again(messages):
+    assert wire.split(wire.join(messages)) == messages
 
 
 MAP = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))
@@ -210,10 +214,24 @@ def test_every_rank_of_a_lane_gets_the_same_full_cube(rank_map):
     assert num_gathers == [2 if rank in leaders else 0 for rank in range(rank_map.world_size)]
 
 
+def check_completions(place: Place, _: RankMap) -> int:
+    """Two engines of one rank each were asked five prompts in turn; every rank of the cell gets all five in order."""
+    expected = [Completion(np.arange(i, dtype=np.int32), Stop.LENGTH if i % 2 else Stop.EOS) for i in range(5)]
+    shared = share_completions(expected[place.coordinate.engine :: 2], place, 5)
+    for completion, original in zip(shared, expected, strict=True):
+        assert completion.stop is original.stop
+        np.testing.assert_array_equal(completion.token_ids, original.token_ids)
+    return len(shared)
+
+
+def test_all_ranks_of_a_cell_get_the_answers_of_all_its_engines():
+    assert run_job(RankMap(1, (AgentShape("A", tp=2, engine_tp=1),)), check_completions) == [5, 5]
+
+
 def check_damage_is_seen(place: Place, rank_map: RankMap) -> str:
     """Agent B's cell speaks another layout; both sides of the lane say so, and name it."""
     if place.coordinate.agent_name == "B":
-        exchange_module.VERSION = 9
+        wire.VERSION = 9
     message = answers_of(rank_map, place.coordinate.global_rank, 1)
     try:
         exchange(message, lane_prompts(place.lane), place, rollouts_per_prompt=1)

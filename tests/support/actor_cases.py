@@ -15,9 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.algorithm import PackedSequences, policy_loss
+from hacpo_mega.algorithm import policy_loss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.policy_loss import packed_samples
 from hacpo_mega.records import MicroBatch, Sample
 
 VOCAB = 131
@@ -90,7 +91,7 @@ class Oracle:
             return [float(self.token_logprobs(s).sum()) / max(s.num_trained, 1) for s in samples]
 
     def policy_loss(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """ALGORITHM section 2, steps 7 and 8, written out."""
+        """HACPO, eq. 47 (own) and eq. 50 (cross), written out."""
         total = torch.zeros((), dtype=torch.float64)
         for sample in samples:
             if sample.num_trained == 0:
@@ -119,7 +120,7 @@ class Oracle:
 
 def objective(token_logprob_R: torch.Tensor, batch: MicroBatch):
     """The project's own objective as a loss function of an actor."""
-    sequences = PackedSequences(*(getattr(batch, name) for name in PackedSequences._fields))
+    sequences = packed_samples(batch, token_logprob_R.device)
     return policy_loss(token_logprob_R, sequences, UPDATE_INDEX, WEIGHT, ALGORITHM)
 
 

@@ -19,10 +19,10 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path) -> None:
     """One rank; the victim creates the file `ready` when it is in phase "learn" and the others wait, or soon will."""
     with Place.join(RANK_MAP, timeout_s) as place:
         rank = place.coordinate.global_rank
-        place.enter_phase("roll_out", 11)
+        place.enter_phase("roll_out", "of step 11")
         place.barrier()
         if rank == victim:
-            place.enter_phase("learn", 12)
+            place.enter_phase("learn", "of step 12")
             ready.touch()
             if fate == "raise":
                 raise RuntimeError("loss is NaN\nsecond line")
@@ -30,7 +30,7 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path) -> None:
                 sys.exit(0)
             time.sleep(1000.0 if fate == "sleep" else 2.0)
         else:
-            place.enter_phase("exchange", 12)
+            place.enter_phase("exchange", "of step 12")
         if place.agent == 0:
             dist.all_reduce(torch.ones(1))
         if place.is_leader:

@@ -16,7 +16,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.records import Sample
+from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine, answer_seed
 
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
@@ -40,29 +40,18 @@ def build_actor(folder: Path, tp: int, pp: int) -> Actor:
     )
 
 
-def answer(engine: Engine, step: int, cell: int) -> tuple[list[Sample], list[np.ndarray]]:
-    """Sampled answers of this cell, as samples to score, and the log-probs they were drawn with."""
+def answer(engine: Engine, step: int, cell: int) -> tuple[list[TokenSequence], list[np.ndarray]]:
+    """Sampled answers of this cell, as sequences to score, and the log-probs they were drawn with."""
     rng = np.random.default_rng(cell)
     prompts = [rng.integers(0, 131, size).tolist() for size in PROMPT_LENGTHS]
     seeds = [answer_seed(1, step, index, 0, cell) for index in range(len(prompts))]
     completions = engine.generate(prompts, seeds, max_tokens=30, return_logprobs=True)
-    samples = [as_sample(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions)]
+    samples = [as_sequence(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions)]
     return samples, [completion.logprobs for completion in completions]
 
 
-def as_sample(prompt: list[int], answer_ids: np.ndarray) -> Sample:
-    return Sample(
-        source=0,
-        is_self=True,
-        prompt_index=0,
-        rollout_index=0,
-        prompt_ids=np.array(prompt, dtype=np.int32),
-        answer_ids=answer_ids,
-        num_trained=len(answer_ids),
-        advantage=0.0,
-        source_logprob=0.0,
-        length=float(len(answer_ids)),
-    )
+def as_sequence(prompt: list[int], answer_ids: np.ndarray) -> TokenSequence:
+    return TokenSequence(np.array(prompt, dtype=np.int32), answer_ids, num_trained=len(answer_ids))
 
 
 def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: int) -> dict:
@@ -77,7 +66,7 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         random_weights=True,
     )
     seen = {"sampled": [], "scored": [], "fixed": [], "samples": []}
-    fixed = [as_sample([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
+    fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
         engine.load(actor.weights())
         samples, sampled = answer(engine, step, cell)
@@ -92,7 +81,7 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
     return seen
 
 
-def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[Sample]]) -> np.ndarray:
+def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[TokenSequence]]) -> np.ndarray:
     """The same updates without an engine in the process group's life: the last scores of the last samples."""
     actor = build_actor(folder, tp, pp)
     for samples in samples_of_steps[:-1]:

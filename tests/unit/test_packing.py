@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from hacpo_mega.records import Sample
-from hacpo_mega.samples.packing import input_length, microbatch, pack, plan_updates
+from hacpo_mega.policy_loss import packed_samples
+from hacpo_mega.records import Sample, TokenSequence
+from hacpo_mega.samples.packing import input_length, microbatch, pack, pack_update, plan_updates
 
 
 def make_sample(
@@ -44,8 +45,8 @@ def identity(sample: Sample) -> tuple[int, int, int]:
 
 
 def test_layout_of_two_sequences_and_a_tail_by_hand():
-    first = Sample(0, True, 0, 0, np.int32([5, 6]), np.int32([7, 8, 9]), 2, 0.5, -1.0, 2.0)  # final token untrained
-    second = Sample(1, False, 0, 0, np.int32([3]), np.int32([4]), 1, -0.5, -2.0, 1.0)
+    first = TokenSequence(np.int32([5, 6]), np.int32([7, 8, 9]), num_trained=2)  # final token untrained
+    second = TokenSequence(np.int32([3]), np.int32([4]), num_trained=1)
     batch = microbatch([first, second], multiple=3)
     # first is read as 5 6 7: 6 predicts 7, 7 predicts 8. second is read as 3, which predicts 4. Two tokens of tail.
     assert batch.tokens_T.tolist() == [5, 6, 7, 3, 0, 0]
@@ -54,22 +55,30 @@ def test_layout_of_two_sequences_and_a_tail_by_hand():
     assert batch.rows_R.tolist() == [1, 2, 3]
     assert batch.targets_R.tolist() == [7, 8, 4]
     assert batch.row_cu_seqlens_B.tolist() == [0, 2, 3]
-    assert batch.advantage_B.tolist() == [0.5, -0.5]
-    assert batch.source_logprob_B.tolist() == [-1.0, -2.0]
-    assert batch.length_B.tolist() == [2.0, 1.0]
-    assert batch.is_self_B.tolist() == [True, False]
+    assert batch.sequences == (first, second)
+
+
+def test_the_objective_gets_the_numbers_of_the_samples_in_packed_order():
+    long, short = make_sample(0, 0, 0, lengths=(3, 6)), make_sample(0, 1, 0, lengths=(2, 2))
+    (batch,) = pack([short, long], 40)  # longest first
+    packed = packed_samples(batch, batch.tokens_T.device)
+    assert packed.row_cu_seqlens_B.tolist() == [0, 6, 8]
+    assert packed.is_self_B.tolist() == [True, False]
+    assert packed.length_B.tolist() == [6.0, 2.0]
+    assert packed.source_logprob_B.tolist() == [-1.5, -1.5]
+    assert packed.advantage_B.tolist() == [np.float32(long.advantage), np.float32(short.advantage)]
 
 
 @pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
 def test_every_row_reads_the_prefix_of_its_target(max_tokens, multiple):
     samples = random_samples(num_prompts=6, seed=1)
-    batches = pack(samples, max_tokens, multiple=multiple)
-    assert sorted(identity(s) for b in batches for s in b.samples) == sorted(identity(s) for s in samples)
+    batches = pack_update(samples, max_tokens, multiple=multiple)
+    assert sorted(identity(s) for b in batches for s in b.sequences) == sorted(identity(s) for s in samples)
     for batch in batches:
         assert len(batch.tokens_T) <= max_tokens
         assert len(batch.tokens_T) % multiple == 0
-        assert batch.is_self_B.unique().numel() == 1, "own and cross samples share a micro-batch"
-        for place, sample in enumerate(batch.samples):
+        assert len({sample.is_self for sample in batch.sequences}) == 1, "own and cross samples share a micro-batch"
+        for place, sample in enumerate(batch.sequences):
             text = np.concatenate([sample.prompt_ids, sample.answer_ids])
             start = int(batch.cu_seqlens[place])
             for row in range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1]):
@@ -85,29 +94,29 @@ def test_every_row_reads_the_prefix_of_its_target(max_tokens, multiple):
 def test_own_samples_pack_the_same_with_and_without_cross_samples():
     samples = random_samples(num_prompts=8, seed=2)
     own = [sample for sample in samples if sample.is_self]
-    with_cross = [batch for batch in pack(samples, 50) if batch.is_self_B.all()]
+    with_cross = [batch for batch in pack_update(samples, 50) if batch.sequences[0].is_self]
     alone = pack(own, 50)
     assert len(with_cross) == len(alone) > 1
     for one, other in zip(with_cross, alone, strict=True):
         torch.testing.assert_close(one.tokens_T, other.tokens_T, rtol=0, atol=0)
-        assert [identity(s) for s in one.samples] == [identity(s) for s in other.samples]
+        assert [identity(s) for s in one.sequences] == [identity(s) for s in other.sequences]
 
 
 def test_first_fit_decreasing_by_hand():
     lengths = [4, 8, 1, 4, 2, 1]  # bins of 10: 8+2, 4+4+1+1
     samples = [make_sample(i, 0, 0, lengths=(1, length)) for i, length in enumerate(lengths)]
     assert [input_length(s) for s in samples] == lengths
-    assert [[input_length(s) for s in b.samples] for b in pack(samples, 10)] == [[8, 2], [4, 4, 1, 1]]
+    assert [[input_length(s) for s in b.sequences] for b in pack(samples, 10)] == [[8, 2], [4, 4, 1, 1]]
 
 
 def test_samples_without_trained_tokens_are_left_out():
     samples = [make_sample(0, 0, 0, num_trained=0), make_sample(0, 0, 1), make_sample(0, 1, 0, num_trained=0)]
-    assert [identity(s) for b in pack(samples, 20) for s in b.samples] == [(0, 0, 1)]
+    assert [identity(s) for b in pack(samples, 20) for s in b.sequences] == [(0, 0, 1)]
     assert pack([samples[0]], 20) == []
 
 
 def test_too_long_and_uneven_are_refused_with_numbers():
-    with pytest.raises(ValueError, match=r"has 12 tokens, more than max_tokens_per_microbatch \(11\)"):
+    with pytest.raises(ValueError, match=r"answer are 12, more than max_tokens_per_microbatch \(11\)"):
         pack([make_sample(0, 0, 0, lengths=(5, 8))], 11)
     with pytest.raises(ValueError, match=r"must be a multiple of tp \(4\). Nearest: 8"):
         pack([make_sample(0, 0, 0)], 11, multiple=4)
