@@ -3,7 +3,7 @@
 It parses first and imports heavy rooms last.
 
 Exit codes: 0 done, 1 a finding (doctor above its tolerance), 2 the user's input is wrong (one line per problem).
-The imports inside functions are the doors that DESIGN allows: `--help` and `check` must answer without torch.
+The imports inside functions are on purpose: `--help` and `check` must answer without torch.
 """
 
 import json

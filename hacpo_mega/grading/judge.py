@@ -1,7 +1,7 @@
 """Who judges: text and gold in, verdict and reward out, with a hang never mistaken for a wrong answer.
 
 A time-out or an error leaves an answer unjudged (reward NaN): a 0 would bias the capability of its agent, and with
-it omega and every advantage (ALGORITHM section 2, steps 4 to 6).
+it omega and every advantage (eq. 9 and 10 of the paper).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A lane's pool as one learner trains on it: own tokens, own prompt, own advantage (ALGORITHM section 2, step 7).
+"""A lane's pool as one learner trains on it: own tokens, own prompt, own advantage.
 
 Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens nobody sampled. So do
 answers of a source with the identical tokenizer, except that the final EOS becomes the learner's own (a base model and

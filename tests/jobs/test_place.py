@@ -58,6 +58,19 @@ def test_ranks_are_counted_as_nested_loops_count_them(rank_map):
     assert rank_map.world_size == rank
 
 
+@given(rank_maps(), st.integers(0, 9))
+def test_shares_deal_every_item_to_one_cell(rank_map, num_items):
+    items = list(range(num_items))
+    for agent in range(len(rank_map.agents)):
+        cells = [rank_map.coordinate(rank) for rank in range(rank_map.world_size)]
+        cells = [place for place in cells if place.agent == agent and place.is_leader]
+        dealt = [item for place in cells for item in items[rank_map.share_of_agent(place)]]
+        assert sorted(dealt) == items
+        for lane in range(rank_map.lanes):
+            dealt = [item for place in cells if place.lane == lane for item in items[rank_map.share_of_lane(place)]]
+            assert sorted(dealt) == items
+
+
 @given(rank_maps())
 def test_leaders_of_all_lanes_are_all_leaders(rank_map):
     places = [rank_map.coordinate(rank) for rank in range(rank_map.world_size)]

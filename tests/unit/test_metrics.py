@@ -68,6 +68,21 @@ def test_mean_does_not_depend_on_the_order_of_ranks() -> None:
     assert reduce_payloads(payloads).values == reduce_payloads(payloads[::-1]).values == {"x": 4.001 / 5}
 
 
+def test_shares_have_one_denominator_although_no_rank_saw_every_part() -> None:
+    """Two of 64 answers on one rank, none of 64 on the other: 2 of 128, not the 2 of 64 of the rank that saw them."""
+    payloads: list[bytes] = []
+    for numbers in ({"correct": 40, "wrong": 22, "error": 2}, {"correct": 60, "wrong": 4}):
+        metrics = Metrics("a", lambda payload: payloads.append(payload) or [])
+        metrics.shares("agent/a/verdict", numbers)
+        metrics.reduce()
+    values = reduce_payloads(payloads).values
+    assert values == {
+        "agent/a/verdict/correct": 100 / 128,
+        "agent/a/verdict/error": 2 / 128,
+        "agent/a/verdict/wrong": 26 / 128,
+    }
+
+
 def test_phase_seconds_are_the_slowest_rank_and_the_mean() -> None:
     payloads: list[bytes] = []
     shown: list[str] = []
