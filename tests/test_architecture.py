@@ -74,6 +74,10 @@ MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
 
 
+# A file of ours in a text, such as grading/judge.py or env.sh; those of a run or a user are not ours.
+NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z]\w*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
+
+
 @dataclass(frozen=True)
 class Source:
     """A parsed file; `path` is relative to the root of the repository, with slashes."""
@@ -262,6 +266,22 @@ def public_things_are_described(sources: Sources) -> Complaints:
                 yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
 
 
+def files_that_texts_name_exist(sources: Sources) -> Complaints:
+    """Prose ages: a file that a docstring, a comment or a document names must be there."""
+    known = [path.relative_to(ROOT).as_posix() for path in written_files()]
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            for name in NAMED_FILE.findall(line):
+                if not any(f"/{path}".endswith(f"/{name}") for path in known):
+                    yield f"{source.path}:{number}: names {name}, which is not in the repository"
+
+
+def written_files() -> list[Path]:
+    """What people write and read here: the repository without its environment, its runs and caches."""
+    skipped = {".git", ".venv", "runs", "build", "results", "__pycache__"}
+    return [path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.relative_to(ROOT).parts)]
+
+
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function without its docstring: saying more about it is not to be punished."""
     opening = function.body[0]
@@ -290,7 +310,15 @@ RULES: tuple[Rule, ...] = (
     names_say_something,
     files_say_what_they_are,
     public_things_are_described,
+    files_that_texts_name_exist,
 )
+
+
+def test_documents_name_only_files_that_exist() -> None:
+    places = [ROOT / "Makefile", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.*")]
+    texts = [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in places]
+    complaints = list(files_that_texts_name_exist(texts))
+    assert complaints == [], "\n" + "\n".join(complaints)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -316,6 +344,8 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (collectives_have_few_suspects, {A: "from torch import distributed"}),
     (algorithm_is_the_paper, {"hacpo_mega/algorithm/x.py": "import json"}),
     (algorithm_is_the_paper, {"hacpo_mega/algorithm/x.py": "import torch.distributed"}),
+    (files_that_texts_name_exist, {A: '"""Groups are made in topology.py."""'}),
+    (files_that_texts_name_exist, {A: "# see docs/elsewhere.md"}),
     (imports_stand_at_the_top, {A: "def f():\n    import json"}),
     (imports_stand_at_the_top, {A: "import importlib\nx = importlib.import_module('vllm')"}),
     (nothing_is_pickled, {A: "import pickle"}),
