@@ -65,6 +65,7 @@ class Agent:
             options=spec.vllm,
         )
         self._engine_sleeps = False
+        # The engine started on random weights (reading the folder twice would double the start of a large model).
         self.publish_weights()
         self._weight = sample_weight(
             self._prompts_per_update, config.rollout.rollouts_per_prompt, len(config.agents), config.algorithm
@@ -76,6 +77,7 @@ class Agent:
         Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
         places = [(prompt, g) for prompt in prompts for g in range(self._rollout.rollouts_per_prompt)]
+        # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
         rollouts = self._answer(places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature)
         self.engine.sleep()
@@ -89,6 +91,7 @@ class Agent:
     def _answer(
         self, places: list[tuple[Prompt, int]], seeds: list[int], max_tokens: int, temperature: float
     ) -> list[Rollout]:
+        # Every engine of the cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         mine = slice(self.place.coordinate.engine, None, self._engines_per_cell)
         completions = self.engine.generate(
             [self.codec.encode_prompt(prompt.text) for prompt, _ in places[mine]],
@@ -101,6 +104,7 @@ class Agent:
 
     def _rollout_of(self, prompt: Prompt, rollout_index: int, completion: Completion) -> Rollout:
         ended = completion.stop is Stop.EOS
+        # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop)
 

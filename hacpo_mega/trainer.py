@@ -96,12 +96,14 @@ class Trainer:
         with self._phase("exchange"):
             trajectories = self._trajectories(rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.rollout.rollouts_per_prompt)
+            # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
             self.capability.update(*self._means_over_lanes(pool))
             capability_N = self.capability.values()
             advantages_PNG = hacpo_advantages(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
             samples, view = learner_view(
                 pool.part(my_share), advantages_PNG[my_share], self.place.agent, self.agent.codec, self.view_rules
             )
+        # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
         with self._phase("learn"):  # update m = 0, 1, ...: the cross band tightens with every one
             updates = [self.agent.learn(update, m) for m, update in enumerate(self.agent.plan(mine, samples))]
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine

@@ -46,6 +46,7 @@ class CapabilityTracker:
         steps = steps[-self._config.capability_window :] if self._config.capability_includes_current else steps[:-1]
         if not steps:
             return torch.ones(self._num_agents, dtype=torch.float64)
+        # The mean of the steps' means, not of all answers: a step with many unjudged answers weighs as much as another.
         capability_N = torch.stack(steps).nanmean(dim=0)
         unknown_N = capability_N.isnan()
         if unknown_N.all():

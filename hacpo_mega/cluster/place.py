@@ -52,10 +52,14 @@ class Place:
             world_size=rank_map.agent_world_size(my.agent),
             timeout=timedelta(seconds=timeout_s),
         )
+        # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self.lane_group = self.row_group = None
+        # A constructor returns when all members of its group have come. Everybody makes its groups in this one order,
+        # leaders theirs first, so nobody waits for a rank that waits for it; only names, not ranks, are agreed upon.
         if my.is_leader:
+            # By RankMap.leaders, not by rank: what is gathered then lies in the order in which it is assembled.
             leaders = rank_map.leaders(my.lane)
             self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
             self.row_group = self._group(f"row/{my.agent}/{my.cell_in_lane}", my.lane, rank_map.lanes)
@@ -128,7 +132,7 @@ class Place:
 
     def close(self) -> None:
         """Leaves the job; a collective. What a process does after it is nobody else's concern."""
-        self.barrier()
+        self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
         self.lane_group = self.row_group = self.cell_group = self.job_group = None
         dist.destroy_process_group()
@@ -144,6 +148,7 @@ class Place:
     def _lane_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         if self.device.type != "cuda":
             return self._group(name, rank, size)
+        # Two agents may share a GPU; by its UUID, since every task may call its own GPU number 0.
         devices = dist.PrefixStore(f"{name}/device", self._store)
         devices.set(str(rank), str(torch.cuda.get_device_properties(self.device).uuid))
         if len({devices.get(str(leader)) for leader in range(size)}) < size:
@@ -163,6 +168,7 @@ def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(payload)], device=device)]).wait()
     counts = [int(size) for size in sizes]
+    # An all-gather moves equal sizes only, so everyone sends as many bytes as the longest payload has.
     mine = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     mine[: len(payload)] = _as_tensor(payload).to(device)
     rows = [torch.empty_like(mine) for _ in counts]

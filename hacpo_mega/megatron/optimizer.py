@@ -50,6 +50,8 @@ class ActorOptimizer:
         self.total_updates = total_updates
         self.num_updates = 0
         self.megatron = get_megatron_optimizer(_megatron_config(model, config), [model], use_gloo_process_groups=False)
+        # wd_mult is Megatron's own choice of what decays (matrices, not norms and biases); its scheduler, which would
+        # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
 

@@ -69,7 +69,7 @@ def accumulate_gradients(
 
         def loss(hidden_TH):
             value, seen = last_stage(hidden_TH, batch)
-            return value, NO_TOKEN_COUNT, seen
+            return value, NO_TOKEN_COUNT, seen  # a count here would be divided by: see the law above
 
         return _forward(model, batch), loss
 
