@@ -18,8 +18,10 @@ from hacpo_mega.config import Config
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.logbook.alarms import OmegaAlarm
+from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
+from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
 from hacpo_mega.policy_loss import ratios_by_key
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Trajectory, UpdateStats, ViewCounts
@@ -37,19 +39,22 @@ class Trainer:
     sampler      the prompts of every step, a pure function of seed and step; `held_out` those of the evaluation
     judge        text and gold in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
-    metrics, folder   what is measured, and where it is written
+    metrics, console, folder   what is measured, shown and written
     """
 
     def __init__(self, config: Config) -> None:
-        """Takes its place in the job, opens the run folder and loads the agent. Collective over the job."""
+        """Takes its place in the job, loads the agent and opens the run folder. Collective over the job."""
         self.config = config
         self.names = tuple(agent.name for agent in config.agents)
         self.steps_done = 0
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
             self.place = stack.enter_context(Place.join(RankMap.of(config)))
-            self.folder = stack.enter_context(RunFolder(config, self.place))
-            self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.folder.show_phase)
+            is_first = self.place.coordinate.global_rank == 0
+            if is_first:
+                stack.enter_context(RunLock(config.run_dir))
+            self.console = stack.enter_context(Console(config.num_steps, quiet=not is_first))
+            self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.console.phase)
             with self._phase("load", "before step 1"):
                 codecs = agent_codecs(config.agents)
                 fits = fits_every_agent(codecs, config.rollout.max_prompt_tokens)
@@ -61,7 +66,7 @@ class Trainer:
                 )
                 self.agent = Agent(config.agents[self.place.agent], self.place, config)
             if num_dropped:
-                self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+                self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
             self.omega_alarm = OmegaAlarm(self.names)
             self.view_rules = ViewRules(
@@ -71,12 +76,13 @@ class Trainer:
                 ratio_length=config.algorithm.ratio_length,
                 max_answer_tokens=config.rollout.max_answer_tokens,
             )
+            self.folder = stack.enter_context(RunFolder(config, self.place))
             self._stack = stack.pop_all()
 
     def fit(self) -> None:
         """Evaluates, trains `num_steps` steps, evaluates, and exports every agent. Collective over the job."""
         self.evaluate("before step 1")
-        self.folder.write_step(0, self.metrics.reduce())
+        self._write_metrics(0)
         while self.steps_done < self.config.num_steps:
             self.step()
         with self._phase("export", "after the last step"):
@@ -173,7 +179,7 @@ class Trainer:
             add_capability(self.metrics, self.names, capability_N, omega_NN)
             if self.config.algorithm.shares_answers:
                 for warning in self.omega_alarm.warnings(omega_NN):
-                    self.folder.say(warning)
+                    self.console.say(warning)
 
     def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> None:
         """The step's answers and numbers into the run folder. Collective over the job."""
@@ -181,7 +187,12 @@ class Trainer:
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
         seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
         self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen)
-        self.folder.write_step(self.steps_done + 1, self.metrics.reduce())
+        self._write_metrics(self.steps_done + 1)
+
+    def _write_metrics(self, step: int) -> None:
+        reduced = self.metrics.reduce()
+        self.folder.write_step(step, reduced)
+        self.console.step(step, reduced)
 
     def _evaluation_is_due(self) -> bool:
         every, step = self.config.evaluation.every_steps, self.steps_done + 1

@@ -18,11 +18,11 @@ PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 
 
 class Console:
-    """The console of the job's rank 0. `file` defaults to standard output; a bar needs a terminal."""
+    """The console of a job: rank 0's; the other ranks have a `quiet` one. `file` defaults to standard output."""
 
-    def __init__(self, num_steps: int, steps_done: int = 0, file: TextIO | None = None) -> None:
+    def __init__(self, num_steps: int, steps_done: int = 0, *, file: TextIO | None = None, quiet: bool = False) -> None:
         self._num_steps = num_steps
-        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
+        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -31,7 +31,7 @@ class Console:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._rich,
-            disable=not self._rich.is_terminal,
+            disable=quiet or not self._rich.is_terminal,  # a bar needs a terminal
             transient=True,
         )
         self._run = self._bar.add_task("run", total=num_steps, completed=steps_done, phase="")

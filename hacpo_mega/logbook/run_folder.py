@@ -1,4 +1,4 @@
-"""The folder of a run, and what its processes show and write into it.
+"""The folder of a run, and what its processes write into it.
 
     config.toml   resolved        starts.jsonl   commit and versions of every start
     metrics.jsonl, tensorboard/   metrics.py     rollouts/step_*.lane_*.jsonl   rollout_log.py
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.provenance import record_start
 from hacpo_mega.logbook.rollout_log import RolloutLog
@@ -26,10 +25,13 @@ from hacpo_mega.records import Pool
 
 
 class RunFolder:
-    """A process's share of the run folder: rank 0 writes metrics and the console, one leader per lane its rollouts."""
+    """A process's share of the run folder: rank 0 writes metrics, one leader per lane its rollouts."""
 
     def __init__(self, config: Config, place: Place) -> None:
-        """Makes the folder, moving an older one aside. Collective over the job."""
+        """Makes the folder, moving an older one aside. Collective over the job.
+
+        Comes last: what can be refused or fail to load must have been, so that no mistake displaces an older run.
+        """
         self._place = place
         self._path = config.run_dir
         self._stack = ExitStack()
@@ -40,7 +42,6 @@ class RunFolder:
             (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
             record_start(self._path, steps_done=0)
         place.barrier()
-        self._console = self._stack.enter_context(Console(config.num_steps)) if is_first else None
         self._metrics = self._stack.enter_context(MetricsWriter(self._path)) if is_first else None
         self._rollouts = self._rollout_log(config) if place.is_leader else None
 
@@ -55,21 +56,10 @@ class RunFolder:
             writes=group.rank() == 0,
         )
 
-    def show_phase(self, phase: str) -> None:
-        """Shows the phase that begins, on rank 0."""
-        if self._console is not None:
-            self._console.phase(phase)
-
-    def say(self, text: str) -> None:
-        """Prints a line, on rank 0."""
-        if self._console is not None:
-            self._console.say(text)
-
     def write_step(self, step: int, metrics: StepMetrics) -> None:
-        """Writes and shows the reduced metrics of a step, on rank 0."""
+        """Writes the reduced metrics of a step, on rank 0."""
         if self._metrics is not None:
             self._metrics.write(step, metrics)
-            self._console.step(step, metrics)
 
     def write_rollouts(
         self,
