@@ -97,7 +97,11 @@ def test_model_folders_are_judged_by_their_config_json(tmp_path):
     assert "not valid JSON" in complaint(config=config)
     (folder / "config.json").write_text(json.dumps({"architectures": ["GPTNeoXForCausalLM"]}))
     assert "GPTNeoXForCausalLM is not supported; supported: LlamaForCausalLM" in complaint(config=config)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2}
+        )
+    )
     assert "the field 'num_hidden_layers' is missing" in complaint(config=config)
 
 
