@@ -42,7 +42,7 @@ DECIDED_VLLM = frozenset(
 # A TOML value can be these; anything else that a type may name (a class, an enum) is left to the package.
 PLAIN = {"bool": bool, "int": int, "str": str, "list": list, "tuple": list, "set": list, "dict": dict}
 # What no TOML value is.
-UNWRITABLE = ("Callable", "dtype", "None", "ContextManager")
+UNWRITABLE = ("Callable", "dtype", "ContextManager")
 
 
 def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[str]:
@@ -82,8 +82,10 @@ class FieldType:
         node = self.annotation
         if isinstance(node, ast.BinOp):
             return self._part(node.left).accepts(value) or self._part(node.right).accepts(value)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return self._part(ast.parse(node.value, mode="eval").body).accepts(value)
+        if isinstance(node, ast.Constant):
+            # A type in quotes, or None, which TOML cannot say.
+            quoted = isinstance(node.value, str)
+            return quoted and self._part(ast.parse(node.value, mode="eval").body).accepts(value)
         if isinstance(node, ast.Subscript):
             return self._accepts_generic(_last_name(node.value), node.slice, value)
         return self._accepts_name(_last_name(node), value)
