@@ -1,6 +1,7 @@
 """One process: reading folders, refusing what cannot be run, exporting, and the platform that lets Megatron run here.
 
-What a model computes is in test_megatron_layout.py.
+What a model computes is in test_megatron_layout.py; what is wrong with a folder or a layout, in test_model_folders.py
+and test_layout.py.
 """
 
 import json
@@ -91,25 +92,6 @@ def test_llama3_frequencies_are_hugging_faces():
     torch.testing.assert_close(rope_frequencies(architecture), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama, qwen2, qwen3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-    ],
-)
-def test_a_model_that_computes_something_else_is_refused(folder, change, message):
-    with pytest.raises(ValueError, match=message):
-        Architecture.from_folder(edit_config(folder, **change))
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        Architecture.from_folder(tmp_path)
-
-
 # ---- layouts and overrides
 
 
@@ -160,6 +142,16 @@ def test_an_unknown_tensor_is_named(world, folder):
 def test_a_tensor_of_another_shape_is_named(world, folder):
     edit_weights(folder, **{"model.norm.weight": torch.zeros(65)})
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(65,\); config\.json says \(64,\)"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_named_before_anything_is_trained(world, folder, bad):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weight = load_file(folder / "model.safetensors")[name]
+    weight[3, 5] = weight[9, 7] = bad
+    edit_weights(folder, **{name: weight})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {re.escape(name)} holds 2 numbers that are not finite"):
         loaded(folder)
 
 
