@@ -5,7 +5,6 @@ Shapes: T tokens of a packed micro-batch, H hidden size, V vocabulary (V/tp on a
 Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -18,11 +17,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
+from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.models.architecture import Architecture, Llama3Rope
 from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
-from hacpo_mega.models.megatron_fields import DECIDED, decided_fields
+from hacpo_mega.models.megatron_fields import decided_fields
 from hacpo_mega.models.segments import padded_vocab_size
 
 
@@ -105,13 +105,9 @@ def stage_model(architecture: Architecture, config: TransformerConfig, *, max_po
 def transformer_config(
     architecture: Architecture, layout: Layout, *, dtype: torch.dtype, overrides: dict[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of this architecture; raises ValueError for an unknown or a decided override."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name in overrides:
-        if name not in known:
-            raise ValueError(f"megatron.{name}: Megatron's TransformerConfig has no such field")
-        if name in DECIDED:
-            raise ValueError(f"megatron.{name} is decided by the model folder and the agent's tp, pp; remove it")
+    """Megatron's configuration of this architecture; raises ValueError for an unknown, decided or mistyped override."""
+    if problems := list(table_problems(overrides, {})):
+        raise ValueError("\n".join(problems))
     from_torch = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -49,10 +49,9 @@ def layout_problems(
     max_positions       tokens of the longest prompt and answer together
     engine_head_sizes   head sizes that the engine's attention knows; None: all
     """
-    problems = [*_tensor_problems(architecture, "tp", layout.tp), *_pipeline_problems(architecture.num_layers, layout)]
+    problems = [*_tensor_problems(architecture, layout), *_pipeline_problems(architecture.num_layers, layout)]
     if layout.engine_tp is not None:
-        problems += _tensor_problems(architecture, "engine_tp", layout.engine_tp)
-        problems += _engine_problems(architecture, layout, engine_head_sizes)
+        problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
     if max_positions is not None and max_positions > architecture.max_positions:
         problems.append(
             f"the longest prompt with its answer ({max_positions} tokens) is beyond the {architecture.max_positions} "
@@ -77,13 +76,35 @@ def head_size_problem(head_dim: int, known: Collection[int]) -> str:
     return f"head_dim {head_dim}: vLLM's attention on CPU knows {', '.join(map(str, sorted(known)))}. Nearest: {near}"
 
 
-def _tensor_problems(architecture: Architecture, key: str, ranks: int) -> list[str]:
-    """Why `ranks` cannot share every layer. With more ranks than key/value heads, each head is copied to several."""
+def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
+    # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
+    rows = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    return _sharing_problems(
+        architecture, "tp", layout.tp, {"the model's {} rows of query, key and value together": rows}
+    )
+
+
+def _engine_problems(
+    architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
+) -> list[str]:
+    cell = {f"tp x pp ({layout.tp} x {layout.pp} = {{}})": layout.tp * layout.pp}
+    problems = _sharing_problems(architecture, "engine_tp", engine_tp, cell)
+    if head_sizes is not None and architecture.head_dim not in head_sizes:
+        problems.append(head_size_problem(architecture.head_dim, head_sizes))
+    return problems
+
+
+def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Mapping[str, int]) -> list[str]:
+    """Why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
+
+    With more ranks than key/value heads, each head is copied to several.
+    """
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-    divided = {"attention heads": heads, "feed-forward columns": architecture.ffn_size}
-    if key == "tp":
-        # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
-        divided["rows of query, key and value together"] = (heads + 2 * kv_heads) * architecture.head_dim
+    divided = {
+        "the model's {} attention heads": heads,
+        "the model's {} feed-forward columns": architecture.ffn_size,
+        **also,
+    }
 
     def copies(n: int) -> bool:
         return max(kv_heads, n) % min(kv_heads, n) == 0
@@ -91,8 +112,8 @@ def _tensor_problems(architecture: Architecture, key: str, ranks: int) -> list[s
     valid = [n for n in range(1, heads + 1) if copies(n) and not any(size % n for size in divided.values())]
     nearest = f"Nearest: {key} = {_nearest(ranks, valid)}"
     problems = [
-        f"{key} ({ranks}) must divide the model's {size} {what}. {nearest}"
-        for what, size in divided.items()
+        f"{key} ({ranks}) must divide {words.format(size)}. {nearest}"
+        for words, size in divided.items()
         if size % ranks
     ]
     if not copies(ranks):
@@ -139,20 +160,6 @@ def _uneven_problems(num_layers: int, pp: int, named: Mapping[str, int]) -> Iter
         f"{says} leaves {num_layers - sum(named.values())} of the model's {num_layers} layers to {pp - len(named)} "
         f"other stages (pp = {pp}); every stage needs a layer, and those others equally many. {hint}"
     )
-
-
-def _engine_problems(
-    architecture: Architecture, layout: Layout, engine_head_sizes: Collection[int] | None
-) -> Iterator[str]:
-    cell = layout.tp * layout.pp
-    if cell % layout.engine_tp:
-        nearest = _nearest(layout.engine_tp, [n for n in range(1, cell + 1) if cell % n == 0])
-        yield (
-            f"engine_tp ({layout.engine_tp}) must divide tp x pp ({layout.tp} x {layout.pp} = {cell}). "
-            f"Nearest: {nearest}"
-        )
-    if engine_head_sizes is not None and architecture.head_dim not in engine_head_sizes:
-        yield head_size_problem(architecture.head_dim, engine_head_sizes)
 
 
 def _nearest(value: int, among: Collection[int]) -> int:

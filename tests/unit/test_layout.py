@@ -4,6 +4,7 @@ The oracle of the random cases is Megatron: without our rules, the real model of
 torch's fake process group of the right size, and what was built is counted. Nothing of ours decides what is right.
 """
 
+import dataclasses
 import json
 import random
 import re
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 from hollow_models import write_hollow_weights
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hacpo_mega.config import load_config
+from hacpo_mega.config.pass_through import DECIDED_VLLM, installed_fields, table_problems
 from hacpo_mega.megatron.model import build_model, stage_model, transformer_config
 from hacpo_mega.megatron.platform import initialize_parallel
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_problems
+from hacpo_mega.models.megatron_fields import DECIDED
 from hacpo_mega.models.segments import shard_shape, stage_slots
 
 NUM_CASES = 500
@@ -218,6 +222,22 @@ def test_check_and_the_builder_accept_what_megatron_builds(cases, folder_of, wor
     assert min(alone.values()) >= 2, alone
 
 
+def test_the_fields_that_check_knows_are_megatrons():
+    """Read from its source without running it, against the class itself."""
+    known = {field.name: field for field in dataclasses.fields(TransformerConfig)}
+    assert installed_fields("megatron").keys() == known.keys()
+    assert known.keys() >= DECIDED
+    plain = {n: f.default for n, f in known.items() if n not in DECIDED and type(f.default) in (bool, int, float, str)}
+    assert len(plain) > 90
+    assert list(table_problems(plain, {})) == []
+
+
+def test_every_decided_field_is_refused():
+    lines = list(table_problems(dict.fromkeys(DECIDED, 1), dict.fromkeys(DECIDED_VLLM, 1)))
+    assert len(lines) == len(DECIDED) + len(DECIDED_VLLM)
+    assert all("is decided by this project" in line for line in lines)
+
+
 QWEN = Architecture(
     family="qwen3", num_layers=6, hidden_size=64, num_heads=12, num_kv_heads=2, head_dim=32, ffn_size=96,
     vocab_size=131, max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope=None, tied=True, qkv_bias=False,
@@ -238,7 +258,7 @@ QWEN = Architecture(
         (Layout(pp=3, first_layers=2, last_layers=5), "Nearest: num_layers_in_last_pipeline_stage = 3"),
         (Layout(first_layers=3), "with pp = 1 the only stage has all 6 layers; remove it"),
         (Layout(tp=4, engine_tp=3), "engine_tp (3) must divide the model's 2 key/value heads or be a multiple of them"),
-        (Layout(tp=4, engine_tp=3), "engine_tp (3) must divide tp x pp (4 x 1 = 4). Nearest: 2"),
+        (Layout(tp=4, engine_tp=3), "engine_tp (3) must divide tp x pp (4 x 1 = 4). Nearest: engine_tp = 2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_explained(layout, problem):
@@ -277,8 +297,6 @@ def test_every_nearest_value_is_valid():
             if advice := re.search(r"Nearest: (\w+) = (\d+)", line):
                 field, beginning = ADVICE[advice[1]]
                 after = layout_problems(architecture, replace(layout, **{field: int(advice[2])}))
-                # engine_tp must divide the cell too, which is a line of its own
-                left = [other for other in after if other.startswith(beginning) and "tp x pp" not in other]
-                assert left == [], (layout, line)
+                assert [other for other in after if other.startswith(beginning)] == [], (layout, line)
                 taken[advice[1]] += 1
     assert min(taken.values()) > 20, taken

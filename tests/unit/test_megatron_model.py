@@ -102,7 +102,7 @@ def test_llama3_frequencies_are_hugging_faces():
         ({"pp": 3}, r"pp \(3\) is more than the model's 2 layers\. Nearest: pp = 2"),
         ({"max_positions": 300}, r"\(300 tokens\) is beyond the 256 positions of this qwen3 model"),
         ({"overrides": {"no_such_field": 1}}, "TransformerConfig has no such field"),
-        ({"overrides": {"hidden_size": 8}}, r"megatron\.hidden_size is decided by the model folder"),
+        ({"overrides": {"hidden_size": 8}}, r"megatron\.hidden_size is decided by this project, from the model folder"),
     ],
 )
 def test_what_the_model_cannot_have_is_refused(world, source, options, message):
