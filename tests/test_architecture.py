@@ -382,7 +382,14 @@ def test_rules_accept_a_file_that_keeps_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hacpo_mega.config", "hacpo_mega.cli", "hacpo_mega.logbook.metrics", "hacpo_mega.cluster.rank_map"]
+    "module",
+    [
+        "hacpo_mega.config",
+        "hacpo_mega.cli",
+        "hacpo_mega.logbook.metrics",
+        "hacpo_mega.cluster.rank_map",
+        *(f"hacpo_mega.models.{file.stem}" for file in sorted((ROOT / "hacpo_mega" / "models").glob("[a-z]*.py"))),
+    ],
 )
 def test_light_rooms_load_no_heavy_library(module: str) -> None:
     heavy = {"torch", "vllm", "megatron", "transformers", "triton", "matplotlib", "tensorflow"}

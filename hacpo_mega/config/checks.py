@@ -1,59 +1,29 @@
 """Every cross-check of a configuration: what one table alone cannot know. Arithmetic and the nearest valid value.
 
-A model folder is judged by its `config.json` as plain JSON. Not here: whether a data file's rows are good
-(`data/prompts.py`), and what only a running job knows (the number of ranks: `rank_map.py`).
+What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
+whether a data file's rows are good (`data/prompts.py`), and what only a running job knows (the number of ranks:
+`rank_map.py`).
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.schema import AgentConfig, Config
-
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-# Keys of the pass-through tables that this project decides itself; a second opinion there would split the truth.
-OWNED_BY_US_MEGATRON = {
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "sequence_parallel",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "kv_channels",
-    "params_dtype",
-    "bf16",
-    "variable_seq_lengths",
-}
-OWNED_BY_US_VLLM = {
-    "model",
-    "tokenizer",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "distributed_executor_backend",
-    "dtype",
-    "seed",
-    "trust_remote_code",
-    "max_model_len",
-    "generation_config",
-    "skip_tokenizer_init",
-    "enable_sleep_mode",
-    "load_format",
-    "logprobs_mode",
-    "worker_cls",
-    "disable_log_stats",
-}
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.folder import tokenizer_problems
+from hacpo_mega.models.layout import Layout, layout_problems
+from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.weight_files import weight_problems
 
 
 def find_problems(config: Config) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
     problems = [*_names(config), *_batches(config), *_files(config)]
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        problems += [f"agents.{agent.name}: {problem}" for problem in _agent(agent, longest)]
+        found = _agent(agent, longest, config.training.max_tokens_per_microbatch)
+        problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
 
 
@@ -102,75 +72,63 @@ def _files(config: Config) -> Iterator[str]:
         yield "reward.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use reward.kind = 'math' for files"
 
 
-def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
-    for table, keys, owned in (
-        ("megatron", agent.megatron, OWNED_BY_US_MEGATRON),
-        ("vllm", agent.vllm, OWNED_BY_US_VLLM),
-    ):
-        for key in sorted(owned & keys.keys()):
-            yield f"{table}.{key} is decided by this project; set tp, pp, engine_tp or seed of the run instead"
-    if agent.cell_size % agent.engine_tensor_parallel:
+def _agent(agent: AgentConfig, longest: int, max_tokens_per_microbatch: int) -> Iterator[str]:
+    """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
+    table_lines = list(table_problems(agent.megatron, agent.vllm))
+    yield from table_lines
+    if max_tokens_per_microbatch % agent.tp:
         yield (
-            f"engine_tp ({agent.engine_tp}) must divide tp x pp ({agent.tp} x {agent.pp} = {agent.cell_size}). "
-            f"Nearest: {_nearest_divisor(agent.engine_tensor_parallel, agent.cell_size)}"
+            f"training.max_tokens_per_microbatch ({max_tokens_per_microbatch}) must be a multiple of tp ({agent.tp}). "
+            f"Nearest: {nearest_multiples(max_tokens_per_microbatch, agent.tp)}"
         )
-    yield from _model(agent, longest)
-
-
-def _nearest_divisor(value: int, of: int) -> int:
-    return min((divisor for divisor in range(1, of + 1) if of % divisor == 0), key=lambda d: abs(d - value))
-
-
-def _model(agent: AgentConfig, longest: int) -> Iterator[str]:
-    """Checks of the layout against the model's sizes, from its folder or, before `init`, from the init table."""
     try:
-        sizes = _sizes(agent)
+        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel)
+    except ValueError as problem:
+        yield from () if table_lines else [str(problem)]
+        return
+    try:
+        architecture = architecture_of(agent)
     except ValueError as problem:
         yield str(problem)
         return
-    heads, kv_heads, layers, ffn, positions = sizes
-    for what, size, by, parts in (
-        ("attention heads", heads, "tp", agent.tp),
-        ("key-value heads", kv_heads, "tp", agent.tp),
-        ("feed-forward columns", ffn, "tp", agent.tp),
-        ("layers", layers, "pp", agent.pp),
-        ("attention heads", heads, "engine_tp", agent.engine_tensor_parallel),
-    ):
-        if size % parts:
-            yield (
-                f"{by} ({parts}) must divide the model's {size} {what}. Nearest: {by} = {_nearest_divisor(parts, size)}"
-            )
-    if longest > positions:
-        yield (
-            f"rollout.max_prompt_tokens + max_answer_tokens ({longest}) is beyond the {positions} positions of "
-            f"{agent.model}. Nearest: {positions}"
-        )
+    yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
+    if not _is_planned(agent):
+        yield from _folder(agent.model, architecture)
 
 
-def _sizes(agent: AgentConfig) -> tuple[int, int, int, int, int]:
-    """(attention heads, key-value heads, layers, feed-forward size, positions) of an agent's model."""
-    file = Path(agent.model) / "config.json"
-    if not file.is_file():
-        if agent.init is None:
-            raise ValueError(f"model folder {agent.model} has no config.json; give a Hugging Face folder")
-        init = agent.init
-        return init.num_heads, init.num_kv_heads, init.num_layers, init.ffn_size, init.max_positions
+def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:
+    wanted = {source.name: source.shape for source in all_sources(architecture)}
+    yield from weight_problems(folder, wanted, family=architecture.family, tied=architecture.tied)
+    yield from tokenizer_problems(folder)
+
+
+def architecture_of(agent: AgentConfig) -> Architecture:
+    """An agent's model: from its folder or, before `init` has made it, from the init table. ValueError in one line."""
+    if not _is_planned(agent):
+        return Architecture.from_folder(agent.model)
+    init = agent.init
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-        architecture = (table.get("architectures") or ["none given"])[0]
-        if architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"{file}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
-            )
-        heads = table["num_attention_heads"]
-        return (
-            heads,
-            table.get("num_key_value_heads", heads),
-            table["num_hidden_layers"],
-            table["intermediate_size"],
-            table["max_position_embeddings"],
+        return Architecture(
+            family=init.family,
+            num_layers=init.num_layers,
+            hidden_size=init.hidden_size,
+            num_heads=init.num_heads,
+            num_kv_heads=init.num_kv_heads,
+            head_dim=init.head_dim,
+            ffn_size=init.ffn_size,
+            vocab_size=len(init.vocabulary),
+            max_positions=init.max_positions,
+            norm_eps=1e-6,
+            rope_theta=10_000.0,
+            rope=None,
+            tied=init.tied_embeddings,
+            qkv_bias=init.family == "qwen2",
+            output_bias=False,
+            qk_norm=init.family == "qwen3",
         )
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from error
-    except KeyError as error:
-        raise ValueError(f"{file}: the field {error} is missing") from error
+    except ValueError as problem:
+        raise ValueError(f"init: {problem}") from problem
+
+
+def _is_planned(agent: AgentConfig) -> bool:
+    return agent.init is not None and not (agent.model / "config.json").is_file()

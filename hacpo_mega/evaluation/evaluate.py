@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
@@ -23,7 +25,8 @@ from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.math_grader import plain
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
-from hacpo_mega.models.fingerprint import check_positions, weights_dtype, weights_fingerprint
+from hacpo_mega.models.folder import check_positions, dtype_name
+from hacpo_mega.models.weight_files import weights_fingerprint
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
@@ -119,7 +122,7 @@ class _Run:
         self.engine = Engine(
             settings.model,
             max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
-            dtype=weights_dtype(settings.model),
+            dtype=getattr(torch, dtype_name(settings.model)),
             tensor_parallel_size=self.place.rank_map.agents[0].engine_tp,
             trust_remote_code=settings.trust_remote_code,
             options=settings.vllm,

@@ -5,7 +5,6 @@ Shapes: T tokens of a packed micro-batch, H hidden size, V vocabulary (V/tp on a
 Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -18,23 +17,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
+from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.models.architecture import Architecture, Llama3Rope
-
-# Megatron's habit, for matrix shapes that GPUs like: a rank's share of the vocabulary is a multiple of this.
-VOCAB_MULTIPLE = 128
-
-# Fields of TransformerConfig that give pipeline stages different numbers of layers.
-UNEVEN_STAGES = frozenset(("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"))
+from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
+from hacpo_mega.models.megatron_fields import decided_fields
+from hacpo_mega.models.segments import padded_vocab_size
 
 
 class HiddenStateModel(GPTModel):
     """GPTModel over packed sequences: rotary angles from explicit positions, hidden states instead of logits."""
 
-    def __init__(self, architecture: Architecture, **options: Any) -> None:
+    def __init__(self, architecture: Architecture, stages: tuple[int, ...], **options: Any) -> None:
+        """`stages` has the layers of every pipeline stage."""
         super().__init__(position_embedding_type="none", **options)
-        self.architecture = architecture
+        self.architecture, self.stages = architecture, stages
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_D2 = rope_frequencies(architecture).to(torch.cuda.current_device())
 
@@ -73,24 +71,30 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    overrides = overrides or {}
-    check_layout(architecture, tp=tp, pp=pp, uneven=not UNEVEN_STAGES.isdisjoint(overrides))
-    if max_positions > architecture.max_positions:
-        raise ValueError(
-            f"max_positions {max_positions} exceeds the {architecture.max_positions} of this {architecture.family} "
-            "model; shorten prompts and answers"
-        )
-    config = transformer_config(architecture, tp=tp, pp=pp, dtype=dtype, overrides=overrides)
+    layout = Layout.of(tp, pp, overrides or {})
+    if problems := layout_problems(architecture, layout, max_positions=max_positions):
+        raise ValueError("\n".join(problems))
+    config = transformer_config(architecture, layout, dtype=dtype, overrides=overrides or {})
+    model = stage_model(architecture, config, max_positions=max_positions)
+    # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by stage_layers.
+    assert model.stages == stage_layers(architecture.num_layers, layout), (model.stages, layout)
+    return model
+
+
+def stage_model(architecture: Architecture, config: TransformerConfig, *, max_positions: int) -> HiddenStateModel:
+    """What Megatron makes of this rank's place in its groups, whether or not the layout makes sense."""
+    stages = tuple(get_num_layers_to_build(config, pp_rank=r) for r in range(config.pipeline_model_parallel_size))
     with megatron_platform():
         return HiddenStateModel(
             architecture,
+            stages,
             config=config,
             transformer_layer_spec=decoder_spec(
-                get_num_layers_to_build(config, pp_rank=parallel_state.get_pipeline_model_parallel_rank()),
+                stages[parallel_state.get_pipeline_model_parallel_rank()],
                 qk_norm=architecture.qk_norm,
                 output_bias=architecture.output_bias,
             ),
-            vocab_size=padded_vocab_size(architecture.vocab_size, tp),
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
@@ -99,16 +103,18 @@ def build_model(
 
 
 def transformer_config(
-    architecture: Architecture, *, tp: int, pp: int, dtype: torch.dtype, overrides: dict[str, Any]
+    architecture: Architecture, layout: Layout, *, dtype: torch.dtype, overrides: dict[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of this architecture; raises ValueError for an unknown or a decided override."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    decided = {**_shape_fields(architecture), **_layout_fields(tp, pp, dtype)}
-    for name in overrides:
-        if name not in known:
-            raise ValueError(f"megatron.{name}: Megatron's TransformerConfig has no such field")
-        if name in decided:
-            raise ValueError(f"megatron.{name} is decided by the model folder and the agent's tp, pp; remove it")
+    """Megatron's configuration of this architecture; raises ValueError for an unknown, decided or mistyped override."""
+    if problems := list(table_problems(overrides, {})):
+        raise ValueError("\n".join(problems))
+    from_torch = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "activation_func": silu,
+    }
     # Without TransformerEngine there is nothing to fuse with; who has apex may switch its part on.
     defaults = {
         "bias_activation_fusion": False,
@@ -117,51 +123,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
     }
-    return TransformerConfig(**{**defaults, **overrides, **decided})
-
-
-def _shape_fields(architecture: Architecture) -> dict[str, Any]:
-    return {
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_size,
-        "num_attention_heads": architecture.num_heads,
-        "num_query_groups": architecture.num_kv_heads,
-        "kv_channels": architecture.head_dim,
-        "layernorm_epsilon": architecture.norm_eps,
-        "qk_layernorm": architecture.qk_norm,
-        "add_qkv_bias": architecture.qkv_bias,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": silu,
-        # Scores must not depend on a random stream.
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-
-
-def _layout_fields(tp: int, pp: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "context_parallel_size": 1,
-        "sequence_parallel": tp > 1,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
-        # Micro-batches are packed to different lengths; the dispatcher is what Megatron demands beside it.
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
-        # One chunk of dense layers per stage, as decoder_spec builds them.
-        "virtual_pipeline_model_parallel_size": None,
-        "num_moe_experts": None,
-        "mtp_num_layers": None,
-        # These would read what this model does not hand them: angles per sequence, and norms that are not torch's.
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-    }
+    return TransformerConfig(**{**defaults, **overrides, **decided_fields(architecture, layout, from_torch)})
 
 
 def forward_packed(
@@ -218,12 +180,6 @@ def unwrapped(model: torch.nn.Module) -> HiddenStateModel:
     return model
 
 
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks; rows from vocab_size on are padding."""
-    multiple = VOCAB_MULTIPLE * tp
-    return math.ceil(vocab_size / multiple) * multiple
-
-
 def rope_frequencies(architecture: Architecture) -> torch.Tensor:
     """Rotary frequencies, float32 [D/2]; with Llama-3 scaling, long wavelengths are stretched by `factor`."""
     size = architecture.head_dim
@@ -237,17 +193,3 @@ def _stretch(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
     turns = rope.original_positions * frequencies / (2 * math.pi)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / rope.factor)
-
-
-def check_layout(architecture: Architecture, *, tp: int, pp: int, uneven: bool = False) -> None:
-    """Raise ValueError if the architecture cannot be cut into tp tensor shards or pp stages, equal ones unless told."""
-    for what, size in (("attention heads", architecture.num_heads), ("feed-forward size", architecture.ffn_size)):
-        if size % tp:
-            raise ValueError(f"tp = {tp} must divide the {what} ({size})")
-    if max(architecture.num_kv_heads, tp) % min(architecture.num_kv_heads, tp):
-        raise ValueError(f"tp = {tp} must divide the key/value heads ({architecture.num_kv_heads}) or be a multiple")
-    if architecture.num_layers % pp and not uneven:
-        raise ValueError(
-            f"pp = {pp} must divide the {architecture.num_layers} layers, "
-            f"unless megatron.{min(UNEVEN_STAGES)} says how many the first stage has"
-        )

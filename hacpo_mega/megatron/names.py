@@ -1,148 +1,23 @@
-"""Megatron parameters <-> Hugging Face tensors: names, and the arithmetic of fused and sharded matrices.
+"""The Hugging Face tensors behind a live Megatron model, and the way back from its shards.
 
-One idea carries both directions. A rank's shard of a Megatron parameter is a list of segments, each a range of rows (or
-columns) of one Hugging Face tensor, laid end to end. Loading reads the segments; resharding writes them back.
-Fused shards: linear_qkv interleaves query, key and value heads by key/value group; linear_fc1 is gate then up.
+Not here: the arithmetic of shards, which needs no model (models/segments.py).
 """
 
-import enum
-from dataclasses import dataclass
-
 import torch
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hacpo_mega.megatron.model import HiddenStateModel, padded_vocab_size
+from hacpo_mega.megatron.model import HiddenStateModel
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import Slot, Source, all_sources, segments, stage_slots
 
 
-class Cut(enum.Enum):
-    """How a parameter is made of Hugging Face tensors over tensor-parallel ranks."""
-
-    WHOLE = "replicated on every rank"
-    COLUMNS = "split along the input dimension"
-    GATE_UP = "gate and up fused, each split along the output dimension"
-    QKV = "query, key and value fused by key/value group, split along the output dimension"
-    VOCAB = "rows of the vocabulary, padded"
+def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
+    """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
+    return stage_slots(model.architecture, model.stages, pp_rank)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A Hugging Face tensor: name and full shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows (or columns) start:stop of the source number `source` of a slot."""
-
-    source: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A Megatron parameter of one pipeline stage, and the Hugging Face tensors it is made of."""
-
-    parameter: str
-    cut: Cut
-    sources: tuple[Source, ...]
-
-    @property
-    def dim(self) -> int:
-        """The dimension along which segments are laid end to end."""
-        return 1 if self.cut is Cut.COLUMNS else 0
-
-
-def stage_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
-    """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order.
-
-    The embedding that a tied model keeps a second time on its last stage is a slot of both stages.
-    """
-    architecture, config = model.architecture, model.config
-    first, last = pp_rank == 0, pp_rank == config.pipeline_model_parallel_size - 1
-    offset = get_transformer_layer_offset(config, pp_rank=pp_rank)
-    slots = _embedding_slots(architecture) if first else []
-    for local in range(get_num_layers_to_build(config, pp_rank=pp_rank)):
-        slots += _layer_slots(architecture, f"decoder.layers.{local}.", f"model.layers.{local + offset}.")
-    if last:
-        slots.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", architecture.hidden_size))
-        slots += _head_slots(architecture, is_first=first)
-    return tuple(slots)
-
-
-def _embedding_slots(architecture: Architecture) -> list[Slot]:
-    source = Source("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
-    return [Slot("embedding.word_embeddings.weight", Cut.VOCAB, (source,))]
-
-
-def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
-    if architecture.tied and is_first:
-        return []
-    name = "model.embed_tokens.weight" if architecture.tied else "lm_head.weight"
-    source = Source(name, (architecture.vocab_size, architecture.hidden_size))
-    return [Slot("output_layer.weight", Cut.VOCAB, (source,))]
-
-
-def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
-    hidden, ffn = architecture.hidden_size, architecture.ffn_size
-    query_rows, kv_rows = (n * architecture.head_dim for n in (architecture.num_heads, architecture.num_kv_heads))
-    attention, self_attn, mlp = f"{megatron}self_attention.", f"{hugging}self_attn.", f"{hugging}mlp."
-    rows_of = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-    qkv_weights = tuple(Source(f"{self_attn}{name}.weight", (rows, hidden)) for name, rows in rows_of.items())
-    qkv_biases = tuple(Source(f"{self_attn}{name}.bias", (rows,)) for name, rows in rows_of.items())
-    gate_up = tuple(Source(f"{mlp}{name}.weight", (ffn, hidden)) for name in ("gate_proj", "up_proj"))
-
-    slots = [_whole(f"{megatron}input_layernorm.weight", f"{hugging}input_layernorm.weight", hidden)]
-    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, qkv_weights))
-    if architecture.qkv_bias:
-        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, qkv_biases))
-    if architecture.qk_norm:
-        slots.append(_whole(f"{attention}q_layernorm.weight", f"{self_attn}q_norm.weight", architecture.head_dim))
-        slots.append(_whole(f"{attention}k_layernorm.weight", f"{self_attn}k_norm.weight", architecture.head_dim))
-    slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
-    if architecture.output_bias:
-        slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
-    slots.append(_whole(f"{megatron}pre_mlp_layernorm.weight", f"{hugging}post_attention_layernorm.weight", hidden))
-    slots.append(Slot(f"{megatron}mlp.linear_fc1.weight", Cut.GATE_UP, gate_up))
-    slots.append(_columns(f"{megatron}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", hidden, ffn))
-    return slots
-
-
-def _whole(parameter: str, name: str, size: int) -> Slot:
-    return Slot(parameter, Cut.WHOLE, (Source(name, (size,)),))
-
-
-def _columns(parameter: str, name: str, rows: int, columns: int) -> Slot:
-    return Slot(parameter, Cut.COLUMNS, (Source(name, (rows, columns)),))
-
-
-def segments(slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
-    """What the shard of `tp_rank` is made of, in its order; a vocabulary shard may be padded after them."""
-    size = slot.sources[0].shape[slot.dim]
-    if slot.cut is Cut.WHOLE:
-        return (Segment(0, 0, size),)
-    if slot.cut is Cut.VOCAB:
-        rows = padded_vocab_size(size, tp) // tp
-        start, stop = (min(edge * rows, size) for edge in (tp_rank, tp_rank + 1))
-        return (Segment(0, start, stop),)
-    if slot.cut is Cut.QKV:
-        return _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
-    share = size // tp
-    return tuple(Segment(source, tp_rank * share, (tp_rank + 1) * share) for source in range(len(slot.sources)))
-
-
-def shard_shape(slot: Slot, architecture: Architecture, *, tp: int) -> tuple[int, ...]:
-    """The shape of the Megatron parameter on every tensor-parallel rank."""
-    size = sum(piece.stop - piece.start for piece in segments(slot, architecture, tp=tp, tp_rank=0))
-    if slot.cut is Cut.VOCAB:
-        size = padded_vocab_size(architecture.vocab_size, tp) // tp
-    shape = list(slot.sources[0].shape)
-    shape[slot.dim] = size
-    return tuple(shape)
+def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
+    """Every Hugging Face tensor of the whole model, stage by stage, each once."""
+    return tuple(all_sources(model.architecture, model.stages))
 
 
 def write_back(
@@ -160,27 +35,3 @@ def write_back(
         size = piece.stop - piece.start
         full[piece.source].narrow(slot.dim, piece.start, size).copy_(shard.narrow(slot.dim, position, size))
         position += size
-
-
-def _fused_qkv(architecture: Architecture) -> list[Segment]:
-    """The whole fused projection: for each key/value group its query heads, its key head, its value head."""
-    size, per_group = architecture.head_dim, architecture.num_heads // architecture.num_kv_heads
-    fused = []
-    for group in range(architecture.num_kv_heads):
-        for source, rows in ((0, per_group * size), (1, size), (2, size)):
-            fused.append(Segment(source, group * rows, (group + 1) * rows))
-    return fused
-
-
-def _window(fused: list[Segment], *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
-    """The rank's equal share of a fused list; with more ranks than key/value groups it may cut through a head."""
-    total = sum(piece.stop - piece.start for piece in fused)
-    low, high = total * tp_rank // tp, total * (tp_rank + 1) // tp
-    inside, position = [], 0
-    for piece in fused:
-        start = piece.start + max(low - position, 0)
-        position += piece.stop - piece.start
-        stop = piece.stop - max(position - high, 0)
-        if start < stop:
-            inside.append(Segment(piece.source, start, stop))
-    return tuple(inside)

@@ -17,14 +17,16 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import Slot, Source, shard_shape, stage_slots, write_back
-from hacpo_mega.megatron.weights import INDEX, SINGLE, all_sources
+from hacpo_mega.megatron.names import slots_of, sources_of, write_back
+from hacpo_mega.models.folder import read_config, with_dtype
+from hacpo_mega.models.segments import Slot, Source, shard_shape
+from hacpo_mega.models.weight_files import HEAD, INDEX, SINGLE
 
 BUCKET_BYTES = 1 << 30
 FILE_BYTES = 5 << 30
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _buckets(model: HiddenStateModel, bucket_bytes: int) -> Iterator[_Bucket]:
     seen: set[Source] = set()
     for stage in range(model.config.pipeline_model_parallel_size):
         waiting, size = [], 0
-        for slot in stage_slots(model, stage):
+        for slot in slots_of(model, stage):
             if seen.issuperset(slot.sources):
                 continue
             seen.update(slot.sources)
@@ -157,7 +159,7 @@ def _write_weights(
     assert next(tensors, None) is None, "a tensor is not in the plan"
     if writes and len(files) > 1:
         weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
-        total = sum(torch.Size(source.shape).numel() for source in all_sources(model)) * dtype.itemsize
+        total = sum(torch.Size(source.shape).numel() for source in sources_of(model)) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -165,7 +167,7 @@ def _write_weights(
 def _plan_files(model: HiddenStateModel, dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
     """File name -> the tensors in it, in the order in which full_tensors yields them."""
     groups, size = [[]], 0
-    for source in all_sources(model):
+    for source in sources_of(model):
         source_bytes = torch.Size(source.shape).numel() * dtype.itemsize
         if groups[-1] and size + source_bytes > file_bytes:
             groups.append([])
@@ -182,8 +184,7 @@ def _copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and not path.name.startswith("."):
             shutil.copyfile(path, out / path.name)
-    config = json.loads((source / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    config = with_dtype(read_config(source), str(dtype).removeprefix("torch."))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

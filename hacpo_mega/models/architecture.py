@@ -1,11 +1,27 @@
-"""What a Hugging Face folder's config.json says about a model, as one frozen record. No weights, no Megatron."""
+"""What a Hugging Face folder's config.json says about a model, as one frozen record. No weights, no Megatron.
 
-import json
+Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
+"""
+
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+from hacpo_mega.models.folder import read_config
+
+# model_type -> what `architectures` names beside it: Megatron's model follows the first, vLLM the second.
+SUPPORTED = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# What a member of a supported family may say only with this value: with another it computes something else.
+ONLY = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +36,10 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder with rotary positions, RMSNorm, a SwiGLU feed-forward and grouped key/value heads."""
+    """A dense decoder with rotary positions, RMSNorm, a SwiGLU feed-forward and grouped key/value heads.
+
+    Raises ValueError for sizes that no such decoder has.
+    """
 
     family: str
     num_layers: int
@@ -39,61 +58,135 @@ class Architecture:
     output_bias: bool
     qk_norm: bool
 
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                "the first number must be a multiple of the second"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
+
     @classmethod
     def from_folder(cls, folder: Path) -> "Architecture":
         """Read `folder`/config.json. Raises ValueError for a folder without one or a model this project cannot run."""
         path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-        given = json.loads(path.read_text())
-        family = given.get("model_type")
-        if family not in SUPPORTED:
-            raise ValueError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(SUPPORTED)}")
-        _refuse_variants(path, given)
-        rope_theta, rope = _rope(path, given)
-        num_heads = given["num_attention_heads"]
-        attention_bias = bool(given.get("attention_bias", False))
-        return cls(
-            family=family,
-            num_layers=given["num_hidden_layers"],
-            hidden_size=given["hidden_size"],
-            num_heads=num_heads,
-            num_kv_heads=given.get("num_key_value_heads") or num_heads,
-            head_dim=given.get("head_dim") or given["hidden_size"] // num_heads,
-            ffn_size=given["intermediate_size"],
-            vocab_size=given["vocab_size"],
-            max_positions=given["max_position_embeddings"],
-            norm_eps=given.get("rms_norm_eps", 1e-6),
-            rope_theta=rope_theta,
-            rope=rope,
-            tied=given.get("tie_word_embeddings", False),
-            qkv_bias=family == "qwen2" or attention_bias,
-            # Qwen2 has no such field and no bias on its output projection.
-            output_bias=family != "qwen2" and attention_bias,
-            qk_norm=family == "qwen3",
+        fields = _Fields(path, read_config(Path(folder)))
+        family = _family(path, fields.given)
+        attention_bias = fields.flag("attention_bias", default=False)
+        _refuse_variants(path, fields.given, family, attention_bias)
+        hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+        rope_theta, rope = _rope(path, fields)
+        try:
+            return cls(
+                family=family,
+                num_layers=fields.count("num_hidden_layers"),
+                hidden_size=hidden_size,
+                num_heads=num_heads,
+                num_kv_heads=fields.count("num_key_value_heads", default=num_heads),
+                head_dim=fields.count("head_dim", default=hidden_size // num_heads),
+                ffn_size=fields.count("intermediate_size"),
+                vocab_size=fields.count("vocab_size"),
+                max_positions=fields.count("max_position_embeddings"),
+                norm_eps=fields.positive("rms_norm_eps", default=1e-6),
+                rope_theta=rope_theta,
+                rope=rope,
+                tied=fields.flag("tie_word_embeddings", default=False),
+                qkv_bias=family == "qwen2" or attention_bias,
+                # Qwen2 has no such field and no bias on its output projection.
+                output_bias=family != "qwen2" and attention_bias,
+                qk_norm=family == "qwen3",
+            )
+        except ValueError as error:
+            named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
+            raise ValueError(named) from error
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given."""
+
+    path: Path
+    given: Mapping[str, Any]
+
+    def count(self, name: str, *, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self._value(name, default)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{self.path}: {name} must be an integer of at least 1, found {value!r}")
+        return value
+
+    def positive(self, name: str, *, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not 0.0 < value < math.inf:
+            raise ValueError(f"{self.path}: {name} must be a number above 0, found {value!r}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if type(value) is not bool:
+            raise ValueError(f"{self.path}: {name} must be true or false, found {value!r}")
+        return value
+
+    def table(self, name: str) -> "_Fields":
+        """The object at `name`; an empty one where it is not given."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name} must be an object, found {value!r}")
+        return _Fields(self.path, value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.given.get(name)
+        if value is None and default is None:
+            raise ValueError(f"{self.path}: the field {name!r} is missing")
+        return default if value is None else value
+
+
+def _family(path: Path, given: Mapping[str, Any]) -> str:
+    """The supported model_type of a config.json whose `architectures` agree with it."""
+    named = given.get("architectures")
+    name = named[0] if isinstance(named, list) and named else "none given"
+    if name not in SUPPORTED.values():
+        raise ValueError(f"{path}: architecture {name} is not supported; supported: {', '.join(SUPPORTED.values())}")
+    family = given.get("model_type")
+    if not isinstance(family, str) or family not in SUPPORTED:
+        raise ValueError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(SUPPORTED)}")
+    if SUPPORTED[family] != name:
+        raise ValueError(f"{path}: model_type {family!r} goes with architecture {SUPPORTED[family]}, found {name}")
+    return family
+
+
+def _refuse_variants(path: Path, given: Mapping[str, Any], family: str, attention_bias: bool) -> None:
+    """Raise ValueError for members of a supported family that compute something else."""
+    for key, only in ONLY.items():
+        if given.get(key) not in (None, only):
+            raise ValueError(f"{path}: {key} = {given[key]!r} is not supported, only {only!r}")
+    kinds = given.get("layer_types") or []
+    if other := [kind for kind in kinds if kind != "full_attention"]:
+        raise ValueError(f"{path}: layer_types has {other[0]!r}, which is not supported, only 'full_attention'")
+    if family == "qwen3" and attention_bias:
+        raise ValueError(
+            f"{path}: qwen3 with attention_bias = true is not supported: vLLM leaves out the bias of its output "
+            "projection, so it would sample from another model than the one that is trained"
         )
 
 
-def _refuse_variants(path: Path, given: dict[str, Any]) -> None:
-    """Raise ValueError for members of a supported family that compute something else."""
-    wanted = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False}
-    for key, value in wanted.items():
-        if given.get(key, value) != value:
-            raise ValueError(f"{path}: {key} = {given[key]!r} is not supported, only {value!r}")
-
-
-def _rope(path: Path, given: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+def _rope(path: Path, fields: _Fields) -> tuple[float, Llama3Rope | None]:
     """(theta, scaling): transformers 5 keeps both in rope_parameters, older folders in rope_theta and rope_scaling."""
-    table = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    theta = float(table.get("rope_theta") or given.get("rope_theta") or 10_000.0)
-    kind = table.get("rope_type") or table.get("type") or "default"
+    table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
+    theta = (table if table.given.get("rope_theta") is not None else fields).positive("rope_theta", default=10_000.0)
+    kind = table.given.get("rope_type") or table.given.get("type") or "default"
+    if table.given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{path}: partial_rotary_factor = {table.given['partial_rotary_factor']!r} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ValueError(f"{path}: rope type {kind!r} is not supported; supported are default, llama3")
     return theta, Llama3Rope(
-        factor=float(table["factor"]),
-        low_freq_factor=float(table["low_freq_factor"]),
-        high_freq_factor=float(table["high_freq_factor"]),
-        original_positions=int(table["original_max_position_embeddings"]),
+        factor=table.positive("factor"),
+        low_freq_factor=table.positive("low_freq_factor"),
+        high_freq_factor=table.positive("high_freq_factor"),
+        original_positions=table.count("original_max_position_embeddings"),
     )

@@ -1,6 +1,6 @@
-"""What the engine needs to know of a Hugging Face folder before it opens it, from its JSON files and tensor headers.
+"""The JSON files of a Hugging Face folder: what each of them says is read here and nowhere else. Imports no torch.
 
-Not here: weights (vLLM and megatron/weights.py read them) and text (samples/tokenizers.py).
+Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
 """
 
 import json
@@ -8,34 +8,87 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+DTYPES = ("float32", "bfloat16", "float16")
+# One of these makes a tokenizer; `tokenizer.model` is what older sentencepiece folders have.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def eos_token_ids(model: Path) -> tuple[int, ...]:
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """`folder`/config.json. ValueError, one line, for a folder without one, or with one that is no JSON object."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model folder {folder} has no config.json; give a Hugging Face folder, such as RUN/agents/NAME"
+        )
+    return read_json(folder / "config.json")
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty without the file. ValueError, one line, when it holds anything else."""
+    if not file.is_file():
+        return {}
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{file}: must hold a JSON object, found a {type(table).__name__}")
+    return table
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
 
     The files disagree in practice: one may name the end of a text, another that of a chat turn.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        named = read_json(model / name).get("eos_token_id")
+        named = read_json(folder / name).get("eos_token_id")
         found.update([named] if isinstance(named, int) else named or [])
-    token = read_json(model / "tokenizer_config.json").get("eos_token")
+    token = read_json(folder / "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
-    added = read_json(model / "tokenizer.json").get("added_tokens", [])
+    added = read_json(folder / "tokenizer.json").get("added_tokens", [])
     found.update(entry["id"] for entry in added if text and entry["content"] == text)
     return tuple(sorted(found))
 
 
-def weight_names(model: Path) -> frozenset[str]:
-    """The names in a folder's safetensors files; empty when it has none (nothing can be checked then)."""
-    names: set[str] = set()
-    for file in model.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return frozenset(names)
+def dtype_name(folder: Path) -> str:
+    """The floating-point type that config.json names, such as "bfloat16". ValueError when it is none of DTYPES."""
+    config = read_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype {name!r} is unknown; expected {', '.join(DTYPES)}")
+    return name
 
 
-def read_json(file: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty without the file."""
-    return json.loads(file.read_text()) if file.is_file() else {}
+def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A config.json that names the dtype `name`, under the key that it uses already."""
+    return {**config, "torch_dtype" if "torch_dtype" in config else "dtype": name}
+
+
+def head_size(folder: Path) -> int | None:
+    """Numbers of one attention head, of any architecture; None where config.json does not say it."""
+    config = read_config(folder)
+    if config.get("head_dim"):
+        return config["head_dim"]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return hidden // heads if hidden and heads else None
+
+
+def check_positions(folder: Path, max_prompt_tokens: int, max_answer_tokens: int) -> None:
+    """ValueError when prompt and answer may exceed the positions of the model."""
+    positions = read_config(folder).get("max_position_embeddings")
+    if positions is not None and max_prompt_tokens + max_answer_tokens > positions:
+        nearest = max(1, positions - max_prompt_tokens)
+        raise ValueError(
+            f"prompts of {max_prompt_tokens} and answers of {max_answer_tokens} tokens exceed the {positions} "
+            f"positions of {folder}: lower one of them, for example --max-tokens {nearest}"
+        )
+
+
+def tokenizer_problems(folder: Path) -> list[str]:
+    """A line when the folder holds no tokenizer."""
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return []
+    return [f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy it from the model's source"]

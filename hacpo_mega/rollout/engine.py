@@ -30,8 +30,10 @@ from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from hacpo_mega.config.checks import OWNED_BY_US_VLLM
-from hacpo_mega.models.folder import eos_token_ids, read_json, weight_names
+from hacpo_mega.config.pass_through import DECIDED_VLLM
+from hacpo_mega.models.folder import eos_token_ids, head_size
+from hacpo_mega.models.layout import head_size_problem
+from hacpo_mega.models.weight_files import HEAD, published_names
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.host_process import (
     joined_to_default_group,
@@ -103,7 +105,7 @@ class Engine:
             _check_cpu_attention(model)
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len = max_model_len
-        self._names = weight_names(model)
+        self._names = published_names(model)
         self._memory = Memory.AWAKE
         self._is_loaded = not random_weights
         with process_untouched(), _environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
@@ -198,7 +200,7 @@ class Engine:
             self._worker.reload_weights(weights_iterator=self._recorded(weights, given))
             self._llm.reset_prefix_cache()
         # vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
-        missing, unknown = self._names - given, given - self._names - {"lm_head.weight"}
+        missing, unknown = self._names - given, given - self._names - {HEAD}
         if self._names and (missing or unknown):
             self._is_loaded = False
             raise ValueError(
@@ -215,7 +217,7 @@ class Engine:
             yield name, tensor
             if self._has_tied_embeddings and not self._on_cuda and name.endswith("embed_tokens.weight"):
                 # On CPU the output layer keeps a packed copy of the tied embedding, which would stay as it was.
-                yield "lm_head.weight", tensor
+                yield HEAD, tensor
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.
@@ -279,7 +281,7 @@ def _completion(output: Any) -> Completion:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    for key in sorted(OWNED_BY_US_VLLM & options.keys()):
+    for key in sorted(DECIDED_VLLM & options.keys()):
         raise ValueError(
             f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
         )
@@ -299,11 +301,9 @@ def _check_process(tensor_parallel_size: int) -> None:
 
 def _check_cpu_attention(model: Path) -> None:
     """Raise ValueError for a head size that vLLM would only refuse at the first answer."""
-    sizes = read_json(model / "config.json")
-    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in known:
-        raise ValueError(f"{model} has head_dim {head_dim}; vLLM's attention on CPU knows {known}")
+    head_dim, known = head_size(model), CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim is not None and head_dim not in known:
+        raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
 
 
 @contextmanager

@@ -40,7 +40,8 @@ from hacpo_mega.evaluation.scores import (
 )
 from hacpo_mega.evaluation.settings import EvaluationSettings, ask, benchmarks_of, settings_for
 from hacpo_mega.evaluation.table import judged, summarize, warnings_of
-from hacpo_mega.models.fingerprint import check_positions, weights_fingerprint
+from hacpo_mega.models.folder import check_positions
+from hacpo_mega.models.weight_files import weights_fingerprint
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 REAL = SHARED / "data"

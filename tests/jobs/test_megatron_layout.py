@@ -33,15 +33,31 @@ CASES = {
     "llama-scaled": {"family": "llama", "tied": True, "rope_scaling": LLAMA3_ROPE},
     # one key/value head: with tp = 2 its rows of the fused projection are cut across ranks
     "llama-one-kv-head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
+    "llama-six-layers": {"family": "llama", "tied": True, "num_layers": 6},
 }
-# Fields of Megatron's configuration: recomputed activations, and three layers over two stages.
-OVERRIDES = {
-    "qwen2-biased": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "qwen3-untied": {"num_layers_in_first_pipeline_stage": 2},
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
+# (case, tp, pp) -> fields of Megatron's configuration
+RUNS: dict[tuple[str, int, int], dict[str, object]] = {
+    **{("qwen2-biased", *layout): RECOMPUTED for layout in [(1, 1), (2, 1), (1, 2), (2, 2)]},
+    **{
+        (name, tp, 1): {}
+        for name in ("qwen3-tied", "qwen3-untied", "llama-scaled", "llama-one-kv-head")
+        for tp in (1, 2)
+    },
+    **{(name, tp, 2): {} for name in ("qwen3-tied", "llama-scaled", "llama-one-kv-head") for tp in (1, 2)},
+    # three layers over two stages
+    **{("qwen3-untied", tp, 2): {"num_layers_in_first_pipeline_stage": 2} for tp in (1, 2)},
+    # more tensor ranks than key/value heads: each head is on two ranks, and on four
+    ("qwen3-tied", 4, 1): {},
+    ("llama-one-kv-head", 4, 1): {},
+    # one, two, two and one layer; then two and four
+    ("llama-six-layers", 1, 4): UNEVEN,
+    ("llama-six-layers", 2, 2): {"num_layers_in_last_pipeline_stage": 4},
 }
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-# Lengths of the packed sequences of two micro-batches; their sums are even, for tp = 2.
-PACKS = [(17, 3, 30), (1, 41)]
+LAYOUTS = sorted({(tp, pp) for _, tp, pp in RUNS})
+# Lengths of the packed sequences of two micro-batches; their sums are multiples of every tp.
+PACKS = [(17, 3, 32), (1, 43)]
 
 
 def packed_batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -94,9 +110,9 @@ def run_all_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple[str, 
     seen = {}
     for tp, pp in LAYOUTS:
         initialize_parallel(tp, pp, seed=1)
-        for name, folder in folders.items():
-            overrides = {} if (name, pp) == ("qwen3-untied", 1) else OVERRIDES.get(name, {})
-            seen[name, tp, pp] = run_case(exports / f"{name}-tp{tp}pp{pp}", folder, tp, pp, overrides)
+        for name in [name for name in folders if (name, tp, pp) in RUNS]:
+            export = exports / f"{name}-tp{tp}pp{pp}"
+            seen[name, tp, pp] = run_case(export, folders[name], tp, pp, RUNS[name, tp, pp])
         parallel_state.destroy_model_parallel()
     return seen
 
@@ -169,8 +185,7 @@ def gradients_by_name(model: torch.nn.Module, *, tied_head: bool) -> dict[str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("tp, pp", LAYOUTS)
+@pytest.mark.parametrize("name, tp, pp", RUNS)
 def test_logits_are_hugging_faces(results, reference, name, tp, pp):
     ranks = results[name, tp, pp]
     for cell in range(4 // (tp * pp)):
@@ -182,8 +197,7 @@ def test_logits_are_hugging_faces(results, reference, name, tp, pp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("tp, pp", LAYOUTS)
+@pytest.mark.parametrize("name, tp, pp", RUNS)
 def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
     for rank in results[name, tp, pp]:
         assert rank["gradients"].keys() == reference[name][1].keys()
@@ -195,8 +209,7 @@ def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("tp, pp", LAYOUTS)
+@pytest.mark.parametrize("name, tp, pp", RUNS)
 def test_export_is_the_loaded_folder_byte_for_byte(results, folders, name, tp, pp):
     export = results[name, tp, pp][0]["export"]
     assert tensors_of(export) == tensors_of(folders[name])

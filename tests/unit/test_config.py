@@ -57,7 +57,7 @@ def test_overrides_reach_tables_and_agents_by_name():
         ),
         ("lanes=3", "(16) must be a multiple of lanes x cells_per_lane of agent qwen (3 x 1 = 3). Nearest: 15 or 18"),
         ("agents.llama.tp=2", "tp (2) must divide the model's 3 attention heads. Nearest: tp = 1"),
-        ("agents.qwen.engine_tp=3", "engine_tp (3) must divide tp x pp (1 x 1 = 1). Nearest: 1"),
+        ("agents.qwen.engine_tp=3", "engine_tp (3) must divide tp x pp (1 x 1 = 1). Nearest: engine_tp = 1"),
         ("training.max_tokens_per_microbatch=31", "must hold one prompt and answer"),
         ("rollout.max_answer_tokens=300", "is beyond the 256 positions"),
         ("agents.qwen.vllm.seed=3", "vllm.seed is decided by this project"),
@@ -97,7 +97,11 @@ def test_model_folders_are_judged_by_their_config_json(tmp_path):
     assert "not valid JSON" in complaint(config=config)
     (folder / "config.json").write_text(json.dumps({"architectures": ["GPTNeoXForCausalLM"]}))
     assert "GPTNeoXForCausalLM is not supported; supported: LlamaForCausalLM" in complaint(config=config)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2}
+        )
+    )
     assert "the field 'num_hidden_layers' is missing" in complaint(config=config)
 
 

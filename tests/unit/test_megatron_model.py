@@ -1,6 +1,7 @@
 """One process: reading folders, refusing what cannot be run, exporting, and the platform that lets Megatron run here.
 
-What a model computes is in test_megatron_layout.py.
+What a model computes is in test_megatron_layout.py; what is wrong with a folder or a layout, in test_model_folders.py
+and test_layout.py.
 """
 
 import json
@@ -91,36 +92,17 @@ def test_llama3_frequencies_are_hugging_faces():
     torch.testing.assert_close(rope_frequencies(architecture), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama, qwen2, qwen3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-    ],
-)
-def test_a_model_that_computes_something_else_is_refused(folder, change, message):
-    with pytest.raises(ValueError, match=message):
-        Architecture.from_folder(edit_config(folder, **change))
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"it has no config\.json"):
-        Architecture.from_folder(tmp_path)
-
-
 # ---- layouts and overrides
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tp": 3}, r"tp = 3 must divide the attention heads \(4\)"),
-        ({"pp": 3}, "pp = 3 must divide the 2 layers"),
-        ({"max_positions": 300}, "max_positions 300 exceeds the 256 of this qwen3 model"),
+        ({"tp": 3}, r"tp \(3\) must divide the model's 4 attention heads\. Nearest: tp = 2"),
+        ({"pp": 3}, r"pp \(3\) is more than the model's 2 layers\. Nearest: pp = 2"),
+        ({"max_positions": 300}, r"\(300 tokens\) is beyond the 256 positions of this qwen3 model"),
         ({"overrides": {"no_such_field": 1}}, "TransformerConfig has no such field"),
-        ({"overrides": {"hidden_size": 8}}, r"megatron\.hidden_size is decided by the model folder"),
+        ({"overrides": {"hidden_size": 8}}, r"megatron\.hidden_size is decided by this project, from the model folder"),
     ],
 )
 def test_what_the_model_cannot_have_is_refused(world, source, options, message):
@@ -163,17 +145,29 @@ def test_a_tensor_of_another_shape_is_named(world, folder):
         loaded(folder)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_named_before_anything_is_trained(world, folder, bad):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weight = load_file(folder / "model.safetensors")[name]
+    weight[3, 5] = weight[9, 7] = bad
+    edit_weights(folder, **{name: weight})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {re.escape(name)} holds 2 numbers that are not finite"):
+        loaded(folder)
+
+
 def test_a_file_missing_from_the_index_is_named(world, tmp_path):
     folder = make_model(tmp_path / "model", "qwen3", max_shard_size="60KB")
     lost = max(folder.glob("model-*.safetensors"))
     lost.unlink()
-    with pytest.raises(ValueError, match=f"names {re.escape(lost.name)} in its index but does not hold it"):
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(lost))} does not exist, but model\.safetensors\.index\.json names it"
+    ):
         loaded(folder)
 
 
 def test_a_folder_without_weights_is_refused(world, folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
+    with pytest.raises(ValueError, match=r"holds no safetensors \(model\.safetensors or"):
         loaded(folder)
 
 

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hollow_models import write_hollow_weights
 from repository import ROOT
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import load_config
+from hacpo_mega.models.architecture import Architecture
 
 FOLDER = ROOT / "configs" / "paper"
 
@@ -42,6 +44,9 @@ def workplace(tmp_path, monkeypatch) -> Path:
         folder.mkdir(parents=True)
         table = {
             "architectures": [architecture],
+            "model_type": {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}[architecture],
+            "vocab_size": 151936 if "Qwen3" in architecture else 128256,
+            "head_dim": 64 if name == "Llama-3.2-1B-Instruct" else 128,
             "num_hidden_layers": layers,
             "hidden_size": hidden,
             "num_attention_heads": heads,
@@ -51,6 +56,8 @@ def workplace(tmp_path, monkeypatch) -> Path:
             "tie_word_embeddings": tied,
         }
         (folder / "config.json").write_text(json.dumps(table))
+        (folder / "tokenizer.json").write_text("{}")
+        write_hollow_weights(folder, Architecture.from_folder(folder))
     (tmp_path / "data").mkdir()
     for name in ("math_train", "math500"):
         (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')

@@ -1,0 +1,166 @@
+"""Which parallel layouts a model can have: the one place that knows. `hacpo-mega check` and the model builder call it.
+
+A layout cuts every layer into tp shards, and the layers into pp stages; engine_tp is the tensor parallelism of vLLM.
+Every problem is a line with the numbers and the nearest valid value. Imports no torch and no Megatron.
+Not here: how a parameter is cut (segments.py), and how many cells and ranks there are (cluster/rank_map.py).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hacpo_mega.models.architecture import Architecture
+
+# Megatron's names for the layers of the first and the last pipeline stage.
+FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
+
+    engine_tp None means that there is no engine to consider.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+    engine_tp: int | None = None
+
+    @classmethod
+    def of(cls, tp: int, pp: int, megatron: Mapping[str, Any], engine_tp: int | None = None) -> "Layout":
+        """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
+        for key in (FIRST_STAGE, LAST_STAGE):
+            if type(megatron.get(key)) not in (int, type(None)):
+                raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp)
+
+
+def layout_problems(
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    max_positions: int | None = None,
+    engine_head_sizes: Collection[int] | None = None,
+) -> list[str]:
+    """Why the model cannot have this layout, a line each; empty when it can.
+
+    max_positions       tokens of the longest prompt and answer together
+    engine_head_sizes   head sizes that the engine's attention knows; None: all
+    """
+    problems = [*_tensor_problems(architecture, layout), *_pipeline_problems(architecture.num_layers, layout)]
+    if layout.engine_tp is not None:
+        problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
+    if max_positions is not None and max_positions > architecture.max_positions:
+        problems.append(
+            f"the longest prompt with its answer ({max_positions} tokens) is beyond the {architecture.max_positions} "
+            f"positions of this {architecture.family} model; shorten one. Nearest: {architecture.max_positions}"
+        )
+    return problems
+
+
+def stage_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Layers of every pipeline stage, as Megatron deals them out; only for a layout without problems."""
+    given = [layers for layers in (layout.first_layers, layout.last_layers) if layers is not None]
+    others = layout.pp - len(given)
+    each = (num_layers - sum(given)) // others if others > 0 else 0
+    first = each if layout.first_layers is None else layout.first_layers
+    last = each if layout.last_layers is None else layout.last_layers
+    return (num_layers,) if layout.pp == 1 else (first, *[each] * (layout.pp - 2), last)
+
+
+def head_size_problem(head_dim: int, known: Collection[int]) -> str:
+    """The sentence for a head size that the engine's attention does not know."""
+    near = _nearest(head_dim, known)
+    return f"head_dim {head_dim}: vLLM's attention on CPU knows {', '.join(map(str, sorted(known)))}. Nearest: {near}"
+
+
+def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
+    # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
+    rows = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    return _sharing_problems(
+        architecture, "tp", layout.tp, {"the model's {} rows of query, key and value together": rows}
+    )
+
+
+def _engine_problems(
+    architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
+) -> list[str]:
+    cell = {f"tp x pp ({layout.tp} x {layout.pp} = {{}})": layout.tp * layout.pp}
+    problems = _sharing_problems(architecture, "engine_tp", engine_tp, cell)
+    if head_sizes is not None and architecture.head_dim not in head_sizes:
+        problems.append(head_size_problem(architecture.head_dim, head_sizes))
+    return problems
+
+
+def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Mapping[str, int]) -> list[str]:
+    """Why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
+
+    With more ranks than key/value heads, each head is copied to several.
+    """
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    divided = {
+        "the model's {} attention heads": heads,
+        "the model's {} feed-forward columns": architecture.ffn_size,
+        **also,
+    }
+
+    def copies(n: int) -> bool:
+        return max(kv_heads, n) % min(kv_heads, n) == 0
+
+    valid = [n for n in range(1, heads + 1) if copies(n) and not any(size % n for size in divided.values())]
+    nearest = f"Nearest: {key} = {_nearest(ranks, valid)}"
+    problems = [
+        f"{key} ({ranks}) must divide {words.format(size)}. {nearest}"
+        for words, size in divided.items()
+        if size % ranks
+    ]
+    if not copies(ranks):
+        problems.append(
+            f"{key} ({ranks}) must divide the model's {kv_heads} key/value heads or be a multiple of them. {nearest}"
+        )
+    return problems
+
+
+def _pipeline_problems(num_layers: int, layout: Layout) -> Iterator[str]:
+    pp, given = layout.pp, {FIRST_STAGE: layout.first_layers, LAST_STAGE: layout.last_layers}
+    named = {key: layers for key, layers in given.items() if layers is not None}
+    if pp > num_layers:
+        yield f"pp ({pp}) is more than the model's {num_layers} layers. Nearest: pp = {num_layers}"
+    elif pp == 1:
+        for key, layers in named.items():
+            if layers != num_layers:
+                yield f"megatron.{key} = {layers}: with pp = 1 the only stage has all {num_layers} layers; remove it"
+    elif named:
+        yield from _uneven_problems(num_layers, pp, named)
+    elif num_layers % pp:
+        nearest = _nearest(pp, [n for n in range(1, num_layers + 1) if num_layers % n == 0])
+        yield (
+            f"pp ({pp}) must divide the model's {num_layers} layers, unless megatron.{FIRST_STAGE} or {LAST_STAGE} "
+            f"says how many a stage has. Nearest: pp = {nearest}"
+        )
+
+
+def _uneven_problems(num_layers: int, pp: int, named: Mapping[str, int]) -> Iterator[str]:
+    """Every stage has a layer, and those whose layers are not given share the rest equally."""
+
+    def fits(*layers: int) -> bool:
+        others, rest = pp - len(layers), num_layers - sum(layers)
+        return min(layers) >= 1 and (rest == 0 if others == 0 else rest >= others and rest % others == 0)
+
+    if fits(*named.values()):
+        return
+    says = " and ".join(f"megatron.{key} = {layers}" for key, layers in named.items())
+    # Of several, the last is moved, and the others stay as they are.
+    *kept, layers = named.values()
+    valid = [candidate for candidate in range(1, num_layers) if fits(*kept, candidate)]
+    hint = f"Nearest: {list(named)[-1]} = {_nearest(layers, valid)}" if valid else f"Remove {' and '.join(named)}"
+    yield (
+        f"{says} leaves {num_layers - sum(named.values())} of the model's {num_layers} layers to {pp - len(named)} "
+        f"other stages (pp = {pp}); every stage needs a layer, and those others equally many. {hint}"
+    )
+
+
+def _nearest(value: int, among: Collection[int]) -> int:
+    return min(among, key=lambda candidate: (abs(candidate - value), candidate))

@@ -1,0 +1,171 @@
+"""The tensors of a Hugging Face folder by the headers of its safetensors files. Reads no weights, imports no torch.
+
+A safetensors file is 8 bytes (little-endian length of the header), the header (JSON: name -> dtype, shape, offsets of
+its bytes behind the header), and the bytes. Not here: which tensors a model has (segments.py).
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.models.folder import read_config, read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+# Buffers that some folders store although they follow from the configuration.
+DERIVED = "rotary_emb.inv_freq"
+HEAD = "lm_head.weight"
+BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
+MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
+
+BLOCK_BYTES = 64 * 2**10
+WHOLE_BYTES = 64 * 2**20
+NUM_BLOCKS = 1000
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies and what its header says; `file` is a name in the folder, `dtype` the format's, as "BF16"."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder by name, from its index or its single file.
+
+    ValueError, a line per problem: no safetensors, an index that names what is not there, a file that is broken or cut
+    short.
+    """
+    index = read_json(folder / INDEX).get("weight_map")
+    if index is None and not (folder / SINGLE).is_file():
+        raise ValueError(_no_safetensors(folder))
+    if index is not None and not _is_map_of_names(index):
+        raise ValueError(f"{folder / INDEX}: weight_map must name a file for every tensor")
+    tensors, problems = {}, []
+    for file in [SINGLE] if index is None else sorted(set(index.values())):
+        wanted = None if index is None else {name for name, holder in index.items() if holder == file}
+        try:
+            header = read_header(folder / file)
+        except ValueError as problem:
+            problems.append(str(problem))
+            continue
+        if lost := sorted((wanted or set()) - header.keys()):
+            problems.append(f"{folder / file} lacks {len(lost)} tensors that {INDEX} looks for there: {some(lost)}")
+        found = header if wanted is None else {name: header[name] for name in wanted & header.keys()}
+        tensors.update(found)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file. ValueError, one line, when it is missing, broken or cut short."""
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist, but {INDEX} names it: copy it from the model's source")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"{file} is empty, cut short or no safetensors file ({size} bytes): copy it again")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            tensors = {name: _stored(file.name, entry) for name, entry in header.items()}
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} has a broken header and is no safetensors file: copy it again") from error
+    if size != 8 + length + end:
+        raise ValueError(f"{file} has {size} bytes, its header says {8 + length + end}: copy it again, it is cut short")
+    return tensors
+
+
+def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, family: str, tied: bool) -> list[str]:
+    """What keeps the tensors of a folder from being exactly `wanted` (name -> shape), a line each, by headers alone.
+
+    A tied folder may keep its head: it is the embedding, by the configuration's word.
+    """
+    try:
+        tensors = stored_tensors(folder)
+    except ValueError as problems:
+        return str(problems).splitlines()
+    problems = []
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        problems.append(f"{folder} lacks {len(missing)} tensors of this {family} model: {some(missing)}")
+    if unknown := sorted(weight_names(tensors, tied=tied) - wanted.keys()):
+        problems.append(f"{folder} has {len(unknown)} tensors unknown to {family}: {some(unknown)}")
+    for name, shape in wanted.items():
+        stored = tensors.get(name)
+        if stored is not None and stored.shape != shape:
+            problems.append(f"{folder / stored.file}: {name} has shape {stored.shape}; config.json says {shape}")
+        if stored is not None and stored.dtype not in BYTES_OF:
+            known = ", ".join(BYTES_OF)
+            problems.append(f"{folder / stored.file}: {name} is stored as {stored.dtype}; expected one of {known}")
+    return problems
+
+
+def weight_names(tensors: Iterable[str], *, tied: bool) -> set[str]:
+    """The names among a folder's tensors that are weights of their own: no derived buffer, no head of a tied model."""
+    return {name for name in tensors if not name.endswith(DERIVED) and not (tied and name == HEAD)}
+
+
+def published_names(folder: Path) -> frozenset[str]:
+    """The weights that a publish must bring; empty when the folder has none (nothing can be checked then)."""
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return frozenset()
+    return frozenset(weight_names(stored_tensors(folder), tied=bool(read_config(folder).get("tie_word_embeddings"))))
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """A hash of config.json and of the safetensors: another checkpoint at the same path is another model.
+
+    Of a file over 64 MiB it reads the head and 1,000 blocks at even distance: a step of training changes weights
+    everywhere, and reading 100 GB on every rank would take minutes. ValueError for a folder without safetensors.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(_no_safetensors(folder))
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in weights:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            stride = BLOCK_BYTES if size <= WHOLE_BYTES else size // NUM_BLOCKS
+            for start in range(0, size, stride):
+                stream.seek(start)
+                digest.update(stream.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def some(names: list[str]) -> str:
+    """The first three of many names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _stored(file: str, entry: Mapping[str, Any]) -> StoredTensor:
+    """One entry of a header. ValueError when its bytes are not those of its shape."""
+    start, end = entry["data_offsets"]
+    tensor = StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+    if tensor.dtype in BYTES_OF and end - start != math.prod(tensor.shape) * BYTES_OF[tensor.dtype]:
+        raise ValueError("a tensor's bytes are not those of its shape")
+    return tensor
+
+
+def _is_map_of_names(index: Any) -> bool:
+    """Whether it is name -> file name; a path would lead out of the folder."""
+    return isinstance(index, dict) and all(isinstance(f, str) and f == Path(f).name for f in index.values())
+
+
+def _no_safetensors(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} holds its weights as pickles ({some(pickles)}), which can run code when read; "
+            "convert it to safetensors (save_pretrained of a current transformers does)"
+        )
+    return f"{folder} holds no safetensors ({SINGLE} or {INDEX}): give a Hugging Face folder, such as RUN/agents/NAME"

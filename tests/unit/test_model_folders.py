@@ -1,0 +1,269 @@
+"""A model folder with something wrong in it: one line that names file, field or tensor, before anything is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+from hollow_models import write_hollow_safetensors
+from repository import ROOT
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tiny_models import LLAMA3_ROPE, make_model
+
+from hacpo_mega.config import load_config
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.weight_files import read_header, stored_tensors
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A sound folder in several files, which no test writes to."""
+    folder = make_model(tmp_path_factory.mktemp("sound") / "model", "qwen3", head_dim=32, max_shard_size="60KB")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original_in_one(tmp_path_factory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("one") / "model", "qwen3", head_dim=32, num_layers=1)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, original) -> Path:
+    """A copy in several files, the test's own."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def one_file(tmp_path, original_in_one) -> Path:
+    """A copy in one file, the test's own."""
+    return Path(shutil.copytree(original_in_one, tmp_path / "model"))
+
+
+def run_file(folder: Path, **agent: object) -> Path:
+    tables = {
+        "run_dir": str(folder.parent / "run"),
+        "num_steps": 1,
+        "data": {"generator": "arithmetic"},
+        "reward": {"kind": "arithmetic"},
+        "rollout": {"max_prompt_tokens": 8, "max_answer_tokens": 8},
+        "training": {"prompts_per_step": 4, "prompts_per_update": 4, "max_tokens_per_microbatch": 64},
+        "agents": [{"name": "one", "model": str(folder), **agent}],
+    }
+    file = folder.parent / "run.toml"
+    file.write_text(tomli_w.dumps(tables))
+    return file
+
+
+def complaints(folder: Path, **agent: object) -> list[str]:
+    """The lines of `hacpo-mega check`, without what they all begin with."""
+    file = run_file(folder, **agent)
+    with pytest.raises(ValueError, match=r"agents\.one: ") as error:
+        load_config(file)
+    return [line.removeprefix(f"{file}: agents.one: ") for line in str(error.value).splitlines()]
+
+
+def edit_config(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return path
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "architecture MistralForCausalLM is not supported"),
+        ({"architectures": None}, "architecture none given is not supported"),
+        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        ({"model_type": "llama"}, "model_type 'llama' goes with architecture LlamaForCausalLM, found Qwen3ForCausalLM"),
+        ({"num_attention_heads": "two"}, "num_attention_heads must be an integer of at least 1, found 'two'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, found 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be an integer of at least 1, found -2"),
+        ({"hidden_size": 64.0}, "hidden_size must be an integer of at least 1, found 64.0"),
+        ({"vocab_size": True}, "vocab_size must be an integer of at least 1, found True"),
+        ({"intermediate_size": None}, "the field 'intermediate_size' is missing"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads evenly"),
+        ({"head_dim": 31}, "head_dim 31 is odd"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a number above 0, found -1.0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, found 'yes'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {**LLAMA3_ROPE, "factor": "4"}}, "factor must be a number above 0, found '4'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "the field 'factor' is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, found [1]"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported, only None"),
+        # Megatron adds the bias that vLLM leaves out: their log-probs are nats apart.
+        ({"attention_bias": True}, "qwen3 with attention_bias = true is not supported: vLLM leaves out the bias"),
+    ],
+)
+def test_a_config_json_that_says_something_else_is_one_line(folder, changes, problem):
+    path = edit_config(folder, **changes)
+    (line,) = complaints(folder)
+    assert line.startswith(f"{path}: {problem}")
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (b"[]", "must hold a JSON object, found a list"),
+        (b"{", "not valid JSON: "),
+        (b"\xff\xfe", "not valid JSON: "),
+    ],
+)
+def test_a_config_json_that_is_none_is_one_line(folder, text, problem):
+    (folder / "config.json").write_bytes(text)
+    (line,) = complaints(folder)
+    assert line.startswith(f"{folder / 'config.json'}: {problem}")
+
+
+def test_a_folder_without_config_json_and_without_a_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    assert complaints(folder) == [
+        f"{folder} holds no tokenizer (none of tokenizer.json, tokenizer.model, vocab.json): "
+        "copy it from the model's source"
+    ]
+    (folder / "config.json").unlink()
+    (line,) = complaints(folder)
+    assert line.startswith(f"model folder {folder} has no config.json")
+
+
+# ---- tensors, by their headers
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def change(edit: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        tensors = load_file(file)
+        edit(tensors)
+        save_file(tensors, file)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (cut, "{file} has {size} bytes, its header says {whole}: copy it again, it is cut short"),
+        (lambda file: file.write_bytes(b""), "{file} is empty, cut short or no safetensors file (0 bytes)"),
+        (lambda file: file.write_bytes(b"\x08" + bytes(7) + b"not json"), "{file} has a broken header"),
+        (lambda file: file.write_bytes(b"\xff" * 64), "{file} is empty, cut short or no safetensors file (64 bytes)"),
+        (change(lambda t: t.pop(NORM)), f"{{folder}} lacks 1 tensors of this qwen3 model: {NORM}"),
+        (change(lambda t: t.update(x=np.zeros(2, "f4"))), "{folder} has 1 tensors unknown to qwen3: x"),
+        (
+            change(lambda t: t.update({NORM: np.zeros(65, "f4")})),
+            f"{{file}}: {NORM} has shape (65,); config.json says (64,)",
+        ),
+        (change(lambda t: t.update({NORM: np.zeros(64, "i4")})), f"{{file}}: {NORM} is stored as I32; expected one of"),
+    ],
+    ids=["truncated", "empty", "no JSON", "no length", "missing", "unknown", "misshapen", "integers"],
+)
+def test_a_file_that_is_not_the_models_is_one_line(one_file, damage, problem):
+    file = one_file / ONE_FILE
+    whole = file.stat().st_size
+    damage(file)
+    (line,) = complaints(one_file)
+    assert line.startswith(problem.format(file=file, folder=one_file, size=whole - 4, whole=whole))
+
+
+def test_every_broken_file_of_an_index_is_named(folder):
+    first, second, third, *_ = sorted(folder.glob("model-*.safetensors"))
+    first.unlink()
+    cut(second)
+    moved = load_file(third)
+    lost = sorted(moved)[0]
+    moved.pop(lost)
+    save_file(moved, third)
+    found = complaints(folder)
+    assert len(found) == 3
+    assert found[0].startswith(f"{first} does not exist, but {INDEX} names it")
+    assert found[1].startswith(f"{second} has ")
+    assert found[2] == f"{third} lacks 1 tensors that {INDEX} looks for there: {lost}"
+
+
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][NORM] = "../elsewhere.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    assert complaints(folder) == [f"{folder / INDEX}: weight_map must name a file for every tensor"]
+
+
+def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
+    for file in original.glob("*.safetensors"):
+        with safe_open(file, framework="np") as tensors:
+            expected = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        assert {name: stored.shape for name, stored in read_header(file).items()} == expected
+    wanted = {source.name: source.shape for source in all_sources(Architecture.from_folder(original))}
+    assert {name: stored.shape for name, stored in stored_tensors(original).items()} == wanted
+    write_hollow_safetensors(tmp_path / "hollow.safetensors", wanted)
+    with safe_open(tmp_path / "hollow.safetensors", framework="np") as tensors:
+        assert set(tensors.keys()) == set(wanted)
+
+
+# ---- pass-through tables
+
+
+@pytest.mark.parametrize(
+    "tables, problem",
+    [
+        ({"megatron": {"recompute_granularty": "full"}}, "no such field; did you mean 'recompute_granularity'?"),
+        ({"megatron": {"recompute_granularity": "all"}}, "must be Optional[Literal['full', 'selective']], found 'all'"),
+        ({"megatron": {"recompute_num_layers": "1"}}, "megatron.recompute_num_layers must be Optional[int], found '1'"),
+        ({"megatron": {"num_layers_in_first_pipeline_stage": 1.5}}, "must be Optional[int], found 1.5"),
+        ({"megatron": {"recompute_modules": ["mlp", 3]}}, "must be Optional[List[str]], found ['mlp', 3]"),
+        ({"megatron": {"deterministic_mode": 1}}, "megatron.deterministic_mode must be bool, found 1"),
+        ({"megatron": {"grad_scale_func": "f"}}, "megatron.grad_scale_func must be Optional[Callable], found 'f'"),
+        ({"megatron": {"context_parallel_size": 2}}, "megatron.context_parallel_size is decided by this project"),
+        ({"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "is decided by this project"),
+        ({"megatron": {"normalization": "LayerNorm"}}, "megatron.normalization is decided by this project"),
+        ({"megatron": {"params_dtype": "bf16"}}, "megatron.params_dtype is decided by this project"),
+        ({"vllm": {"max_num_seq": 4}}, "vLLM's EngineArgs has no such field; did you mean 'max_num_seqs'?"),
+        ({"vllm": {"gpu_memory_utilization": "half"}}, "vllm.gpu_memory_utilization must be float, found 'half'"),
+        ({"vllm": {"kv_cache_dtype": "fp99"}}, "vllm.kv_cache_dtype must be CacheDType, found 'fp99'"),
+        ({"vllm": {"max_num_seqs": True}}, "vllm.max_num_seqs must be int | None, found True"),
+        ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size is decided by this project"),
+    ],
+)
+def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables, problem):
+    folder = Path(shutil.copytree(original, tmp_path / "model"))
+    (line,) = complaints(folder, **tables)
+    assert problem in line
+
+
+def test_what_can_be_passed_on_is_accepted(folder):
+    megatron = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "deterministic_mode": True}
+    vllm = {"gpu_memory_utilization": 1, "enforce_eager": False, "max_num_seqs": 8, "kv_cache_dtype": "auto"}
+    vllm |= {"compilation_config": {"level": 0}, "hf_overrides": {}, "block_size": 16}
+    load_config(run_file(folder, megatron=megatron, vllm=vllm))
+
+
+def test_check_prints_the_lines_and_exits_with_2(one_file):
+    file = run_file(one_file, tp=8, vllm={"max_num_seq": 4})
+    cut(one_file / ONE_FILE)
+    command = [sys.executable, "-m", "hacpo_mega.cli", "check", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert len(lines) == 4
+    assert all(line.startswith(f"{file}: agents.one: ") for line in lines)
+    assert [word for word in ("max_num_seq:", "tp (8)", "engine_tp (8)", "cut short") if word not in done.stderr] == []
