@@ -329,7 +329,7 @@ def test_real_overlaps(datasets):
     leaked = {r.second.source.partition("#")[2] for r in overlap(train, math500)}
     assert leaked == {"test/intermediate_algebra/337.json", "test/algebra/170.json"}
     verl = overlap(train, datasets["math/verl_train.parquet"].problems)
-    assert (len(verl), {r.kind for r in verl}) == (7496, {"same text", "same normalised"})
+    assert (len(verl), {r.kind for r in verl}) == (7496, {"same normalised"})
     assert len(overlap(test, datasets["math/harness_test.jsonl"].problems)) == 5000
     found = overlap(train, test)
     assert {r.second.source for r in found if r.kind == "same normalised"} == {
