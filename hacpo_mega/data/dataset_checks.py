@@ -134,6 +134,12 @@ def normalised(text: str) -> str:
     return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"\s+", " ", text))
 
 
+def _same_gold(one: Problem, other: Problem) -> bool:
+    """Whether the golds are the same but for spelling and fonts: 2340 and \\mathbf{2340}. Brackets tell intervals."""
+    golds = (re.sub(r"[{}]", "", UNWORDED.sub("", normalised(problem.gold))) for problem in (one, other))
+    return next(golds) == next(golds)
+
+
 def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
     """Every problem whose text, exactly or normalised, an earlier one of the sequence has, with the first of them."""
     first_of: dict[str, Problem] = {}
@@ -142,7 +148,7 @@ def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
         first = first_of.setdefault(normalised(problem.prompt), problem)
         if first is not problem:
             kind = "same text" if first.prompt == problem.prompt else "same normalised"
-            found.append(Repetition(first, problem, kind, normalised(first.gold) == normalised(problem.gold)))
+            found.append(Repetition(first, problem, kind, _same_gold(first, problem)))
     return found
 
 
@@ -167,7 +173,7 @@ def copies(training: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterat
         num_common.update(dict.fromkeys(holding.get(wording.normalised, ()), 0))
         for number, common in sorted(num_common.items()):
             if kind := wording.kind_of_copy(evaluated[number], common):
-                agrees = kind == "contained" or normalised(problem.gold) == normalised(evaluated[number].problem.gold)
+                agrees = kind == "contained" or _same_gold(problem, evaluated[number].problem)
                 yield Repetition(problem, evaluated[number].problem, kind, agrees)
 
 

@@ -252,6 +252,16 @@ def test_three_kinds_of_copies(one, other, kind):
         assert without_overlap([training], [evaluation]) == (() if kind else (training,))
 
 
+@pytest.mark.parametrize(
+    "one, other, agree",
+    [("2340", "\\mathbf{2340}", True), ("3 \\text{ cm}", "3cm", True), ("(1,2)", "[1,2]", False), ("-4", "4", False)],
+)
+def test_golds_that_differ_in_fonts_alone_do_not_contradict(one, other, agree):
+    both = [problem("A", one), problem("A", other, 2)]
+    assert [repetition.agrees for repetition in repetitions(both)] == [agree]
+    assert deduplicated(both) == (tuple(both[:1]) if agree else ())
+
+
 def test_every_copy_is_left_out_and_the_strictest_is_named():
     training = [problem(f"Now: {SENTENCE}", "37", 1), problem(SENTENCE, "37", 2), problem("Other", "1", 3)]
     evaluation = [problem("Nothing", "1", 1), problem(SENTENCE, "37", 2), problem(SENTENCE.lower(), "37", 3)]
