@@ -212,7 +212,7 @@ def inspect(
     golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
 ) -> None:
     """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
-    from hacpo_mega.commands.data_files import inspect as inspect_files
+    from hacpo_mega.commands.inspect_data import inspect as inspect_files
     from hacpo_mega.grading.judge import Judge
 
     with Judge("math", num_workers=2) if golds else nullcontext() as judge:
@@ -226,7 +226,7 @@ def convert(
     without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
 ) -> None:
     """Write files of any public layout as one JSON Lines file, each problem once."""
-    from hacpo_mega.commands.data_files import convert as convert_files
+    from hacpo_mega.commands.convert_data import convert as convert_files
 
     _print_findings(convert_files(files, out, without or []))
 
@@ -240,7 +240,7 @@ def grade(
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one judgement; its worker is killed then.")] = 5.0,
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
-    from hacpo_mega.commands.data_files import grade as grade_answers
+    from hacpo_mega.commands.grade import grade as grade_answers
     from hacpo_mega.grading.judge import Judge
 
     with Judge(reward, workers, timeout_s) as judge:

@@ -178,10 +178,15 @@ class Sample(TokenSequence):
 
 @dataclass(frozen=True)
 class ViewCounts:
-    """What became of the answers of a pool. Dropped: others' unjudged, too long, unencodable. The rest is trained on.
+    """What became of the answers of a pool. `num_own` + `num_cross` are trained on; of the rest it says why not.
 
-    `num_changed` counts re-encoded answers whose new ids do not decode to the same text; `token_ratio_sum` adds up
-    learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
+    Of others' answers are left out those unjudged, too long, unencodable, and
+    num_control_tokens   that hold a control token of the learner before their end: the text spells one out
+    num_changed          whose re-encoding reads differently (trained on with rollout.train_changed_reencodings)
+    num_undecodable      whose text does not show what was sampled: an id without a token, a control token before the
+                         end, half a character. Own ones are counted too, and trained on; half a character also
+                         where the learner has the source's tokenizer and takes its ids
+    `token_ratio_sum` adds up learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
     """
 
     num_own: int = 0
@@ -189,6 +194,7 @@ class ViewCounts:
     num_unjudged: int = 0
     num_too_long: int = 0
     num_unencodable: int = 0
+    num_control_tokens: int = 0
     num_empty: int = 0
     num_truncated: int = 0
     num_undecodable: int = 0

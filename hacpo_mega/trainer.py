@@ -26,7 +26,7 @@ from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capab
 from hacpo_mega.policy_loss import ratios_by_key
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange
-from hacpo_mega.samples.learner_view import ViewRules, learner_view, same_tokenizers
+from hacpo_mega.samples.learner_view import ViewRules, learner_view
 from hacpo_mega.samples.tokenizers import agent_codecs, fits_every_agent
 
 
@@ -70,8 +70,9 @@ class Trainer:
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
             self.omega_alarm = OmegaAlarm(self.names)
             self.view_rules = ViewRules(
-                same_tokenizer=same_tokenizers(self.agent.codec.fingerprint, [codec.fingerprint for codec in codecs]),
+                sources=codecs,
                 shares_answers=config.algorithm.shares_answers,
+                trains_changed=config.rollout.train_changed_reencodings,
                 eos_in_loss=config.algorithm.eos_in_loss,
                 ratio_length=config.algorithm.ratio_length,
                 max_answer_tokens=config.rollout.max_answer_tokens,

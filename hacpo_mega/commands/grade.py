@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.data.files import DataProblem, gold_text, read_records
+from hacpo_mega.commands.inspect_data import Findings
+from hacpo_mega.data.files import (
+    GOLD_TYPES,
+    DataProblem,
+    describe,
+    field_names,
+    gold_text,
+    quoted,
+    read_records,
+    refuse_overwriting,
+    replacing,
+    value_problem,
+)
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Judgement, Stop, Verdict
 
@@ -43,10 +55,12 @@ def grade_file(file: Path, out: Path, judge: Judge, gold_field: str = "gold", pr
 
     Optional fields: `prompt`, for a grader that wants it, and `stop` ("eos", "length", "abort"; eos when absent). The
     reward of an unjudged answer is null. What cannot be read is in `problems`, with its line; nothing is raised for it.
+    ValueError when `out` is the file itself.
     """
     verdicts: Counter[Verdict] = Counter()
     problems: list[DataProblem] = []
-    with out.open("w", encoding="utf-8") as lines:
+    refuse_overwriting(out, [file])
+    with replacing(out) as lines:
         for rows in _batches(file, gold_field, pred_field):
             good = [row for row in rows if isinstance(row, _Row)]
             judgements = iter(_judged(good, judge))
@@ -90,11 +104,28 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, pred_fi
     gold, pred, stop = record.get(gold_field), record.get(pred_field), record.get("stop") or "eos"
     for field, value in ((gold_field, gold), (pred_field, pred)):
         if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
-            has = ", ".join(sorted(record)) or "no field at all"
-            what = f"is missing (the row has: {has})" if value is None else f"is a {type(value).__name__}, needs text"
+            what = (
+                f"is missing (the row has: {field_names(record)})"
+                if value is None
+                else f"is a {type(value).__name__}, needs text"
+            )
             return DataProblem(file, line, field, what)
-    if not gold_text(gold).strip():
-        return DataProblem(file, line, gold_field, "is empty")
-    if stop not in STOPS:
-        return DataProblem(file, line, "stop", f"is {stop!r}, needs one of {', '.join(STOPS)}")
+    if what := value_problem(gold, GOLD_TYPES):
+        return DataProblem(file, line, gold_field, what)
+    if not isinstance(stop, str) or stop not in STOPS:
+        return DataProblem(file, line, "stop", f"is {quoted(stop)}, needs one of {', '.join(STOPS)}")
     return _Row(line, str(record.get("prompt") or ""), gold_text(gold), gold_text(pred), STOPS[stop])
+
+
+def grade(file: Path, out: Path, judge: Judge) -> Findings:
+    """Grades a file of answers; how many got which verdict, how fast, and which rows could not be read.
+
+    ValueError when there is no such file, or `out` is the same.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: {'is a folder' if file.is_dir() else 'does not exist'}")
+    graded = grade_file(file, out, judge)
+    counts = [f"{verdict.name.lower()}: {graded.num_by_verdict[verdict]}" for verdict in sorted(graded.num_by_verdict)]
+    lines = [*counts, f"{graded.answers_per_s:.0f} answers per second; one verdict per line in {out}"]
+    lines += [describe(graded.problems)] if graded.problems else []
+    return Findings(tuple(lines), is_sound=not graded.problems)

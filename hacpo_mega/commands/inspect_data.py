@@ -1,16 +1,20 @@
-"""What is in data files, in words: counts, lengths under each agent's tokenizer, defects, repetitions, overlap.
+"""`hacpo-mega data inspect`: counts, lengths under each agent's tokenizer, bad rows, repetitions, overlap, golds.
 
 The text is for a person at a terminal; `Findings.is_sound` is for an exit status. Not here: reading (datasets.py)
 and what counts as the same problem (dataset_checks.py).
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_mega.data.dataset_checks import PromptEncoder, overlap, prompt_lengths, repetitions
-from hacpo_mega.data.datasets import Dataset, read_dataset
+from hacpo_mega.data.datasets import Dataset, Problem, read_dataset
+from hacpo_mega.data.files import quoted
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.records import Stop, Verdict
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 NUM_SHOWN = 5
 
@@ -23,10 +27,56 @@ class Findings:
     is_sound: bool
 
 
-def inspect_dataset(path: Path, encoders: Mapping[str, PromptEncoder], max_prompt_tokens: int) -> Findings:
+def inspect(
+    files: Sequence[Path],
+    models: Sequence[Path],
+    evaluation_files: Sequence[Path],
+    max_prompt_tokens: int,
+    judge: Judge | None,
+) -> Iterator[Findings]:
+    """Findings about every file, about overlap with `evaluation_files`, and with a judge about the gold answers.
+
+    ValueError, before anything is said, for a file that does not exist or an evaluation file without a problem.
+    """
+    datasets, evaluation = read_all(files), read_evaluation(evaluation_files)
+    codecs = {model.name: TextCodec(load_tokenizer(model)) for model in models}
+    return _findings(datasets, codecs, evaluation, max_prompt_tokens, judge)
+
+
+def _findings(
+    datasets: Sequence[Dataset],
+    codecs: Mapping[str, PromptEncoder],
+    evaluation: Sequence[Dataset],
+    max_prompt_tokens: int,
+    judge: Judge | None,
+) -> Iterator[Findings]:
+    for dataset in datasets:
+        yield inspect_dataset(dataset, codecs, max_prompt_tokens)
+    problems = [problem for dataset in datasets for problem in dataset.problems]
+    if evaluation:
+        yield inspect_overlap(problems, evaluation)
+    if judge is not None:
+        yield check_golds(problems, judge)
+
+
+def read_all(files: Sequence[Path]) -> list[Dataset]:
+    """The files as datasets. ValueError for those that do not exist, a line each."""
+    if missing := [f"{file}: does not exist" for file in files if not file.exists()]:
+        raise ValueError("\n".join(missing))
+    return [read_dataset(file) for file in files]
+
+
+def read_evaluation(files: Sequence[Path]) -> list[Dataset]:
+    """Files to compare with. ValueError also for one without a problem in it: nothing would be in common with it."""
+    datasets = read_all(files)
+    if empty := [str(dataset.defects[0]) for dataset in datasets if not dataset.problems]:
+        raise ValueError("\n".join(empty))
+    return datasets
+
+
+def inspect_dataset(found: Dataset, encoders: Mapping[str, PromptEncoder], max_prompt_tokens: int) -> Findings:
     """One file: rows, layout, subjects and levels, prompt lengths for each named encoder, defects and repetitions."""
-    found = read_dataset(path)
-    lines = [f"{path}: {len(found.problems)} problems, layout {found.layout or 'unknown'}"]
+    lines = [f"{found.path}: {len(found.problems)} problems, layout {found.layout or 'unknown'}"]
     lines += _groups(found)
     for name, encoder in encoders.items():
         lines.append(_lengths(found, name, encoder, max_prompt_tokens))
@@ -38,15 +88,31 @@ def inspect_dataset(path: Path, encoders: Mapping[str, PromptEncoder], max_promp
     return Findings(tuple(lines), is_sound=not found.defects and not contradictions)
 
 
-def inspect_overlap(training: Sequence[Path], evaluation: Sequence[Path]) -> Findings:
-    """Evaluation problems that are also in the training files, per evaluation file."""
-    trained = [problem for path in training for problem in read_dataset(path).problems]
-    lines, leaked = [], 0
-    for path in evaluation:
-        common = overlap(trained, read_dataset(path).problems)
-        leaked += len(common)
-        lines += _shown(f"of {path} also in the training data", common) or [f"none of {path} in the training data"]
-    return Findings(tuple(lines), is_sound=leaked == 0)
+def inspect_overlap(training: Sequence[Problem], evaluation: Sequence[Dataset]) -> Findings:
+    """Evaluation problems that are also among the training problems, per evaluation file, and rows unfit to compare."""
+    lines, is_sound = [], True
+    for dataset in evaluation:
+        common = overlap(training, dataset.problems)
+        kinds = Counter(repetition.kind for repetition in common)
+        how = ", ".join(f"{kinds[kind]} {kind}" for kind in kinds)
+        lines += _shown(f"of {len(dataset.problems)} of {dataset.path} also in the training data ({how})", common)
+        lines += [] if common else [f"none of {dataset.path} in the training data"]
+        lines += _shown(f"of {dataset.path} cannot be compared", dataset.defects)
+        is_sound &= not common and not dataset.defects
+    return Findings(tuple(lines), is_sound)
+
+
+def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
+    """Every gold answer graded against itself: one that is not correct earns nobody a reward."""
+    golds = [problem.gold for problem in problems]
+    answers = [f"\\boxed{{{gold}}}" for gold in golds]
+    judgements = judge.judge([problem.prompt for problem in problems], golds, answers, [Stop.EOS] * len(golds))
+    pairs = zip(problems, judgements, strict=True)
+    bad = [problem for problem, judgement in pairs if judgement.verdict is not Verdict.CORRECT]
+    lines = [f"{len(golds) - len(bad)} of {len(golds)} gold answers are correct against themselves"]
+    lines += [f"    {problem.source}:{problem.line} {quoted(problem.gold)}" for problem in bad[:NUM_SHOWN]]
+    lines += [f"    ... and {len(bad) - NUM_SHOWN} more"] if len(bad) > NUM_SHOWN else []
+    return Findings(tuple(lines), is_sound=not bad)
 
 
 def _groups(found: Dataset) -> list[str]:

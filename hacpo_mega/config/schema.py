@@ -231,6 +231,11 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0.0)
     max_prompt_tokens: Count = 1024
     max_answer_tokens: Count = 4096
+    train_changed_reencodings: bool = Field(
+        False,
+        description="Train on another agent's answer even when it reads differently in the learner's own tokens; the "
+        "verdict was given to the original text, so such answers are left out, and counted, by default.",
+    )
 
 
 class TrainingConfig(Section):

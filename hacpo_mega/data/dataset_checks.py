@@ -1,20 +1,45 @@
 """What can make a result on a dataset wrong: repeated problems, and evaluation problems that were trained on.
 
-Problems are compared by their exact text and by `normalised` text. Not here: reading files (datasets.py).
+A problem is compared with another in three ways, the stricter first:
+
+    same text         character by character
+    same normalised   without what differs between copies: case, spacing, dollars, punctuation (`normalised`)
+    contained         half of the 8-grams of words of the shorter text are in the other, and all numbers of one text are
+                      in the other, and so are the words of the gold answers
+
+The last finds copies whose LaTeX or wording was edited. Numbers and golds are asked for because a book varies its
+problems: the same sentence with other numbers, or another question about the same figure, is another problem.
+Not here: reading files (datasets.py).
 """
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from hacpo_mega.data.datasets import Problem
+from hacpo_mega.data.files import quoted
+
+Kind = Literal["same text", "same normalised", "contained"]
 
 INSTRUCTIONS = re.compile(
     r"(?:let's think step by step|please reason step by step)[^.]*?(?:within|in)\s*\\boxed\{\}\.?", re.IGNORECASE
 )
 LATEX_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])")
+GRAM_WORDS = 8
+# Measured in docs/data.md: edited copies of competition problems share .5 to 1, unrelated problems at most .3.
+SHARE_OF_A_COPY = 0.5
+# A gold of one letter names a choice: the golds of one in five unrelated problems agree, so the text has to.
+SHARE_WITH_A_CHOICE = 0.9
+# Letters and digits apart, one character of a script without spaces, and the signs that change what is asked.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|\d+|[-+*/=<>^!|%]")
+UNWORDED = re.compile(r"\\(?:mathrm|text|textbf|textit|mathbf|operatorname|mbox|emph|rm|bf|[lcd]?dots)(?![A-Za-z])")
+SPELLINGS = ((re.compile(r"\\[dtc]frac"), r"\\frac"), (re.compile(r"\\([lgn]e)q(?![A-Za-z])"), r"\\\1"))
+SMALL_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBER_WORDS = {word: str(number) for number, word in enumerate(SMALL_NUMBERS)}
+NOTATION = frozenset(("frac", "times", "cdot", "e", "^", "*", "/"))
 
 
 class PromptEncoder(Protocol):
@@ -25,18 +50,17 @@ class PromptEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Repetition:
-    """Two problems with the same text, exactly or after normalisation. `agrees`: so have their gold answers."""
+    """`second` is `first` again, in the way that `kind` says. `agrees`: so are their gold answers."""
 
     first: Problem
     second: Problem
-    exact: bool
+    kind: Kind
     agrees: bool
 
     def __str__(self) -> str:
-        how = "exactly" if self.exact else "but for spelling"
-        answers = "" if self.agrees else f", with other answers ({self.first.gold!r}, {self.second.gold!r})"
+        answers = "" if self.agrees else f", with other answers ({quoted(self.first.gold)}, {quoted(self.second.gold)})"
         places = f"{self.second.source}:{self.second.line} repeats {self.first.source}:{self.first.line}"
-        return f"{places} {how}{answers}"
+        return f"{places} ({self.kind}){answers}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,59 @@ class Lengths:
     num_over_limit: int
 
 
+@dataclass(frozen=True)
+class _Wording:
+    """A problem as containment sees it: its 8-grams (hashed), its numbers, and the words of its gold."""
+
+    problem: Problem
+    normalised: str
+    grams: frozenset[int]
+    numbers: Counter[str]
+    gold: Counter[str]
+
+    @classmethod
+    def of(cls, problem: Problem) -> "_Wording":
+        words = _words(problem.prompt)
+        # a text of fewer words is one gram of another length: it meets only texts of exactly its words
+        num_grams = max(1, len(words) - GRAM_WORDS + 1) if words else 0
+        return cls(
+            problem,
+            normalised(problem.prompt),
+            frozenset(hash(tuple(words[i : i + GRAM_WORDS])) for i in range(num_grams)),
+            Counter(word for word in words if word.isdigit()),
+            Counter(word for word in _words(problem.gold) if word not in NOTATION),
+        )
+
+    def kind_of_copy(self, other: "_Wording", num_common: int) -> Kind | None:
+        """How this problem is the other again, when they have `num_common` grams in common; None if it is not."""
+        if self.problem.prompt == other.problem.prompt:
+            return "same text"
+        if self.normalised == other.normalised:
+            return "same normalised"
+        is_choice = any(len(word) == 1 and word.isalpha() for gold in (self.gold, other.gold) for word in gold)
+        share = SHARE_WITH_A_CHOICE if is_choice else SHARE_OF_A_COPY
+        enough = num_common >= share * min(len(self.grams), len(other.grams))
+        return "contained" if enough and _one_holds(self.numbers, other.numbers) and self._agrees(other) else None
+
+    def _agrees(self, other: "_Wording") -> bool:
+        """Whether one gold answer holds the words of the other, and beside them no number but the 10 of 4 x 10^3."""
+        differing = (self.gold - other.gold) + (other.gold - self.gold)
+        no_number = not any(word.isdigit() and word != "10" for word in differing)
+        return bool(self.gold and other.gold) and _one_holds(self.gold, other.gold) and no_number
+
+
+def _one_holds(one: Counter[str], other: Counter[str]) -> bool:
+    return one <= other or other <= one
+
+
+def _words(text: str) -> list[str]:
+    text = UNWORDED.sub(" ", LATEX_SPACING.sub(" ", INSTRUCTIONS.sub("", text).replace("\\!", "")))
+    for spelling, usual in SPELLINGS:
+        text = spelling.sub(usual, text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", unicodedata.normalize("NFKC", text).casefold())
+    return [NUMBER_WORDS.get(word, word) for word in WORD.findall(text)]
+
+
 def normalised(text: str) -> str:
     """A problem without what differs between copies: case, spacing, dollars, punctuation, LaTeX sizes, instructions."""
     text = unicodedata.normalize("NFKC", INSTRUCTIONS.sub("", text)).casefold()
@@ -57,34 +134,74 @@ def normalised(text: str) -> str:
     return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"\s+", " ", text))
 
 
+def _same_gold(one: Problem, other: Problem) -> bool:
+    """Whether the golds are the same but for spelling and fonts: 2340 and \\mathbf{2340}. Brackets tell intervals."""
+    golds = (re.sub(r"[{}]", "", UNWORDED.sub("", normalised(problem.gold))) for problem in (one, other))
+    return next(golds) == next(golds)
+
+
 def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
-    """Every problem that an earlier one of the sequence already is, with the first of them."""
+    """Every problem whose text, exactly or normalised, an earlier one of the sequence has, with the first of them."""
     first_of: dict[str, Problem] = {}
     found = []
     for problem in problems:
         first = first_of.setdefault(normalised(problem.prompt), problem)
         if first is not problem:
-            found.append(_repetition(first, problem))
+            kind = "same text" if first.prompt == problem.prompt else "same normalised"
+            found.append(Repetition(first, problem, kind, _same_gold(first, problem)))
     return found
 
 
+def contradictions(problems: Sequence[Problem]) -> list[Repetition]:
+    """The repetitions whose gold answer is not that of the first: nobody can say which of them is right."""
+    return [repetition for repetition in repetitions(problems) if not repetition.agrees]
+
+
+def copies(training: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterator[Repetition]:
+    """Every pair of a training problem (`first`) and an evaluation problem (`second`) that is a copy of it.
+
+    Only the evaluation set is indexed: time and memory grow with its size and with the number of 8-grams in common.
+    """
+    evaluated = [_Wording.of(problem) for problem in evaluation]
+    holding: dict[int | str, list[int]] = defaultdict(list)
+    for number, wording in enumerate(evaluated):
+        for key in (wording.normalised, *wording.grams):
+            holding[key].append(number)
+    for problem in training:
+        wording = _Wording.of(problem)
+        num_common = Counter(number for gram in wording.grams for number in holding.get(gram, ()))
+        num_common.update(dict.fromkeys(holding.get(wording.normalised, ()), 0))
+        for number, common in sorted(num_common.items()):
+            if kind := wording.kind_of_copy(evaluated[number], common):
+                agrees = kind == "contained" or _same_gold(problem, evaluated[number].problem)
+                yield Repetition(problem, evaluated[number].problem, kind, agrees)
+
+
 def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[Repetition]:
-    """Evaluation problems (`second`) that are also in the training set (`first`): their accuracy says nothing."""
-    trained = {normalised(problem.prompt): problem for problem in reversed(training)}
-    found = ((trained.get(normalised(problem.prompt)), problem) for problem in evaluation)
-    return [_repetition(first, second) for first, second in found if first is not None]
+    """Evaluation problems (`second`) that are also in the training set (`first`): their accuracy says nothing.
+
+    One per evaluation problem, in their order: the first training problem of the strictest kind.
+    """
+    strictness: tuple[Kind, ...] = ("same text", "same normalised", "contained")
+    best: dict[int, Repetition] = {}
+    for found in copies(training, evaluation):
+        known = best.get(id(found.second))
+        if known is None or strictness.index(found.kind) < strictness.index(known.kind):
+            best[id(found.second)] = found
+    return [best[id(problem)] for problem in evaluation if id(problem) in best]
 
 
 def deduplicated(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The problems without repetitions; the first of each stays."""
+    """The problems without repetitions; the first of each stays, none of those that contradict each other."""
     repeated = {id(repetition.second) for repetition in repetitions(problems)}
-    return tuple(problem for problem in problems if id(problem) not in repeated)
+    disputed = {id(repetition.first) for repetition in contradictions(problems)}
+    return tuple(problem for problem in problems if id(problem) not in repeated | disputed)
 
 
 def without_overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The training problems that no evaluation problem repeats."""
-    evaluated = {normalised(problem.prompt) for problem in evaluation}
-    return tuple(problem for problem in training if normalised(problem.prompt) not in evaluated)
+    """The training problems that no evaluation problem is a copy of, in any of the three ways."""
+    leaked = {id(repetition.first) for repetition in copies(training, evaluation)}
+    return tuple(problem for problem in training if id(problem) not in leaked)
 
 
 def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prompt_tokens: int) -> Lengths:
@@ -98,8 +215,3 @@ def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prom
         longest=lengths[-1],
         num_over_limit=sum(length > max_prompt_tokens for length in lengths),
     )
-
-
-def _repetition(first: Problem, second: Problem) -> Repetition:
-    agrees = normalised(first.gold) == normalised(second.gold)
-    return Repetition(first, second, first.prompt == second.prompt, agrees)

@@ -1,7 +1,7 @@
 """Public mathematics data in the layouts it is published in -> one schema, `Problem`.
 
-    container   JSON Lines (.jsonl, .txt, .json), one JSON object or list per file (.json), Parquet, a .tar.gz or a
-                folder tree of JSON files (the classic MATH/<split>/<subject>/<n>.json)
+    container   JSON Lines (.jsonl, .txt, .json), one JSON object or list per file (.json), both also gzipped, Parquet,
+                a .tar.gz or a folder tree of such files (the classic MATH/<split>/<subject>/<n>.json)
     layout      recognised by the fields of a row, see LAYOUTS: MATH, MATH-500, GSM8K, AIME, AMC, Minerva,
                 OlympiadBench, verl's RLHFDataset, plain prompt/answer
 A row that fits no layout, has no gold answer, or is of another layout than the rest of its file is a DataProblem with
@@ -11,14 +11,32 @@ its line; the good rows still come. Not here: repeated and overlapping problems 
 import json
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
-from hacpo_mega.data.files import DataProblem, PromptRow, content_id, gold_text, read_records
+from hacpo_mega.data.files import (
+    GOLD_TYPES,
+    UNREADABLE,
+    DataProblem,
+    PromptRow,
+    content_id,
+    field_names,
+    gold_text,
+    open_bytes,
+    quoted,
+    read_lines,
+    read_records,
+    replacing,
+    value_problem,
+)
 
 Record = dict[str, Any]
+
+LINES = (".jsonl", ".jsonl.gz")
+DOCUMENTS = (".json", ".json.gz")
+ARCHIVES = (".tar.gz", ".tgz", ".tar")
 
 
 @dataclass(frozen=True)
@@ -59,208 +77,244 @@ class Dataset:
 class Layout:
     """How one kind of row is recognised and where its problem, gold answer and solution are.
 
-    The extractors raise KeyError, TypeError or ValueError on a row that is not what it looks like.
+    `prompt_field` and `gold_field` say where a person finds them. The extractors raise KeyError, TypeError or
+    ValueError on a row that is not what it looks like; what they return is checked: a list is no gold answer.
     """
 
     matches: Callable[[Record], bool]
-    prompt: Callable[[Record], str]
-    answer: Callable[[Record], str]
-    solution: Callable[[Record], str] = lambda row: ""
+    prompt_field: str
+    gold_field: str
+    prompt: Callable[[Record], object]
+    gold: Callable[[Record], object]
+    solution: Callable[[Record], object] = lambda row: row.get("solution")
 
 
-def _field(name: str) -> Callable[[Record], str]:
-    return lambda row: row[name]
+class Row(NamedTuple):
+    """A row as it was found: `line` counts in `file`, in an archive a member; `name` is for `Problem.source`."""
+
+    file: Path
+    line: int
+    name: str
+    record: Record | DataProblem
 
 
-def _has(*names: str) -> Callable[[Record], bool]:
-    return lambda row: all(row.get(name) is not None for name in names)
+def _plain(prompt_field: str, gold_field: str) -> Layout:
+    """The layout of rows that hold the problem in one field and the gold answer in another."""
+    return Layout(
+        lambda row: row.get(prompt_field) is not None and row.get(gold_field) is not None,
+        prompt_field,
+        gold_field,
+        lambda row: row[prompt_field],
+        lambda row: row[gold_field],
+    )
 
 
 def _boxed_solution(row: Record) -> str:
     answer = last_boxed(row["solution"])
     if answer is None:
         raise ValueError("has no complete \\boxed{} to take the answer from")
+    if not answer.strip():
+        raise ValueError("boxes nothing: the last \\boxed{} is empty")
     return answer
 
 
-def _competition_answer(row: Record) -> str:
+def _competition_answer(row: Record) -> object:
     """AMC writes 27.0 and AIME 025 for whole numbers; every other answer stays as it is."""
-    text = gold_text(row["answer"])
-    return str(int(text)) if text.isascii() and text.isdigit() else text
+    answer = row["answer"]
+    is_digits = isinstance(answer, str) and answer.isascii() and answer.isdigit()
+    return answer.lstrip("0") or "0" if is_digits else answer
 
 
-def _last_message(row: Record) -> str:
+def _last_message(row: Record) -> object:
     roles = [message["role"] for message in row["prompt"]]
     if roles != ["user"]:
-        raise ValueError(f"has messages of {', '.join(roles)}; needs a single one of user")
+        raise ValueError(f"has messages of {quoted(', '.join(map(str, roles)))}; needs a single one of user")
     return row["prompt"][0]["content"]
 
 
-def _verl_target(row: Record) -> str:
+def _verl_target(row: Record) -> object:
     truth = row["reward_model"]["ground_truth"]
-    return gold_text(truth["target"] if isinstance(truth, dict) else truth)
+    return truth["target"] if isinstance(truth, dict) else truth
 
 
-def _verl_solution(row: Record) -> str:
+def _verl_solution(row: Record) -> object:
     truth = row["reward_model"]["ground_truth"]
-    return truth.get("solution", "") if isinstance(truth, dict) else ""
+    return truth.get("solution") if isinstance(truth, dict) else None
 
 
-def _with_context(row: Record) -> str:
-    return f"{row['context']}\n\n{row['question']}" if row.get("context") else row["question"]
+def _with_context(row: Record) -> object:
+    return row["context"] + "\n\n" + row["question"] if row.get("context") else row["question"]
 
 
-def _single_answer(row: Record) -> str:
-    if len(row["final_answer"]) != 1:
-        raise ValueError(f"has {len(row['final_answer'])} final answers; needs one string with all of them")
-    return row["final_answer"][0]
+def _single_answer(row: Record) -> object:
+    answers = row["final_answer"]
+    if not isinstance(answers, list) or len(answers) == 1:
+        return answers[0] if isinstance(answers, list) else answers
+    raise ValueError(f"has {len(answers)} final answers; needs one string with all of them")
 
 
-def _olympiad_solution(row: Record) -> str:
-    found = row.get("solution") or ""
-    return "\n\n".join(found) if isinstance(found, list) else found
+def _olympiad_solution(row: Record) -> object:
+    found = row.get("solution")
+    return "\n\n".join(map(str, found)) if isinstance(found, list) else found
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "verl": Layout(
         lambda row: isinstance(row.get("prompt"), list) and "reward_model" in row,
+        "prompt",
+        "reward_model.ground_truth",
         _last_message,
         _verl_target,
         _verl_solution,
     ),
-    "olympiadbench": Layout(_has("question", "final_answer"), _with_context, _single_answer, _olympiad_solution),
-    "nemo": Layout(
-        _has("problem", "expected_answer"),
-        _field("problem"),
-        lambda row: gold_text(row["expected_answer"]),
-        lambda row: row.get("reference_solution") or "",
+    "olympiadbench": Layout(
+        _plain("question", "final_answer").matches,
+        "question",
+        "final_answer",
+        _with_context,
+        _single_answer,
+        _olympiad_solution,
     ),
+    "nemo": replace(_plain("problem", "expected_answer"), solution=lambda row: row.get("reference_solution")),
     "gsm8k": Layout(
-        lambda row: "####" in str(row.get("answer")) and "question" in row,
-        _field("question"),
+        lambda row: isinstance(row.get("answer"), str) and "####" in row["answer"] and "question" in row,
+        "question",
+        "answer",
+        lambda row: row["question"],
         lambda row: gold_answer(row["answer"]).replace(",", ""),
-        _field("answer"),
+        lambda row: row["answer"],
     ),
-    "answered": Layout(
-        _has("problem", "answer"), _field("problem"), _competition_answer, lambda row: row.get("solution") or ""
-    ),
-    "math": Layout(_has("problem", "solution"), _field("problem"), _boxed_solution, _field("solution")),
+    "answered": replace(_plain("problem", "answer"), gold=_competition_answer),
+    "math": replace(_plain("problem", "solution"), gold=_boxed_solution),
     "plain": Layout(
         lambda row: isinstance(row.get("prompt"), str) and row.get("answer") is not None,
-        _field("prompt"),
-        lambda row: gold_text(row["answer"]),
-        lambda row: row.get("solution") or "",
+        "prompt",
+        "answer",
+        lambda row: row["prompt"],
+        lambda row: row["answer"],
     ),
-    "question": Layout(_has("question", "answer"), _field("question"), lambda row: gold_text(row["answer"])),
+    "question": _plain("question", "answer"),
 }
 
 
 def read_dataset(path: Path) -> Dataset:
     """The problems of a file, archive or folder in any layout; whatever is wrong with it comes as defects."""
+    path = Path(path)
     problems, defects = [], []
     layout_of_file = ""
-    for line, name, record in _records(Path(path)):
-        if isinstance(record, DataProblem):
-            defects.append(record)
+    for row in _rows(path):
+        if isinstance(row.record, DataProblem):
+            defects.append(row.record)
             continue
-        layout = next((name for name, layout in LAYOUTS.items() if layout.matches(record)), None)
+        layout = next((name for name, layout in LAYOUTS.items() if layout.matches(row.record)), None)
         layout_of_file = layout_of_file or layout or ""
         if layout is None:
-            defects.append(
-                DataProblem(Path(path), line, None, f"fits no known layout (the row has: {_fields(record)})")
-            )
+            what = f"fits no known layout (the row has: {field_names(row.record)})"
+            defects.append(DataProblem(row.file, row.line, None, what))
         elif layout != layout_of_file:
             what = f"is a row of layout {layout!r} in a file of {layout_of_file!r}"
-            defects.append(DataProblem(Path(path), line, None, what))
+            defects.append(DataProblem(row.file, row.line, None, what))
         else:
-            found = _problem(Path(path), line, name, record, LAYOUTS[layout])
+            found = _problem(row, row.record, LAYOUTS[layout])
             (problems if isinstance(found, Problem) else defects).append(found)
     if not problems and not defects:
-        defects.append(DataProblem(Path(path), None, None, "has no rows"))
-    return Dataset(Path(path), layout_of_file, tuple(problems), tuple(defects))
+        defects.append(DataProblem(path, None, None, "has no rows"))
+    return Dataset(path, layout_of_file, tuple(problems), tuple(defects))
 
 
-def _fields(record: Record) -> str:
-    return ", ".join(sorted(record)) or "no field at all"
-
-
-def _problem(path: Path, line: int, name: str, record: Record, layout: Layout) -> Problem | DataProblem:
+def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
     try:
-        prompt, answer, solution = layout.prompt(record), layout.answer(record), layout.solution(record)
+        prompt, gold, solution = layout.prompt(record), layout.gold(record), layout.solution(record)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
-        return DataProblem(path, line, None, what)
-    for field, text in (("prompt", prompt), ("answer", answer)):
-        if not isinstance(text, str) or not text.strip():
-            return DataProblem(path, line, field, "is empty" if text == "" else f"is {text!r}, needs text")
+        return DataProblem(row.file, row.line, None, what)
+    for field, value, types in ((layout.prompt_field, prompt, (str,)), (layout.gold_field, gold, GOLD_TYPES)):
+        if what := value_problem(value, types):
+            return DataProblem(row.file, row.line, field, what)
     own_id = record.get("unique_id", record.get("id", record.get("idx")))
     return Problem(
         id=content_id(prompt),
         prompt=prompt,
-        gold=answer.strip(),
+        gold=gold_text(gold).strip(),
         solution=solution if isinstance(solution, str) else "",
         level=str(record.get("level") or ""),
         subject=str(record.get("type") or record.get("subject") or record.get("subfield") or ""),
-        source=name if own_id is None else f"{name}#{own_id}",
-        line=line,
+        source=f"{row.name}#{own_id}" if isinstance(own_id, str | int) else row.name,
+        line=row.line,
     )
 
 
 def write_dataset(problems: Iterable[Problem], file: Path) -> None:
-    """Writes JSON Lines in the schema of `Problem`, the gold as `answer`: data.files of a run reads it as it is."""
+    """Writes JSON Lines in the schema of `Problem`, the gold as `answer`: data.files of a run reads it as it is.
+
+    An old file stays as it is until the new one is whole. ValueError when there is no such folder.
+    """
     rows = ({"answer" if key == "gold" else key: value for key, value in asdict(p).items()} for p in problems)
-    with file.open("w", encoding="utf-8") as out:
+    with replacing(file) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _records(path: Path) -> Iterator[tuple[int, str, Record | DataProblem]]:
-    """(line or number of the file, name, record) of every row of a file, an archive or a folder."""
+def _rows(path: Path) -> Iterator[Row]:
+    """Every row of a file, an archive or a folder."""
     if path.is_dir():
-        files = sorted(path.rglob("*.json"))
-        for number, file in enumerate(files, start=1):
-            yield from _json_documents(file, number, str(file.relative_to(path)), file.read_bytes())
-    elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
-        yield from _archive(path)
-    elif path.suffix == ".json" and path.is_file() and not _is_json_lines(path):
-        yield from _json_documents(path, 1, path.name, path.read_bytes())
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and file.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
+                yield from _rows_of_file(file, str(file.relative_to(path)))
+    elif path.name.endswith(ARCHIVES) and path.is_file():
+        yield from _rows_of_archive(path)
     else:
-        yield from ((line, path.name, record) for line, record in read_records(path))
+        yield from _rows_of_file(path, path.name)
 
 
-def _is_json_lines(path: Path) -> bool:
-    with path.open("rb") as lines:
-        first = lines.readline()
-        try:
-            return isinstance(json.loads(first), dict) and bool(lines.readline().strip())
-        except ValueError:
-            return False
+def _rows_of_file(file: Path, name: str) -> Iterator[Row]:
+    if file.name.endswith(DOCUMENTS) and file.is_file():
+        yield from _rows_of_json(file, name)
+    else:
+        yield from (Row(file, line, name, record) for line, record in read_records(file))
 
 
-def _archive(path: Path) -> Iterator[tuple[int, str, Record | DataProblem]]:
-    number = 0
+def _rows_of_json(file: Path, name: str) -> Iterator[Row]:
+    """Of a .json file: rows of JSON Lines when its first line is an object and there is another, else one document."""
+    try:
+        with open_bytes(file) as lines:
+            is_lines = _is_object(lines.readline()) and bool(lines.readline().strip())
+            lines.seek(0)
+            if is_lines:
+                yield from (Row(file, line, name, record) for line, record in read_lines(file, lines))
+            else:
+                yield from _rows_of_document(file, name, lines.read())
+    except UNREADABLE as error:
+        yield Row(file, 1, name, DataProblem(file, None, None, f"unreadable: {error}"))
+
+
+def _is_object(raw: bytes) -> bool:
+    try:
+        return isinstance(json.loads(raw), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _rows_of_archive(path: Path) -> Iterator[Row]:
+    member = path
     try:
         with tarfile.open(path) as archive:
-            for member in archive:
-                if member.isfile() and member.name.endswith(".json"):
-                    number += 1
-                    yield from _json_documents(path, number, member.name, archive.extractfile(member).read())
-    except (tarfile.TarError, EOFError, OSError) as error:
-        yield number + 1, path.name, DataProblem(path, number + 1, None, f"unreadable archive: {error}")
+            for entry in archive:
+                member = path / entry.name
+                if entry.isfile() and entry.name.endswith(".jsonl"):
+                    lines = archive.extractfile(entry)
+                    yield from (Row(member, line, entry.name, record) for line, record in read_lines(member, lines))
+                elif entry.isfile() and entry.name.endswith(".json"):
+                    yield from _rows_of_document(member, entry.name, archive.extractfile(entry).read())
+    except (tarfile.TarError, *UNREADABLE) as error:
+        yield Row(member, 1, path.name, DataProblem(member, None, None, f"unreadable archive: {error}"))
 
 
-def _json_documents(path: Path, number: int, name: str, raw: bytes) -> Iterator[tuple[int, str, Record | DataProblem]]:
+def _rows_of_document(file: Path, name: str, raw: bytes) -> Iterator[Row]:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        yield number, name, DataProblem(path, number, None, f"{name}: invalid JSON: {error}")
+        yield Row(file, 1, name, DataProblem(file, None, None, f"invalid JSON: {error}"))
         return
-    for i, record in enumerate(content if isinstance(content, list) else [content]):
-        line = number + i
-        if isinstance(record, dict):
-            yield line, name, record
-        else:
-            yield (
-                line,
-                name,
-                DataProblem(path, line, None, f"{name}: is a JSON {type(record).__name__}, needs an object"),
-            )
+    for line, record in enumerate(content if isinstance(content, list) else [content], start=1):
+        what = f"is a JSON {type(record).__name__}, needs an object with fields"
+        yield Row(file, line, name, record if isinstance(record, dict) else DataProblem(file, line, None, what))

@@ -1,20 +1,30 @@
-"""Prompt files: JSON Lines or Parquet rows -> checked `PromptRow`s, or every problem of every file at once.
+"""Prompt files: JSON Lines (also gzipped) or Parquet rows -> checked `PromptRow`s, or every problem of every file.
 
-A problem names file, line and field. Nothing here samples (prompts.py), judges (judge.py) or imports torch, so that
+A problem names file, line and field. Nothing here samples (prompts.py), judges (grading/) or imports torch, so that
 `hacpo-mega check` can read data files and still answer at once.
 """
 
+import gzip
 import hashlib
 import json
+import math
+import os
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 import pyarrow
 import pyarrow.parquet
 
 NUM_PROBLEMS_SHOWN = 20
+NUM_CHARACTERS_SHOWN = 80
+NUM_NAMES_SHOWN = 20
+GZIP_MAGIC = b"\x1f\x8b"
+GOLD_TYPES = (str, int, float)
+UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,15 @@ class DataProblem:
     def __str__(self) -> str:
         place = f"{self.file}" if self.line is None else f"{self.file}:{self.line}"
         return f"{place}: {self.what}" if self.field is None else f"{place}: field {self.field!r} {self.what}"
+
+
+def quoted(value: object) -> str:
+    """A value of a file as a message shows it: in quotes and on one line, at most 80 characters of it."""
+    # a long text is cut before it is escaped: a message about 5 MB must not build 5 MB
+    cut = value[:NUM_CHARACTERS_SHOWN] if isinstance(value, str) else value
+    shown = repr(cut)
+    is_whole = cut == value and len(shown) <= NUM_CHARACTERS_SHOWN + 2
+    return shown if is_whole else f"{shown[:NUM_CHARACTERS_SHOWN]}..."
 
 
 def content_id(text: str) -> str:
@@ -100,23 +119,34 @@ def gold_text(answer: str | int | float) -> str:
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
+def value_problem(value: object, types: tuple[type, ...]) -> str | None:
+    """What keeps a value from being a prompt (`types` is str) or a gold answer (GOLD_TYPES); None when nothing does."""
+    if isinstance(value, bool) or not isinstance(value, types):
+        return f"is a {type(value).__name__}, needs {' or '.join(t.__name__ for t in types)} (found {quoted(value)})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}, needs a finite number"
+    if isinstance(value, str) and not value.strip():
+        return "is empty"
+    if isinstance(value, str) and any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+        return "holds half a surrogate pair, which no tokenizer can encode"
+    return None
+
+
+def field_names(record: dict[str, Any]) -> str:
+    """The fields that a row has, for a message: the first 20 in alphabetical order."""
+    names = sorted(map(str, record))
+    shown = [name if len(name) <= NUM_CHARACTERS_SHOWN else quoted(name) for name in names[:NUM_NAMES_SHOWN]]
+    more = [f"... and {len(names) - NUM_NAMES_SHOWN} more"] if len(names) > NUM_NAMES_SHOWN else []
+    return ", ".join(shown + more) or "no field at all"
+
+
 def _field_problems(file: Path, line: int, record: dict[str, Any], fields: tuple[str, str]) -> list[DataProblem]:
-    allowed = ((str,), (str, int, float))
     problems = []
-    for field, types in zip(fields, allowed):
+    for field, types in zip(fields, ((str,), GOLD_TYPES)):
         value = record.get(field)
-        if value is None:
-            has = ", ".join(sorted(record)) or "no field at all"
-            problems.append(DataProblem(file, line, field, f"is missing (the row has: {has})"))
-        elif isinstance(value, bool) or not isinstance(value, types):
-            what = f"is a {type(value).__name__}, needs {' or '.join(t.__name__ for t in types)}"
+        missing = f"is missing (the row has: {field_names(record)})" if value is None else None
+        if what := missing or value_problem(value, types):
             problems.append(DataProblem(file, line, field, what))
-        elif isinstance(value, str) and not value.strip():
-            problems.append(DataProblem(file, line, field, "is empty"))
-        elif isinstance(value, str) and any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-            problems.append(
-                DataProblem(file, line, field, "holds half a surrogate pair, which no tokenizer can encode")
-            )
     return problems
 
 
@@ -133,14 +163,26 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem
     elif file.suffix == ".parquet":
         yield from _read_parquet(file)
     else:
-        yield from _read_json_lines(file)
+        with open_bytes(file) as lines:
+            yield from read_lines(file, lines)
 
 
-def _read_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    with file.open("rb") as lines:
+def open_bytes(file: Path) -> BinaryIO:
+    """The bytes of a file, unpacked when they are gzip's, whatever the file is called."""
+    with file.open("rb") as start:
+        is_gzip = start.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    return gzip.open(file) if is_gzip else file.open("rb")
+
+
+def read_lines(file: Path, lines: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """(line from 1, record) of a stream of JSON Lines; `file` is what problems are named after."""
+    line = 0
+    try:
         for line, raw in enumerate(lines, start=1):
             if raw.strip():
                 yield line, _parse_line(file, line, raw)
+    except UNREADABLE as error:
+        yield line + 1, DataProblem(file, line + 1, None, f"unreadable from here: {error}")
 
 
 def _parse_line(file: Path, line: int, raw: bytes) -> dict[str, Any] | DataProblem:
@@ -164,4 +206,32 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
                     line += 1
                     yield line, record
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {str(error).splitlines()[0]}")
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
+
+
+def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
+    """ValueError when writing `out` would destroy, or add to, what is read: the same file or inside a folder of it."""
+    for given in inputs:
+        is_same = out.exists() and given.exists() and out.samefile(given)
+        if is_same or out.resolve().is_relative_to(given.resolve()):
+            raise ValueError(f"{out}: is what is read ({given}); give another file to write to")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[TextIO]:
+    """A text stream whose content takes the place of `file` when the block ends, and nothing does when it raises.
+
+    ValueError when the folder does not exist, or `file` is a folder.
+    """
+    target = file.resolve()  # a symbolic link stays one, and what it leads to is replaced
+    if target.is_dir() or not target.parent.is_dir():
+        found = "is a folder" if target.is_dir() else f"cannot be written: the folder {target.parent} does not exist"
+        raise ValueError(f"{file}: {found}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("w", encoding="utf-8") as stream:
+            yield stream
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,20 +1,22 @@
-"""A lane's pool as one learner trains on it: own tokens, own prompt, own advantage.
+"""A lane's pool as one learner trains on it: own tokens, own prompt, own advantage (eq. 47 and 50 sum over these).
 
 Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens nobody sampled. So do
 answers of a source with the identical tokenizer, except that the final EOS becomes the learner's own (a base model and
 its instruct twin differ in that one token). Other answers are encoded from text as a continuation of a prompt.
+What was judged is the text. An answer is left out, and counted, where its text is not what the source sampled (an id
+without a token, a control token inside it, half a character) or not what the learner would train on (its encoding holds
+a control token, or reads differently).
 Not here: the advantages themselves (algorithm/) and which samples share an update (packing.py).
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from hacpo_mega.records import Pool, Prompt, Sample, Stop, Trajectory, ViewCounts
+from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Stop, Trajectory, ViewCounts
 from hacpo_mega.samples.tokenizers import TextCodec
 
 REPLACEMENT = "\ufffd"
@@ -24,15 +26,17 @@ REPLACEMENT = "\ufffd"
 class ViewRules:
     """How a learner sees the answers of a pool.
 
-    same_tokenizer      per source agent: whether its tokenizer is the learner's, by content (`TextCodec.fingerprint`)
+    sources             per source agent: its tokenizer; one with the learner's fingerprint has the same ids
     shares_answers      whether answers of other agents are trained on at all
+    trains_changed      whether an answer is trained on though its re-encoding reads differently
     eos_in_loss         whether the final EOS is a trained token
     ratio_length        what the learner's log-prob sum is divided by: its own token count, or the source's
     max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending is what was judged
     """
 
-    same_tokenizer: tuple[bool, ...]
+    sources: tuple[TextCodec, ...]
     shares_answers: bool
+    trains_changed: bool
     eos_in_loss: bool
     ratio_length: Literal["own", "source"]
     max_answer_tokens: int
@@ -75,38 +79,61 @@ def _answer_ids(
     # when they were scored, and their first ratio would no longer be exactly 1.
     if not trajectory.verdict.is_judged and not is_self:
         return None
-    if is_self:
-        ids = rollout.token_ids
-    elif rules.same_tokenizer[trajectory.agent]:
-        ids = _with_own_end(rollout.token_ids, rollout.stop == Stop.EOS, codec.eos_id)
-    else:
-        ids = _reencoded(trajectory, codec, rules.max_answer_tokens, tally)
+    ids = rollout.token_ids if is_self else _in_own_tokens(trajectory, codec, rules, tally)
+    tally["num_undecodable"] += not _is_shown(trajectory, rules) or REPLACEMENT in rollout.text
     if ids is not None:
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
         tally["num_truncated"] += rollout.stop != Stop.EOS
-        tally["num_undecodable"] += REPLACEMENT in rollout.text
     return ids
 
 
-def _with_own_end(ids: np.ndarray, ended: bool, eos_id: int) -> np.ndarray:
-    return np.append(ids[:-1], np.int32(eos_id)) if ended else ids
+def _sampled(rollout: Rollout) -> np.ndarray:
+    return rollout.token_ids[:-1] if rollout.stop == Stop.EOS else rollout.token_ids
 
 
-def _reencoded(trajectory: Trajectory, codec: TextCodec, max_tokens: int, tally: Counter[str]) -> np.ndarray | None:
+def _is_shown(trajectory: Trajectory, rules: ViewRules) -> bool:
+    return rules.sources[trajectory.agent].shows(_sampled(trajectory.rollout))
+
+
+def _in_own_tokens(
+    trajectory: Trajectory, codec: TextCodec, rules: ViewRules, tally: Counter[str]
+) -> np.ndarray | None:
     rollout = trajectory.rollout
-    try:
-        ids = codec.encode_answer(rollout.text, ended=rollout.stop == Stop.EOS)
-    except ValueError:
-        tally["num_unencodable"] += 1
+    # a learner of the same tokenizer leaves these out too: its model may have no row for an id that is no token
+    if not _is_shown(trajectory, rules):
         return None
-    if len(ids) > max_tokens:
+    is_twin = rules.sources[trajectory.agent].fingerprint == codec.fingerprint
+    text_ids = _sampled(rollout) if is_twin else _reencoded(rollout.text, codec, rules, tally)
+    if text_ids is None:
+        return None
+    if not codec.control_ids.isdisjoint(text_ids.tolist()):
+        tally["num_control_tokens"] += 1
+        return None
+    ids = np.append(text_ids, np.int32(codec.eos_id)) if rollout.stop == Stop.EOS else text_ids
+    if is_twin:
+        return ids
+    if len(ids) > rules.max_answer_tokens:
         tally["num_too_long"] += 1
         return None
     tally["num_reencoded"] += 1
-    tally["num_changed"] += codec.decode_answer(ids) != rollout.text
     tally["token_ratio_sum"] += len(ids) / max(1, len(rollout.token_ids))
-    return np.array(ids, dtype=np.int32)
+    return ids
+
+
+def _reencoded(text: str, codec: TextCodec, rules: ViewRules, tally: Counter[str]) -> np.ndarray | None:
+    """The text in the learner's tokens, or None where it has none for it, or they read differently."""
+    if REPLACEMENT in text:
+        return None
+    try:
+        ids = codec.encode_answer(text, ended=False)
+    except ValueError:
+        tally["num_unencodable"] += 1
+        return None
+    # a control token is not a change of the text but worse, and counted by itself
+    is_changed = codec.control_ids.isdisjoint(ids) and codec.decode_answer(ids) != text
+    tally["num_changed"] += is_changed
+    return None if is_changed and not rules.trains_changed else np.array(ids, dtype=np.int32)
 
 
 def _sample(
@@ -138,8 +165,3 @@ def _sample(
         source_logprob=trajectory.mean_logprob,
         length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
     )
-
-
-def same_tokenizers(learner_fingerprint: str, source_fingerprints: Sequence[str]) -> tuple[bool, ...]:
-    """Per source: whether its tokenizer is the learner's, by content."""
-    return tuple(fingerprint == learner_fingerprint for fingerprint in source_fingerprints)

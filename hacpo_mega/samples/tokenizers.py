@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jinja2
+import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -22,6 +23,9 @@ from hacpo_mega.config import AgentConfig, Prompting
 
 PAD, EOS = "<pad>", "<eos>"
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
+# DeepSeek. Others are words of the model's own, such as <think>, and stay text.
+CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
 PROBES = ("x", "1", "a")
 ANCHORS = ("=", "\n", "a", "1")
 
@@ -107,11 +111,18 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that are no text: every special one (bos, eos, pad, unk, ...) and added ones of CONTROL_SHAPE."""
+    added = tokenizer.added_tokens_decoder.items()
+    shaped = (i for i, token in added if token.special or CONTROL_SHAPE.fullmatch(token.content))
+    return frozenset((*tokenizer.all_special_ids, *shaped))
+
+
 class TextCodec:
     """Prompts and answers to the ids of one agent, and its answers back to text.
 
-    `eos_id`, `pad_id` and `fingerprint` are the tokenizer's; prompts are cached, since every source's answers to a
-    prompt need the same ids.
+    `eos_id`, `pad_id` and `fingerprint` are the tokenizer's; `control_ids` are the tokens that steer a model instead of
+    being its words. Prompts are cached, since every source's answers to a prompt need the same ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
@@ -123,15 +134,21 @@ class TextCodec:
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.control_ids = control_ids(tokenizer)
+        self._control_texts = tokenizer.convert_ids_to_tokens(sorted(self.control_ids))
+        known = np.array(list(tokenizer.get_vocab().values()))
+        self._has_token_V = np.zeros(known.max() + 1, dtype=bool)
+        self._has_token_V[known] = True
         self._anchors = self._find_anchors() if self._marks_the_start() else ()
         self._prompt_ids = functools.lru_cache(maxsize=8192)(self._encode_prompt)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Ids of a prompt as the model sees it: with BOS where the tokenizer adds one, or inside the chat template.
 
-        With a chat template the text is one user message and the assistant's turn is opened. Special tokens spelled
-        out in a prompt are special tokens: a data file may be written in a template of its own. ValueError if a
-        character has no token, or nothing is left to predict the first token of an answer from.
+        With a chat template the text is one user message and the assistant's turn is opened; a text that spells out a
+        control token is then refused, for it would end that turn. Without one, special tokens spelled out in a prompt
+        are special tokens: a data file may be written in a template of its own, and its BOS is not doubled.
+        ValueError also if a character has no token, or nothing is left to predict the first token of an answer from.
         """
         return self._prompt_ids(text)
 
@@ -144,8 +161,9 @@ class TextCodec:
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
         """Ids of an answer that follows a prompt, then EOS if the answer ended by itself.
 
-        Special tokens spelled out in the text stay text. `decode_answer` gives the text back wherever the tokenizer can
-        write it. ValueError if a character has no token.
+        Special tokens spelled out in the text stay text, where the tokenizer lets them: it matches added tokens that
+        are not marked special, and some have a piece of that name; `control_ids` tells. `decode_answer` gives the text
+        back wherever the tokenizer can write it. ValueError if a character has no token.
         """
         end = (self.eos_id,) if ended else ()
         for anchor, anchor_ids in self._anchors:
@@ -162,19 +180,39 @@ class TextCodec:
         anchor, anchor_ids = self._anchors[0]
         return self._text([*anchor_ids, *ids])[len(anchor) :]
 
+    def has_tokens(self, ids: np.ndarray) -> bool:
+        """Whether every id is a token; a model may have more rows than its tokenizer has tokens, and sample those."""
+        return bool(np.all(ids < len(self._has_token_V)) and self._has_token_V[ids].all())
+
+    def shows(self, ids: np.ndarray) -> bool:
+        """Whether the text of these ids shows them all: ids without a token and control tokens leave no trace in it."""
+        return self.has_tokens(ids) and self.control_ids.isdisjoint(ids.tolist())
+
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         if self.prompting.chat_template:
+            self._refuse_control_texts(text)
             rendered = _rendered(self.tokenizer, self.prompting, text)
             ids = tuple(self._encode(text=rendered, add_special_tokens=False))  # the template writes BOS itself
         else:
             filled = self.prompting.filled(text)
             ids = tuple(self._encode(text=filled, add_special_tokens=True, split_special_tokens=False))
             # some tokenizers close every text with EOS; an answer cannot follow that
-            while ids and ids[-1] == self.eos_id and not (len(ids) == 1 and ids[0] == self.tokenizer.bos_token_id):
+            bos_id = self.tokenizer.bos_token_id
+            while ids and ids[-1] == self.eos_id and not (len(ids) == 1 and ids[0] == bos_id):
                 ids = ids[:-1]
+            while ids[:2] == (bos_id, bos_id):
+                ids = ids[1:]
         if not ids:
             raise ValueError(f"the prompt {text!r} has no tokens, so there is nothing to predict an answer from")
         return ids
+
+    def _refuse_control_texts(self, text: str) -> None:
+        if spelled := sorted(control for control in self._control_texts if control in text):
+            raise ValueError(
+                f"the prompt {text[:80]!r} spells out {', '.join(spelled)}, which steers the model of "
+                f"{self.tokenizer.name_or_path}: inside a chat template it would end the user's turn. "
+                "Remove it from the data, or switch chat_template off"
+            )
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:

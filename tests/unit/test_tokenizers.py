@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,13 @@ from transformers import AutoTokenizer
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.data.tasks import SKILLS
-from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer, tokenizer_fingerprint
+from hacpo_mega.samples.tokenizers import (
+    TextCodec,
+    control_ids,
+    load_tokenizer,
+    make_tokenizer,
+    tokenizer_fingerprint,
+)
 
 CHARACTERS = tuple("0123456789+-*=,;s")
 PAIRS = (*CHARACTERS, *map(str, range(10, 20)), "+1", "=1", ",1", ";1")
@@ -118,6 +125,63 @@ def test_chat_templates(tmp_path, small):
     )
     codec = TextCodec(tokenizer, Prompting(chat_template=True))
     assert codec.tokenizer.decode(codec.encode_prompt("1+2")) == "s1+2;="
+
+
+def test_a_prompt_that_spells_a_control_token_cannot_end_its_turn(tmp_path):
+    """Inside a chat template it is refused; alone it is the data's own template, whose BOS is not doubled."""
+    tokenizer = make_tokenizer(tmp_path, (*CHARACTERS, "<bos>"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.chat_template = "s{{ messages[-1].content }}<eos>{% if add_generation_prompt %}={% endif %}"
+    chat = TextCodec(tokenizer, Prompting(chat_template=True))
+    eos = chat.eos_id
+    assert chat.encode_prompt("1+2").count(eos) == 1
+    for control in ("<eos>", "<pad>", "<bos>"):
+        with pytest.raises(ValueError, match=f"spells out {control}, which steers"):
+            chat.encode_prompt(f"1{control}2")
+    alone = TextCodec(tokenizer)
+    one, two = alone.encode_prompt("1") + alone.encode_prompt("2")
+    assert alone.encode_prompt("1<eos>2") == (one, eos, two)
+    bos = tokenizer.bos_token_id
+    assert alone.encode_prompt("<bos>1") == (bos, one)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    start = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": start, "pair": start,
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}},
+    }  # fmt: skip
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    opening = TextCodec(load_tokenizer(tmp_path))
+    assert opening.tokenizer("<bos>1").input_ids == [bos, bos, one]
+    assert opening.encode_prompt("<bos>1") == opening.encode_prompt("1") == (bos, one)
+
+
+def test_which_tokens_are_no_text(small, tmp_path):
+    """Special tokens, and added ones that look like it; words of a model's own, such as <think>, are text."""
+    assert control_ids(small["chars"]) == {0, 1}
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    named = ["</s>", "<|fim_prefix|>", "<\uff5cUser\uff5c>", "[PAD7]", "<unk>", "[MASK]"]
+    tokenizer.add_tokens([*named, "<think>", "</think>", "\u00f8", "<tool_call>"])
+    assert tokenizer.convert_ids_to_tokens(sorted(control_ids(tokenizer) - {0, 1})) == named
+    codec = TextCodec(tokenizer)
+    think = codec.encode_answer("<think>1</think>2", ended=False)
+    assert len(think) == 4 and codec.shows(np.array(think)) and codec.decode_answer(think) == "<think>1</think>2"
+
+
+def test_ids_that_are_no_tokens(small):
+    codec = TextCodec(small["chars"])
+    assert codec.has_tokens(np.array([], dtype=np.int32)) and codec.shows(np.array([], dtype=np.int32))
+    assert codec.has_tokens(np.array([0, 1, 18])) and not codec.has_tokens(np.array([2, 19]))
+    assert codec.shows(np.array([2, 18])) and not codec.shows(np.array([2, 1])) and not codec.shows(np.array([99999]))
+
+
+@real
+def test_control_tokens_of_real_tokenizers(real_codecs):
+    """Phi-3 has </s> among them though it is not marked special; a letter that DeepSeek added is a letter."""
+    named = {name: set(c.tokenizer.convert_ids_to_tokens(sorted(c.control_ids))) for name, c in real_codecs.items()}
+    assert named["gpt-2"] == {"<|endoftext|>"}
+    assert {"<s>", "</s>", "<unk>", "<|endoftext|>", "<|end|>", "<|user|>"} < named["phi-3"]
+    assert {"[PAD100015]", "[PAD100041]"} < named["deepseek-llm"] and "\u00f8" not in named["deepseek-llm"]
 
 
 CHAT = (

@@ -1,0 +1,43 @@
+"""`hacpo-mega data convert`: files of any public layout as one JSON Lines file that a run reads, each problem once.
+
+Not here: the readers (datasets.py) and what counts as the same problem (dataset_checks.py).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hacpo_mega.commands.inspect_data import Findings, read_all, read_evaluation
+from hacpo_mega.data.dataset_checks import contradictions, deduplicated, without_overlap
+from hacpo_mega.data.datasets import write_dataset
+from hacpo_mega.data.files import describe, refuse_overwriting
+
+NUM_SHOWN = 20
+
+
+def convert(files: Sequence[Path], out: Path, evaluation_files: Sequence[Path]) -> Findings:
+    """Writes the problems of `files` to `out`, each once and no copy of a problem of `evaluation_files`.
+
+    Problems whose golds contradict each other are all left out and listed: the findings are then not sound. ValueError,
+    with `out` as it was, for a file that does not exist or is `out` itself, and for rows that cannot be read.
+    """
+    refuse_overwriting(out, [*files, *evaluation_files])
+    datasets, evaluation = read_all(files), read_evaluation(evaluation_files)
+    if defects := [defect for dataset in (*datasets, *evaluation) for defect in dataset.defects]:
+        raise ValueError(f"{describe(defects)}\n{out} not written")
+    problems = [problem for dataset in datasets for problem in dataset.problems]
+    disputed = contradictions(problems)
+    once = deduplicated(problems)
+    kept = without_overlap(once, [problem for dataset in evaluation for problem in dataset.problems])
+    if not kept:
+        raise ValueError(f"none of {len(problems)} problems is left to write; {out} not written")
+    write_dataset(kept, out)
+    # a disputed problem counts once, however many golds it has
+    num_disputed = len({id(repetition.first) for repetition in disputed})
+    num_repeated = len(problems) - len(once) - num_disputed
+    left_out = f"{num_repeated} repetitions and {len(once) - len(kept)} evaluation problems left out"
+    lines = [f"{out}: {len(kept)} problems; {left_out}"]
+    if disputed:
+        lines.append(f"  {num_disputed} problems with contradicting gold answers left out too:")
+        lines += [f"    {repetition}" for repetition in disputed[:NUM_SHOWN]]
+        lines += [f"    ... and {len(disputed) - NUM_SHOWN} more"] if len(disputed) > NUM_SHOWN else []
+    return Findings(tuple(lines), is_sound=not disputed)
