@@ -1,4 +1,4 @@
-"""The command line: `hacpo-mega check | init | train | doctor | report | eval | export | data | grade`.
+"""The command line: `hacpo-mega config | check | init | train | doctor | report | eval | export | data | grade`.
 
 It parses first and imports heavy rooms last.
 
@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import rich
 import typer
 
 from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, job_size, prepare_environment
@@ -30,6 +31,18 @@ app.add_typer(data_app, name="data")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
+
+
+@app.command(name="config")
+def describe_config(
+    key: Annotated[
+        str | None, typer.Argument(metavar="[KEY]", help="A table or a field: algorithm, agents.tp.")
+    ] = None,
+) -> None:
+    """Print every key of a run's TOML file: its values, its default, what it is; for the algorithm, both presets."""
+    from hacpo_mega.config.describe import describe
+
+    rich.print(describe(key))
 
 
 @app.command()
