@@ -22,7 +22,7 @@ from hacpo_mega.policy_loss import SampleKey, ratios_by_key
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, same_tokenizers
-from hacpo_mega.samples.tokenizers import agent_codecs, fits_every_agent
+from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
 
 
 class Trainer:
@@ -51,9 +51,9 @@ class Trainer:
         self.folder = stack.enter_context(RunFolder(config, self.place))
         self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.folder.show_phase)
         codecs = agent_codecs(config.agents)
-        fits = fits_every_agent(codecs, config.rollout.max_prompt_tokens)
-        self.sampler, num_dropped = training_sampler(config, fits)
-        self.held_out = held_out_prompts(config, fits)
+        num_tokens = longest_encoding(codecs)
+        self.sampler, num_dropped = training_sampler(config, num_tokens)
+        self.held_out = held_out_prompts(config, num_tokens)
         if num_dropped:
             self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
         reward = config.reward

@@ -33,6 +33,15 @@ def input_problems(config: Config) -> Iterator[str]:
             yield f"agents.{agent.name}: {problem}"
 
 
+def missing_models(config: Config) -> list[str]:
+    """A line for every model folder that is described by an init table and does not exist yet."""
+    return [
+        f"agents.{agent.name}: model folder {agent.model} does not exist yet; `hacpo-mega init` makes it"
+        for agent in config.agents
+        if agent.init is not None and not (agent.model / "config.json").is_file()
+    ]
+
+
 def _run_folder(config: Config) -> Iterator[str]:
     """A run folder is renamed when another run comes: it must be the run's alone."""
     given, folder = config.run_dir, _real(config.run_dir)
