@@ -115,7 +115,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Train all agents of a configuration together."""
     config = _load(config_file, overrides, with_models=True)
     if not inside_a_job():  # a job's ranks read the files when they start, before they load a model
-        from hacpo_mega.data.prompt_sets import require_good_files
+        from hacpo_mega.data.prompt_files import require_good_files
 
         require_good_files(config)
     if not _this_process_is_a_rank(config):

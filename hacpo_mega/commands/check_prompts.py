@@ -5,7 +5,8 @@ Not here: what can be said without reading the files (config/), and datasets tha
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.input_checks import missing_models
-from hacpo_mega.data.prompt_sets import held_out_prompts, require_good_files, training_sampler
+from hacpo_mega.data.prompt_files import require_good_files
+from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
 
 

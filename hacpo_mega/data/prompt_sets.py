@@ -8,24 +8,10 @@ Not here: reading rows (files.py), their order over steps (prompts.py), and toke
 from collections.abc import Callable, Sequence
 
 from hacpo_mega.config import Config
-from hacpo_mega.data.files import PromptRow, describe, load_prompts, read_prompts
+from hacpo_mega.data.files import PromptRow, load_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
-
-
-def require_good_files(config: Config) -> None:
-    """Reads every prompt file of a run. ValueError with a line per bad row, or when a step takes more than all rows.
-
-    A prompt that is in two files, also in one to train on and one to evaluate on, is a bad row.
-    """
-    fields, first_seen = (config.data.prompt_field, config.data.gold_field), {}
-    rows, problems = read_prompts(config.data.files, *fields, first_seen)
-    problems += read_prompts(config.evaluation.files, *fields, first_seen)[1]
-    if problems:
-        raise ValueError(describe(problems))
-    if config.data.files:
-        PromptSampler(rows, config.seed, config.training.prompts_per_step)
 
 
 def training_sampler(config: Config, num_tokens: Callable[[str], int]) -> tuple[PromptSampler, int]:
