@@ -30,7 +30,7 @@ class AlgorithmConfig(Section):
     """HACPO (arXiv 2603.02604), and the same agents without it, as options by name."""
 
     method: Literal["hacpo", "gspo"] = "hacpo"
-    """`hacpo` shares all answers among the agents; `gspo` trains each agent on its own alone, which is the baseline."""
+    """Who trains on what: `hacpo` on the answers of all agents, `gspo` each agent on its own alone, as the baseline."""
     preset: Literal["paper", "authors"] = "paper"
     """Whose choices hold for the options of this table that are not given: the paper's text or its authors' code."""
 
