@@ -48,7 +48,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     try:
         config = Config.model_validate(table)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{path}: {line}" for line in _readable(error, table))) from error
+        raise ValueError("\n".join(f"{path}: {line}" for line in readable_problems(error, table))) from error
     problems = find_problems(config)
     if problems:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -86,7 +86,7 @@ def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
     return _places(table.setdefault(step, {}), rest, override)
 
 
-def _readable(error: ValidationError, table: dict[str, Any]) -> list[str]:
+def readable_problems(error: ValidationError, table: dict[str, Any]) -> list[str]:
     """One line per complaint of pydantic: the key as a user writes it, what was found, what would be right."""
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.

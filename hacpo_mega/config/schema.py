@@ -93,7 +93,7 @@ class Config(Section):
     run_dir: FilePath
     """Folder that the run writes, and nothing else; one that exists is renamed to run_dir.1, run_dir.2, ..."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 1
-    """Decides the order of prompts and every sampled answer: the same seed on the same machine repeats a run."""
+    """Decides the order of prompts and every sampled answer, below 2^32; the same on one machine repeats a run."""
     num_steps: Count
     """Steps of the run; each answers, judges, exchanges and trains prompts_per_step prompts."""
     lanes: Count = 1

@@ -57,7 +57,7 @@ def agents(folder: Path) -> list[dict]:
 
 
 TOO_LONG = (
-    "rollout.max_prompt_tokens (3) leaves 0 of 6445 prompts of 'add', and 2 are needed; the shortest has 4 tokens"
+    "rollout.max_prompt_tokens (3) leaves 0 of 6445 prompts of 'add', and 2 are needed; the shortest has 6 tokens"
 )
 
 

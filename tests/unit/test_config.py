@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from repository import ROOT
 
-from hacpo_mega.config import AlgorithmConfig, load_config
+from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.algorithm import PRESETS
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -132,3 +132,18 @@ def test_a_missing_model_folder_is_named(tmp_path):
 def test_reading_a_configuration_loads_no_torch():
     code = "import sys, hacpo_mega.config as c; c.load_config(sys.argv[1]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], check=True)
+
+
+def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.toml: give the run_dir of a run"):
+        config_of_run(tmp_path)
+    text = QUICKSTART.read_text().replace("runs/models", "gone/models")
+    (tmp_path / "config.toml").write_text(text)
+    assert [agent.name for agent in config_of_run(tmp_path).agents] == ["qwen", "llama"]
+    (tmp_path / "config.toml").write_text(text.replace("num_steps = 40", "num_steps = 40.0").replace("seed", "sed"))
+    with pytest.raises(ValueError, match=r".") as error:
+        config_of_run(tmp_path)
+    assert [line.rpartition("a run: ")[2] for line in str(error.value).splitlines()] == [
+        "num_steps: needs a whole number, found 40.0",
+        "sed: unknown key; did you mean 'seed'?",
+    ]
