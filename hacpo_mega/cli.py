@@ -1,4 +1,4 @@
-"""The command line: `hacpo-mega check | init | train | doctor | report | eval | export | data | grade`.
+"""The command line: `hacpo-mega config | check | init | train | doctor | report | eval | export | data | grade`.
 
 It parses first and imports heavy rooms last.
 
@@ -8,15 +8,24 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import rich
 import typer
 
-from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, job_size, prepare_environment
+from hacpo_mega.cluster.environment import (
+    end_with_launcher,
+    inside_a_job,
+    is_first_of_its_node,
+    job_size,
+    prepare_environment,
+)
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.input_checks import missing_models
 
 if TYPE_CHECKING:
     from hacpo_mega.commands.inspect_data import Findings
@@ -32,16 +41,30 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TO
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
 
 
+@app.command(name="config")
+def describe_config(
+    key: Annotated[
+        str | None, typer.Argument(metavar="[KEY]", help="A table or a field: algorithm, agents.tp.")
+    ] = None,
+) -> None:
+    """Print every key of a run's TOML file: its values, its default, what it is; for the algorithm, both presets."""
+    from hacpo_mega.config.describe import describe
+
+    rich.print(describe(key))
+
+
 @app.command()
 def check(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    data: Annotated[bool, typer.Option("--data", help="Read every data file and list all bad rows.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Read every data file, list all bad rows, count prompts.")
+    ] = False,
     world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
     run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
 ) -> None:
     """Print the resolved configuration, who runs where, and the batch arithmetic; load nothing heavy."""
-    config = load_config(config_file, overrides or [])
+    config = _load(config_file, overrides)
     ranks = RankMap.of(config)
     if world_size or run_dir:
         print(ranks.world_size if world_size else config.run_dir)
@@ -49,14 +72,10 @@ def check(
     print(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
     print(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}")
     if data:
-        from hacpo_mega.data.files import check_data, describe
+        prepare_environment()
+        from hacpo_mega.commands.check_prompts import check_prompts
 
-        problems = check_data(
-            (*config.data.files, *config.evaluation.files), config.data.prompt_field, config.data.gold_field
-        )
-        if problems:
-            raise ValueError(describe(problems))
-        print(f"\n{len(config.data.files) + len(config.evaluation.files)} data files read, no bad row")
+        print(f"\n{check_prompts(config)}")
 
 
 def batch_arithmetic(config: Config) -> str:
@@ -79,7 +98,7 @@ def batch_arithmetic(config: Config) -> str:
 @app.command()
 def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Create and warm-start the models of the agents.init tables; folders that exist are left alone."""
-    config = load_config(config_file, overrides or [])
+    config = _load(config_file, overrides)
     missing = [agent for agent in config.agents if agent.init and not (agent.model / "config.json").is_file()]
     if not inside_a_job() and not missing:
         print("every model folder exists: nothing to create")
@@ -94,7 +113,11 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Train all agents of a configuration together."""
-    config = load_config(config_file, overrides or [])
+    config = _load(config_file, overrides, with_models=True)
+    if not inside_a_job():  # a job's ranks read the files when they start, before they load a model
+        from hacpo_mega.data.prompt_files import require_good_files
+
+        require_good_files(config)
     if not _this_process_is_a_rank(config):
         return
     from hacpo_mega.trainer import Trainer
@@ -112,7 +135,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
-    config = load_config(config_file, overrides or [])
+    config = _load(config_file, overrides, with_models=True)
     if not _this_process_is_a_rank(config):
         return
     from hacpo_mega.commands.doctor import examine
@@ -253,11 +276,32 @@ def _print_findings(*findings: "Findings") -> None:
         raise typer.Exit(1)
 
 
+def _load(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
+    """The checked configuration; `with_models` also asks for the model folders that `init` would make."""
+    with _one_voice_per_node():
+        config = load_config(config_file, overrides or [])
+        if with_models and (missing := missing_models(config)):
+            raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+    return config
+
+
+@contextmanager
+def _one_voice_per_node() -> Iterator[None]:
+    """Every process of a job finds the same problems here; the first of each node says them, the others end quietly."""
+    try:
+        yield
+    except ValueError:
+        if is_first_of_its_node():
+            raise
+        raise typer.Exit(2) from None
+
+
 def _this_process_is_a_rank(config: Config) -> bool:
     """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
     ranks = RankMap.of(config)
     if inside_a_job():
-        ranks.require_world_size(job_size())
+        with _one_voice_per_node():
+            ranks.require_world_size(job_size())
     return _is_one_of(ranks.world_size)
 
 

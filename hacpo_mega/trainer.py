@@ -27,7 +27,7 @@ from hacpo_mega.policy_loss import ratios_by_key
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange
 from hacpo_mega.samples.learner_view import ViewRules, learner_view
-from hacpo_mega.samples.tokenizers import agent_codecs, fits_every_agent
+from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
 
 
 class Trainer:
@@ -57,9 +57,9 @@ class Trainer:
             self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.console.phase)
             with self._phase("load", "before step 1"):
                 codecs = agent_codecs(config.agents)
-                fits = fits_every_agent(codecs, config.rollout.max_prompt_tokens)
-                self.sampler, num_dropped = training_sampler(config, fits)
-                self.held_out = held_out_prompts(config, fits)
+                num_tokens = longest_encoding(codecs)
+                self.sampler, num_dropped = training_sampler(config, num_tokens)
+                self.held_out = held_out_prompts(config, num_tokens)
                 reward = config.reward
                 self.judge = stack.enter_context(
                     Judge(reward.kind, reward.num_workers, reward.timeout_s, reward.require_stop)

@@ -62,6 +62,11 @@ def inside_a_job() -> bool:
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
+def is_first_of_its_node() -> bool:
+    """Whether this process is the one of its node that says what all of them find; outside a job it is."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
+
+
 def job_size() -> int:
     """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
     value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")

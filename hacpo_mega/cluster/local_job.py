@@ -15,7 +15,7 @@ from hacpo_mega.cluster.environment import LAUNCHER_PID
 
 
 def run_on_this_machine(arguments: list[str], world_size: int) -> int:
-    """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the exit code of the rank that failed.
+    """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the highest exit code of its ranks.
 
     The launcher picks a free port, so that two jobs on one machine do not meet.
     """
@@ -37,6 +37,6 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
     try:
         elastic_launch(launcher, sys.executable)("-m", "hacpo_mega.cli", *arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        # A rank that the launcher ended has a negative one: the number of the signal.
+        return max(1, *(failure.exitcode for failure in error.failures.values()))
     return 0

@@ -5,9 +5,11 @@ heartbeat thread, says whether a process lives: when it ends, however it ends, i
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
 Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
+What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
+import hashlib
 import os
 import socket
 import sys
@@ -23,6 +25,9 @@ from hacpo_mega.cluster.rank_map import RankMap
 # A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. An error
 # waits this long before it is announced, so that a death, seen in milliseconds, is named first.
 GRACE_S = 1.0
+# A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
+BEFORE_TRAINING = ("start", "load", "doctor")
+FAILED, REFUSED = 1, 2  # exit statuses
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -33,6 +38,8 @@ class Watchdog:
         """Joins the ring, a collective; `store` carries the addresses. OSError if a neighbour is out of reach."""
         self._me = rank_map.coordinate(rank)
         self._watched = rank_map.coordinate((rank + 1) % rank_map.world_size)
+        self._store = store
+        self._is_before_training = True
         self._phase = "start"
         self._phase_of_watched = "start"
         self._announcing = threading.Lock()
@@ -48,6 +55,7 @@ class Watchdog:
 
     def enter_phase(self, phase: str, when: str) -> None:
         """Says what this process does from now on; costs one small write."""
+        self._is_before_training = phase in BEFORE_TRAINING
         self._phase = f"{phase} {when}"
         self._tell(f"phase {self._phase}")
 
@@ -57,11 +65,26 @@ class Watchdog:
         self._tell("bye")
 
     def fail(self, error: BaseException) -> None:
-        """Ends this process with status 1, after every other process has been told why. Never returns."""
+        """Ends this process, after every other process has been told why. Never returns.
+
+        Status 2 for a ValueError before training, of which only the text is shown; 1 for all else.
+        """
+        detail = str(error).strip().split("\n")[0]
+        cause = f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}"
+        if isinstance(error, ValueError) and self._is_before_training:
+            if self._is_first_to_say(str(error)):
+                _write(f"{error}\n")
+            time.sleep(GRACE_S)  # others may be about to find another problem; the user wants to see all of them
+            self._go_down(cause, REFUSED)
         time.sleep(GRACE_S)
         traceback.print_exception(error)
-        detail = str(error).strip().split("\n")[0]
-        self._go_down(f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}")
+        self._go_down(cause, FAILED)
+
+    def _is_first_to_say(self, text: str) -> bool:
+        """Whether no other process of the job has said this: all ranks of an agent find the same in its files."""
+        with suppress(RuntimeError):  # the store ends with the process that keeps it
+            return self._store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+        return True
 
     def _listen(self, from_watched: socket.socket) -> None:
         with suppress(OSError), from_watched.makefile(encoding="utf-8", errors="replace") as lines:
@@ -70,24 +93,30 @@ class Watchdog:
                 if kind == "bye":
                     return
                 if kind == "down":
-                    self._go_down(text)
+                    status, _, cause = text.partition(" ")
+                    self._go_down(cause, int(status))
                 self._phase_of_watched = text
-        self._go_down(f"{self._watched} died in phase {self._phase_of_watched}")
+        self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
 
-    def _go_down(self, cause: str) -> None:
+    def _go_down(self, cause: str, status: int) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
-        self._tell(f"down {cause}")
+        self._tell(f"down {status} {cause}")
         sys.stdout.flush()
-        # One write: the processes of a node share their standard error, and print's line end would be a second one.
-        sys.stderr.write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
-        sys.stderr.flush()
-        os._exit(1)  # not sys.exit: the main thread may be inside a collective that will never return
+        if status != REFUSED:  # what was refused has been said, and who found it does not matter
+            _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
+        os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
     def _tell(self, line: str) -> None:
         # A watcher that is gone or stuck must not take this process with it: its own watcher reports it.
         if self._to_watcher is not None:
             with suppress(OSError):
                 self._to_watcher.sendall(f"{line}\n".encode())
+
+
+def _write(text: str) -> None:
+    # One write: the processes of a node share their standard error, and print's line end would be a second one.
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _own_address() -> str:

@@ -59,6 +59,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         seed=config.seed,
         overrides=spec.megatron,
     )
+    place.enter_phase("warm_start", "before any step")
     warm_start(actor, TextCodec(load_tokenizer(draft)), plan, place, config.seed)
     actor.save_hf(draft)
 

@@ -1,20 +1,17 @@
 """The configuration of a run. Imports no torch and no model library, so that `hacpo-mega check` answers at once."""
 
+from hacpo_mega.config.agents import AgentConfig, InitConfig, OptimizerConfig, WarmStartConfig
+from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.load import load_config
 from hacpo_mega.config.prompting import Prompting
 from hacpo_mega.config.run import config_of_run
 from hacpo_mega.config.schema import (
-    AgentConfig,
-    AlgorithmConfig,
     Config,
     DataConfig,
     EvaluationConfig,
-    InitConfig,
-    OptimizerConfig,
     RewardConfig,
     RolloutConfig,
     TrainingConfig,
-    WarmStartConfig,
 )
 
 __all__ = [

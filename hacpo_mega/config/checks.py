@@ -1,17 +1,19 @@
 """Every cross-check of a configuration: what one table alone cannot know. Arithmetic and the nearest valid value.
 
 What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
-whether a data file's rows are good (`data/prompts.py`), and what only a running job knows (the number of ranks:
+the other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
 `rank_map.py`).
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.choices import SKILLS
+from hacpo_mega.config.input_checks import input_problems
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
-from hacpo_mega.config.schema import AgentConfig, Config
+from hacpo_mega.config.schema import Config
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.folder import tokenizer_problems
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
@@ -19,10 +21,10 @@ from hacpo_mega.models.weight_files import weight_problems
 
 def find_problems(config: Config) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
-    problems = [*_names(config), *_batches(config), *_files(config)]
+    problems = [*_names(config), *_batches(config), *_generator(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        found = _agent(agent, longest, config.training.max_tokens_per_microbatch)
+        found = _agent(agent, longest)
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
 
@@ -61,26 +63,67 @@ def _batches(config: Config) -> Iterator[str]:
             f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must hold one prompt and "
             f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: {longest}"
         )
+    for agent in config.agents:
+        # Sequence parallelism cuts a micro-batch into tp equal parts, so packing fills it up to a multiple of tp.
+        if training.max_tokens_per_microbatch % agent.tp:
+            yield (
+                f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of tp "
+                f"of agent {agent.name} ({agent.tp}). Nearest: "
+                f"{nearest_multiples(training.max_tokens_per_microbatch, agent.tp)}"
+            )
 
 
-def _files(config: Config) -> Iterator[str]:
-    for section, files in (("data", config.data.files), ("evaluation", config.evaluation.files)):
-        for file in files:
-            if not file.is_file():
-                yield f"{section}.files: {file} does not exist"
-    if config.reward.kind == "arithmetic" and config.data.generator != "arithmetic":
-        yield "reward.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use reward.kind = 'math' for files"
+def _generator(config: Config) -> Iterator[str]:
+    """Whether the built-in task has the prompts that a step, an evaluation and a warm start ask for."""
+    if config.data.generator is not None:
+        yield from _skills(config)
+    for agent in config.agents:
+        warm_start = agent.init.warm_start if agent.init is not None else None
+        for skill, share in warm_start.skills.items() if warm_start is not None else ():
+            if (share.num_examples or 0) > SKILLS[skill].num_training:
+                yield (
+                    f"agents.{agent.name}.init.warm_start.skills.{skill}.num_examples ({share.num_examples}) is more "
+                    f"than there are. Nearest: {SKILLS[skill].num_training}"
+                )
 
 
-def _agent(agent: AgentConfig, longest: int, max_tokens_per_microbatch: int) -> Iterator[str]:
+def _skills(config: Config) -> Iterator[str]:
+    skills, step = config.data.skills, config.training.prompts_per_step
+    if repeated := sorted({skill for skill in skills if skills.count(skill) > 1}):
+        yield f"data.skills: {', '.join(repeated)} is listed more than once. Nearest: {list(dict.fromkeys(skills))}"
+        return
+    if step % len(skills):
+        yield (
+            f"training.prompts_per_step ({step}) must be a multiple of the {len(skills)} skills of data.skills. "
+            f"Nearest: {nearest_multiples(step, len(skills))}"
+        )
+    rarest = min(skills, key=lambda skill: SKILLS[skill].num_training)
+    if step > (most := SKILLS[rarest].num_training * len(skills)):
+        yield (
+            f"training.prompts_per_step ({step}) takes more prompts of {rarest!r} than the "
+            f"{SKILLS[rarest].num_training} there are. Nearest: {most}"
+        )
+    if config.evaluation.files:
+        return
+    asked = config.evaluation.num_prompts
+    rarest = min(skills, key=lambda skill: SKILLS[skill].num_held_out)
+    most = SKILLS[rarest].num_held_out * len(skills)
+    if asked < len(skills):
+        yield (
+            f"evaluation.num_prompts ({asked}) is less than one prompt of each of the {len(skills)} skills. "
+            f"Nearest: {len(skills)}"
+        )
+    elif asked // len(skills) * len(skills) > most:
+        yield (
+            f"evaluation.num_prompts ({asked}) takes more prompts of {rarest!r} than the "
+            f"{SKILLS[rarest].num_held_out} that are held out. Nearest: {most}"
+        )
+
+
+def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
-    if max_tokens_per_microbatch % agent.tp:
-        yield (
-            f"training.max_tokens_per_microbatch ({max_tokens_per_microbatch}) must be a multiple of tp ({agent.tp}). "
-            f"Nearest: {nearest_multiples(max_tokens_per_microbatch, agent.tp)}"
-        )
     try:
         layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel)
     except ValueError as problem:
@@ -99,7 +142,6 @@ def _agent(agent: AgentConfig, longest: int, max_tokens_per_microbatch: int) -> 
 def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:
     wanted = {source.name: source.shape for source in all_sources(architecture)}
     yield from weight_problems(folder, wanted, family=architecture.family, tied=architecture.tied)
-    yield from tokenizer_problems(folder)
 
 
 def architecture_of(agent: AgentConfig) -> Architecture:

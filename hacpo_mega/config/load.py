@@ -1,14 +1,32 @@
 """From a TOML file and `key=value` overrides to a checked, frozen Config. All complaints come at once."""
 
 import difflib
+import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.checks import find_problems
 from hacpo_mega.config.schema import Config
+
+LONGEST_VALUE = 80  # characters of a value that a line shows
+# What a field takes, where pydantic would name a Python type that no TOML file has.
+EXPECTED = {
+    "model_type": "needs a table",
+    "dict_type": "needs a table",
+    "tuple_type": "needs a list",
+    "bool_type": "needs true or false",
+    "int_type": "needs a whole number",
+    "float_type": "needs a number",
+    "finite_number": "needs a finite number",
+    "string_type": "needs a text",
+    "path_type": "needs a path",
+    "string_pattern_mismatch": "needs letters, digits, - and _, a letter or digit first",
+}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -30,7 +48,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     try:
         config = Config.model_validate(table)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{path}: {line}" for line in _readable(error, table))) from error
+        raise ValueError("\n".join(f"{path}: {line}" for line in readable_problems(error, table))) from error
     problems = find_problems(config)
     if problems:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -68,27 +86,66 @@ def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
     return _places(table.setdefault(step, {}), rest, override)
 
 
-def _readable(error: ValidationError, table: dict[str, Any]) -> list[str]:
+def readable_problems(error: ValidationError, table: dict[str, Any]) -> list[str]:
     """One line per complaint of pydantic: the key as a user writes it, what was found, what would be right."""
+    entries = error.errors()
+    # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
+    holds_bad = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}
     lines = []
-    for entry in error.errors():
+    for entry in entries:
+        if entry["type"] == "too_short" and entry["loc"] in holds_bad:
+            continue
         key = ".".join(_spoken(entry["loc"], table))
-        if entry["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(entry["loc"][-1]), _known_keys(entry["loc"][:-1]), n=1)
-            lines.append(f"{key}: unknown key" + (f"; did you mean {near[0]!r}?" if near else ""))
-        elif entry["type"] == "missing":
-            lines.append(f"{key}: required, not given")
-        elif entry["type"] == "value_error":
-            lines.append(f"{key or 'configuration'}: {entry['ctx']['error']}")
-        else:
-            lines.append(f"{key}: {entry['msg'][0].lower()}{entry['msg'][1:]}, found {entry['input']!r}")
+        lines.append(f"{key or 'configuration'}: {_what_is_wrong(entry)}")
     return lines
+
+
+def _what_is_wrong(entry: ErrorDetails) -> str:
+    kind, location, context = entry["type"], entry["loc"], entry.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key" + _nearest(str(location[-1]), _known_keys(location[:-1]))
+    if kind == "missing":
+        return "required, not given"
+    if kind == "value_error":
+        return str(context["error"])
+    found = f"found {_short(entry['input'])}"
+    if kind == "literal_error":
+        known = re.findall("'(.*?)'", context["expected"])
+        return f"must be {context['expected']}, {found}{_nearest(str(entry['input']), known)}"
+    if kind in EXPECTED:
+        return f"{EXPECTED[kind]}, {found}{_default(location)}"
+    if kind == "too_short":
+        return f"needs at least {context['min_length']} of them, {found}"
+    bound = next((context[name] for name in ("ge", "le") if name in context), None)
+    nearest = _default(location) if bound is None else f". Nearest: {bound}"
+    return f"{entry['msg'][0].lower()}{entry['msg'][1:]}, {found}{nearest}"
+
+
+def _short(value: Any) -> str:
+    """A value as it may stand in a line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def _nearest(found: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(found, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _default(location: tuple[int | str, ...]) -> str:
+    """What the field at `location` is when it is not given, as the end of a line."""
+    field = _section(location[:-1]).model_fields.get(str(location[-1]))
+    if field is None or not isinstance(field.default, bool | int | float | str | tuple):
+        return ""
+    return f"; the default is {field.default!r}"
 
 
 def _spoken(location: tuple[int | str, ...], table: Any) -> list[str]:
     """The path of a complaint with agents by name instead of by number."""
     words = []
     for step in location:
+        if step == "[key]":  # pydantic's word for "the key itself is wrong"
+            continue
         table = table[step] if isinstance(table, dict | list) and _holds(table, step) else None
         named = isinstance(step, int) and isinstance(table, dict) and "name" in table
         words.append(str(table["name"]) if named else str(step))
@@ -96,15 +153,17 @@ def _spoken(location: tuple[int | str, ...], table: Any) -> list[str]:
 
 
 def _holds(table: dict[str, Any] | list[Any], step: int | str) -> bool:
-    return 0 <= step < len(table) if isinstance(table, list) and isinstance(step, int) else step in table
+    return isinstance(step, int) and 0 <= step < len(table) if isinstance(table, list) else step in table
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `location`, read from the schema."""
+    return list(_section(location).model_fields)
+
+
+def _section(location: tuple[int | str, ...]) -> type[BaseModel]:
+    """The table of the schema that holds `location`."""
     section: type[BaseModel] = Config
     for step in location:
-        if isinstance(step, int):
-            continue
         candidates = [section.model_fields[step].annotation] if step in section.model_fields else []
         while candidates:
             candidate = candidates.pop()
@@ -112,4 +171,4 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
                 section = candidate
                 break
             candidates += getattr(candidate, "__args__", ())
-    return list(section.model_fields)
+    return section

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hacpo_mega.config.load import readable_problems
 from hacpo_mega.config.schema import Config
 
 
@@ -15,8 +16,12 @@ def config_of_run(run_dir: Path) -> Config:
     """
     file = run_dir / "config.toml"
     try:
-        return Config.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        return Config.model_validate(table)
     except OSError as error:
         raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not the configuration of a run: {error}") from error
+    except ValidationError as error:
+        lines = readable_problems(error, table)
+        raise ValueError("\n".join(f"{file} is not the configuration of a run: {line}" for line in lines)) from error

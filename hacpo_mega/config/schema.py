@@ -1,208 +1,33 @@
-"""The tables of a run's configuration: typed and frozen. `load.py` reads the file, `checks.py` holds every cross-check.
+"""The configuration of a run as a whole, and its tables of data, reward, rollouts, batches and evaluation.
 
-Nothing in this package imports torch or a model library, so that `hacpo-mega check` answers at once.
+`algorithm.py` and `agents.py` have the tables of those names, `load.py` reads the file, `checks.py` and
+`input_checks.py` hold what one table alone cannot know. Nothing in this package imports torch or a model library.
 Not here: anything that acts on a configuration. Functions elsewhere get the numbers they need, not this object.
 """
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from hacpo_mega.config.prompting import Prompting
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """A frozen table of the configuration; a key that it does not know is an error, never ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {
-        "cross_baseline": "source",
-        "capability_metric": "mean_reward",
-        "capability_floor_per_step": False,
-        "omega_clip": None,
-        "baseline_guard": False,
-        "aggregation": "sum",
-        "kl_coef": 0.0,
-        "eos_in_loss": True,
-        "log_ratio_clamp": 20.0,
-    },
-    "authors": {
-        "cross_baseline": "learner",
-        "capability_metric": "positive_rate",
-        "capability_floor_per_step": True,
-        "omega_clip": (0.1, 10.0),
-        "baseline_guard": True,
-        "aggregation": "mean",
-        "kl_coef": 1e-3,
-        "eos_in_loss": False,
-        "log_ratio_clamp": 10.0,
-    },
-}
-
-
-class AlgorithmConfig(Section):
-    """HACPO (arXiv 2603.02604) and its baselines: every choice the paper and the authors' code make, by name.
-
-    `preset` fills what is not given: `paper` follows the text, `authors` their public code.
-    `method = "gspo"` trains every agent on its own answers alone: the same code, nothing shared.
-    """
-
-    method: Literal["hacpo", "gspo"] = "hacpo"
-    preset: Literal["paper", "authors"] = "paper"
-    # Capability (eq. 9) and advantage (eq. 10)
-    cross_baseline: Literal["source", "learner"] = "source"
-    capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    capability_window: Count = 5
-    capability_includes_current: bool = True
-    capability_floor: float = Field(1e-8, gt=0.0)
-    capability_floor_per_step: bool = False
-    omega_clip: tuple[float, float] | None = None
-    uniform_group_is_zero: bool = True
-    baseline_guard: bool = False
-    advantage_eps: float = Field(1e-6, ge=0.0)
-    # Objective (eq. 47 own, eq. 50 cross)
-    aggregation: Literal["sum", "mean"] = "sum"
-    eps_low: float = Field(3e-4, ge=0.0)
-    eps_high: float = Field(4e-4, ge=0.0)
-    delta: Share = 0.2
-    delta_step: float = Field(0.025, ge=0.0)
-    alpha: float = Field(1.0, ge=0.0)
-    log_ratio_clamp: float = Field(20.0, gt=0.0)
-    ratio_length: Literal["own", "source"] = "own"
-    eos_in_loss: bool = True
-    kl_coef: float = Field(0.0, ge=0.0)
-    kl_on: Literal["own", "all"] = "own"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {**PRESETS.get(given.get("preset", "paper"), {}), **given}
-
-    @model_validator(mode="after")
-    def _ordered_bounds(self) -> Self:
-        if self.omega_clip and not 0.0 < self.omega_clip[0] <= 1.0 <= self.omega_clip[1]:
-            raise ValueError(f"omega_clip {self.omega_clip}: needs 0 < low <= 1 <= high, since omega of equals is 1")
-        return self
-
-    @property
-    def shares_answers(self) -> bool:
-        """Whether a learner trains on the answers of other agents."""
-        return self.method == "hacpo"
-
-
-class OptimizerConfig(Section):
-    """Adam and its learning rate, per agent. `schedule` runs over the optimizer updates of the whole run."""
-
-    lr: float = Field(1e-6, gt=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0.0)
-    weight_decay: float = Field(0.0, ge=0.0)
-    clip_grad: float = Field(1.0, gt=0.0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_updates: int = Field(0, ge=0)
-    min_lr_ratio: Share = 0.0
-
-
-class SkillShare(Section):
-    """How much of the warm start is one skill: its share of the examples, and how many distinct ones it sees."""
-
-    share: Share
-    num_examples: Count | None = None
-
-
-class WarmStartConfig(Section):
-    """Supervised training of a fresh model on worked answers, through the same Megatron actor."""
-
-    skills: dict[str, SkillShare]
-    num_updates: Count = 600
-    batch_size: Count = 128
-    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
-
-    @model_validator(mode="after")
-    def _shares_add_up(self) -> Self:
-        total = sum(skill.share for skill in self.skills.values())
-        if abs(total - 1.0) > 1e-6:
-            raise ValueError(f"the shares of warm_start.skills add up to {total:g}; they must add up to 1")
-        return self
-
-
-class InitConfig(Section):
-    """A small model that `hacpo-mega init` creates at the agent's `model` folder, with a tokenizer of its own."""
-
-    family: Literal["qwen2", "qwen3", "llama"]
-    num_layers: Count
-    hidden_size: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    ffn_size: Count
-    tied_embeddings: bool
-    max_positions: Count = 256
-    vocabulary: tuple[str, ...]
-    warm_start: WarmStartConfig | None = None
-
-
-class AgentConfig(Section):
-    """One agent: its Hugging Face folder, its parallel layout, its optimizer and two pass-through tables.
-
-    `megatron` goes to Megatron's TransformerConfig and `vllm` to vLLM's engine arguments, as they are; keys
-    that this file decides itself (parallel sizes, model path, dtype) are refused there.
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    model: Path
-    tp: Count = 1
-    pp: Count = 1
-    cells_per_lane: Count = 1
-    engine_tp: Count | None = None
-    trust_remote_code: bool = False
-    chat_template: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-    system_prompt: str | None = None
-    prompt_template: str | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
-    megatron: dict[str, Any] = {}
-    vllm: dict[str, Any] = {}
-    init: InitConfig | None = None
-
-    @model_validator(mode="after")
-    def _prompting_is_sound(self) -> Self:
-        _ = self.prompting  # it checks itself
-        return self
-
-    @property
-    def prompting(self) -> Prompting:
-        """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
-        return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
-
-    @property
-    def cell_size(self) -> int:
-        """Ranks of one replica of this agent."""
-        return self.tp * self.pp
-
-    @property
-    def engine_tensor_parallel(self) -> int:
-        """Ranks of one vLLM engine; a cell holds cell_size / engine_tensor_parallel of them."""
-        return self.engine_tp or self.cell_size
+from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.algorithm import AlgorithmConfig
+from hacpo_mega.config.choices import Skill
+from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Section
 
 
 class DataConfig(Section):
-    """Where prompts come from: files (JSONL or Parquet) or a seeded generator of worked arithmetic."""
+    """Where prompts come from: files (JSON Lines or Parquet) or a seeded generator of worked arithmetic."""
 
-    files: tuple[Path, ...] = ()
+    files: tuple[FilePath, ...] = ()
+    """Files of training prompts, JSON Lines or Parquet, each once; relative to the current folder."""
     generator: Literal["arithmetic"] | None = None
-    skills: tuple[str, ...] = ("add", "sub", "mul", "srt")
+    """The built-in task in place of files: worked arithmetic, one in five prompts held out for evaluation."""
+    skills: Annotated[tuple[Skill, ...], Field(min_length=1)] = ("add", "sub", "mul", "srt")
+    """Skills of the generator, each once; every step has the same number of prompts of each."""
     prompt_field: str = "prompt"
+    """Field of a row that holds the task's text, in data.files and evaluation.files."""
     gold_field: str = "answer"
+    """Field of a row that holds the gold answer, in data.files and evaluation.files."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -212,63 +37,84 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """Who judges an answer, and how long one judgement may take before its worker is killed.
-
-    `kind` is "math", "math_any", "arithmetic", "exact", or a grader of your own as "module:function"
-    (grading/judge.py). With `require_stop` an answer that did not end by itself has no answer.
-    """
+    """Who judges an answer, and how long one judgement may take."""
 
     kind: str = "math"
-    timeout_s: float = Field(5.0, gt=0.0)
+    """The grader: math (last boxed answer), math_any (an answer anywhere), arithmetic, exact, numeric, or a function of
+    yours as module:function or file.py:function."""
+    timeout_s: Annotated[float, Field(strict=True, gt=0.0, le=3600.0)] = 5.0
+    """Seconds that one judgement may take; then its worker is killed and the answer counts in no mean."""
     num_workers: Count = 1
-    require_stop: bool = False
+    """Grading processes of each cell."""
+    require_stop: Flag = False
+    """Whether an answer that was cut at max_answer_tokens counts as no answer."""
 
 
 class RolloutConfig(Section):
-    """How answers are sampled: G of them for every prompt, by every agent."""
+    """How answers are sampled: by every agent, several to every prompt."""
 
     rollouts_per_prompt: Count = 8
-    temperature: float = Field(1.0, gt=0.0)
+    """Answers of each agent to each prompt (G of the paper)."""
+    temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
+    """Divides the logits that answers are sampled from, and those that log-probs are of; vLLM takes 0.01 to 2."""
     max_prompt_tokens: Count = 1024
+    """Tokens of the longest prompt, template included; a prompt that is longer for any agent is left out, not cut."""
     max_answer_tokens: Count = 4096
-    train_changed_reencodings: bool = Field(
-        False,
-        description="Train on another agent's answer even when it reads differently in the learner's own tokens; the "
-        "verdict was given to the original text, so such answers are left out, and counted, by default.",
-    )
+    """Tokens at which an answer is cut in training."""
+    train_changed_reencodings: bool = False
+    """Train on another agent's answer although it reads differently in the learner's tokens; its verdict was given to
+    the original text, so by default it is left out and counted."""
 
 
 class TrainingConfig(Section):
-    """Batch arithmetic: prompts of a step over all lanes, prompts of one optimizer update, tokens of a micro-batch."""
+    """Batch arithmetic: what a step, an optimizer update and a micro-batch hold."""
 
     prompts_per_step: Count = 128
+    """Prompts that are answered in one step, over all lanes; a multiple of prompts_per_update."""
     prompts_per_update: Count = 64
+    """Prompts whose answers train one optimizer update, over all lanes; a multiple of lanes x cells_per_lane."""
     max_tokens_per_microbatch: Count = 8192
+    """Tokens that a process runs forward and backward at once; a multiple of every tp."""
 
 
 class EvaluationConfig(Section):
-    """Held-out greedy accuracy before, during (every n steps; 0 = never) and after training."""
+    """Greedy accuracy on prompts that are not trained: before, during and after training."""
 
-    every_steps: int = Field(0, ge=0)
-    files: tuple[Path, ...] = ()
+    every_steps: CountOrZero = 0
+    """Steps from one evaluation to the next; 0: only before and after training."""
+    files: tuple[FilePath, ...] = ()
+    """Files of evaluation prompts; not given: the generator's held-out prompts, and none with data.files."""
     num_prompts: Count = 600
+    """Most prompts of an evaluation: the first ones of the files, or the same number of each skill, rounded down."""
     max_answer_tokens: Count | None = None
+    """Tokens at which an answer is cut in an evaluation; not given: rollout.max_answer_tokens."""
 
 
 class Config(Section):
     """A whole run. Load it with `load_config`; nobody writes to it afterwards."""
 
-    run_dir: Path
-    seed: int = Field(1, ge=0)
+    run_dir: FilePath
+    """Folder that the run writes, and nothing else; one that exists is renamed to run_dir.1, run_dir.2, ..."""
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 1
+    """Decides the order of prompts and every sampled answer, below 2^32; the same on one machine repeats a run."""
     num_steps: Count
+    """Steps of the run; each answers, judges, exchanges and trains prompts_per_step prompts."""
     lanes: Count = 1
+    """Data-parallel columns that all agents share; each takes its part of a step's prompts."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
+    """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """How agents learn from their own and from each other's answers."""
     data: DataConfig
+    """What the agents are asked."""
     reward: RewardConfig = RewardConfig()
+    """Who judges their answers."""
     rollout: RolloutConfig = RolloutConfig()
+    """How answers are sampled."""
     training: TrainingConfig = TrainingConfig()
+    """How many prompts and tokens are trained at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """How often and on what the agents are measured."""
 
     @property
     def longest_answer(self) -> int:

@@ -67,31 +67,36 @@ def content_id(text: str) -> str:
 
 def check_data(files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer") -> list[DataProblem]:
     """Every problem of the files, in file and line order; empty when all rows can be trained on."""
-    return _read(files, prompt_field, gold_field)[1]
+    return read_prompts(files, prompt_field, gold_field)[1]
 
 
 def load_prompts(
     files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer"
 ) -> tuple[PromptRow, ...]:
     """The rows of the files, in order. One ValueError names all bad rows (the first 20, and how many there are)."""
-    rows, problems = _read(files, prompt_field, gold_field)
+    rows, problems = read_prompts(files, prompt_field, gold_field)
     if problems:
         raise ValueError(describe(problems))
     return tuple(rows)
 
 
 def describe(problems: Sequence[DataProblem]) -> str:
-    """The problems as one message: a count, the first of them one per line, and how many are not shown."""
-    lines = [f"{len(problems)} problem(s) in the data files:"]
-    lines += [f"  {problem}" for problem in problems[:NUM_PROBLEMS_SHOWN]]
+    """The problems as one message: the first of them one per line, and how many are not shown."""
+    lines = [str(problem) for problem in problems[:NUM_PROBLEMS_SHOWN]]
     hidden = len(problems) - NUM_PROBLEMS_SHOWN
-    return "\n".join([*lines, f"  ... and {hidden} more"] if hidden > 0 else lines)
+    return "\n".join([*lines, f"... and {hidden} more problems in the data files"] if hidden > 0 else lines)
 
 
-def _read(files: Sequence[Path], prompt_field: str, gold_field: str) -> tuple[list[PromptRow], list[DataProblem]]:
+def read_prompts(
+    files: Sequence[Path], prompt_field: str, gold_field: str, first_seen: dict[str, str] | None = None
+) -> tuple[list[PromptRow], list[DataProblem]]:
+    """The good rows of the files and every problem of the others, both in file and line order.
+
+    `first_seen` says where each prompt was met; handed from one call to the next, it finds repetitions across them.
+    """
     rows: list[PromptRow] = []
     problems: list[DataProblem] = []
-    first_seen: dict[str, str] = {}
+    first_seen = {} if first_seen is None else first_seen
     for file in map(Path, files):
         num_records = 0
         for line, record in read_records(file):

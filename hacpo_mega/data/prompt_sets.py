@@ -1,43 +1,72 @@
 """Which prompts a run trains on and which it is evaluated on, from its configuration.
 
-`fits` says whether every agent can read a text whole: a prompt is dropped, never cut.
+`num_tokens` is how long a text is for the agent that needs most tokens: a prompt beyond rollout.max_prompt_tokens is
+left out, never cut.
 Not here: reading rows (files.py), their order over steps (prompts.py), and tokenizers (samples/).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hacpo_mega.config import Config
-from hacpo_mega.data.files import load_prompts
+from hacpo_mega.data.files import PromptRow, load_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 
 
-def training_sampler(config: Config, fits: Callable[[str], bool]) -> tuple[PromptSampler, int]:
-    """The prompts of every step, and how many rows were dropped because their text does not fit every agent."""
+def training_sampler(config: Config, num_tokens: Callable[[str], int]) -> tuple[PromptSampler, int]:
+    """The prompts of every step, and how many rows were left out because some agent needs too many tokens for them.
+
+    ValueError when the rest is too few for a step.
+    """
     if config.data.files:
         rows = load_prompts(config.data.files, config.data.prompt_field, config.data.gold_field)
     else:
         rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
-    kept = tuple(row for row in rows if fits(row.text))
+    kept = tuple(row for row in rows if num_tokens(row.text) <= config.rollout.max_prompt_tokens)
+    by_skill = config.data.generator is not None
+    for skill in config.data.skills if by_skill else (None,):
+        needed = config.training.prompts_per_step // (len(config.data.skills) if by_skill else 1)
+        _require_enough(rows, kept, needed, skill, config.rollout.max_prompt_tokens, num_tokens)
     training = config.training
     sampler = PromptSampler(
-        kept,
-        config.seed,
-        training.prompts_per_step,
-        training.prompts_per_update,
-        balance_skills=config.data.generator is not None,
+        kept, config.seed, training.prompts_per_step, training.prompts_per_update, balance_skills=by_skill
     )
     return sampler, len(rows) - len(kept)
 
 
-def held_out_prompts(config: Config, fits: Callable[[str], bool]) -> tuple[Prompt, ...]:
-    """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill."""
+def held_out_prompts(config: Config, num_tokens: Callable[[str], int]) -> tuple[Prompt, ...]:
+    """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill.
+
+    ValueError when there are prompts, but not one that every agent can read.
+    """
     if config.evaluation.files:
         rows = load_prompts(config.evaluation.files, config.data.prompt_field, config.data.gold_field)
     elif config.data.generator is not None:
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
     else:
-        rows = ()
-    return to_prompts([row for row in rows if fits(row.text)][: config.evaluation.num_prompts])
+        return ()
+    kept = [row for row in rows if num_tokens(row.text) <= config.rollout.max_prompt_tokens]
+    _require_enough(rows, kept, 1, None, config.rollout.max_prompt_tokens, num_tokens)
+    return to_prompts(kept[: config.evaluation.num_prompts])
+
+
+def _require_enough(
+    rows: Sequence[PromptRow],
+    kept: Sequence[PromptRow],
+    needed: int,
+    skill: str | None,
+    max_tokens: int,
+    num_tokens: Callable[[str], int],
+) -> None:
+    """ValueError when fewer than `needed` rows (of a skill) are kept although there are that many."""
+    rows, kept = ([row for row in some if skill in (None, row.skill)] for some in (rows, kept))
+    if len(kept) >= needed or len(rows) < needed:
+        return
+    lengths = sorted(num_tokens(row.text) for row in rows)
+    of_skill = "" if skill is None else f" of {skill!r}"
+    raise ValueError(
+        f"rollout.max_prompt_tokens ({max_tokens}) leaves {len(kept)} of {len(rows)} prompts{of_skill}, and {needed} "
+        f"are needed; the shortest has {lengths[0]} tokens for some agent. Nearest: {lengths[needed - 1]}"
+    )

@@ -49,19 +49,20 @@ class PromptSampler:
         self.prompts_per_step = prompts_per_step
         self.prompts_per_update = prompts_per_update
         if not rows:
-            raise ValueError("there are no prompts to train on; check data.files")
+            raise ValueError("there are no prompts to train on; give data.files with rows in them")
         if prompts_per_step % len(skills):
             nearest = max(1, prompts_per_step // len(skills)) * len(skills)
             raise ValueError(
-                f"prompts_per_step ({prompts_per_step}) must be a multiple of the {len(skills)} skills. "
-                f"Nearest: {nearest}."
+                f"training.prompts_per_step ({prompts_per_step}) must be a multiple of the {len(skills)} skills. "
+                f"Nearest: {nearest}"
             )
         smallest = min(self.groups, key=len)
         if len(smallest) * len(skills) < prompts_per_step:
             raise ValueError(
-                f"prompts_per_step ({prompts_per_step}) takes {prompts_per_step // len(skills)} different prompts"
-                f"{f' of each of {len(skills)} skills' if len(skills) > 1 else ''}, but there are only {len(smallest)}"
-                f"{f' of {smallest[0].skill!r}' if len(skills) > 1 else ''}. Lower prompts_per_step or give more data."
+                f"training.prompts_per_step ({prompts_per_step}) takes {prompts_per_step // len(skills)} different "
+                f"prompts{f' of each of {len(skills)} skills' if len(skills) > 1 else ''}, but there are only "
+                f"{len(smallest)}{f' of {smallest[0].skill!r}' if len(skills) > 1 else ''}. "
+                f"Nearest: {len(smallest) * len(skills)}"
             )
         self._order: dict[tuple[int, int], np.ndarray] = {}
 
@@ -70,8 +71,8 @@ class PromptSampler:
         if self.prompts_per_update % num_lanes:
             nearest = max(1, self.prompts_per_update // num_lanes) * num_lanes
             raise ValueError(
-                f"prompts_per_update ({self.prompts_per_update}) must be a multiple of lanes ({num_lanes}). "
-                f"Nearest: {nearest}."
+                f"training.prompts_per_update ({self.prompts_per_update}) must be a multiple of lanes ({num_lanes}). "
+                f"Nearest: {nearest}"
             )
         assert 0 <= lane < num_lanes, (lane, num_lanes)
         share = self.prompts_per_update // num_lanes

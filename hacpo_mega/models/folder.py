@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
-# One of these makes a tokenizer; `tokenizer.model` is what older sentencepiece folders have.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -87,8 +87,19 @@ def check_positions(folder: Path, max_prompt_tokens: int, max_answer_tokens: int
         )
 
 
-def tokenizer_problems(folder: Path) -> list[str]:
-    """A line when the folder holds no tokenizer."""
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return []
-    return [f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy it from the model's source"]
+def tokenizer_problem(folder: Path, needs_template: bool) -> str | None:
+    """A line when the folder holds no tokenizer, or no chat template although one is asked for; else None."""
+    try:
+        described = read_json(folder / "tokenizer_config.json")
+    except ValueError as error:
+        return str(error)
+    if "auto_map" not in described and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        known = ", ".join(TOKENIZER_FILES)
+        return f"model folder {folder} has no tokenizer (one of {known}); copy it from the original"
+    has_template = described.get("chat_template") or (folder / "chat_template.jinja").is_file()
+    if needs_template and not has_template:
+        return (
+            f"chat_template = true, but {folder} has none, neither chat_template.jinja nor in tokenizer_config.json; "
+            "set chat_template = false for a base model, or add the file"
+        )
+    return None

@@ -280,6 +280,6 @@ def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:
     return tuple(TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting) for agent in agents)
 
 
-def fits_every_agent(codecs: Sequence[TextCodec], max_tokens: int) -> Callable[[str], bool]:
-    """Whether a task's text, as each agent reads it, has at most `max_tokens` tokens for all of them."""
-    return lambda text: all(len(codec.encode_prompt(text)) <= max_tokens for codec in codecs)
+def longest_encoding(codecs: Sequence[TextCodec]) -> Callable[[str], int]:
+    """The tokens of a task's text as each agent reads it, for the agent that needs most of them."""
+    return lambda text: max(len(codec.encode_prompt(text)) for codec in codecs)

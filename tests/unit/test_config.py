@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 from repository import ROOT
 
-from hacpo_mega.config import AlgorithmConfig, load_config
+from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
+from hacpo_mega.config.algorithm import PRESETS
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
@@ -27,6 +29,15 @@ def test_presets_fill_what_is_not_given():
     assert authors.omega_clip == (0.1, 10.0)
 
 
+def test_presets_list_what_differs_from_the_defaults_and_nothing_else():
+    assert set(PRESETS) == set(get_args(AlgorithmConfig.model_fields["preset"].annotation))
+    for preset, choices in PRESETS.items():
+        defaults = {name: AlgorithmConfig.model_fields[name].default for name in choices}
+        assert not [name for name, value in choices.items() if defaults[name] == value]
+        filled = AlgorithmConfig(preset=preset).model_dump()
+        assert filled == AlgorithmConfig().model_dump() | choices | {"preset": preset}
+
+
 def test_a_configuration_is_frozen():
     config = load_config(QUICKSTART)
     with pytest.raises(ValidationError, match="frozen"):
@@ -41,12 +52,21 @@ def test_overrides_reach_tables_and_agents_by_name():
     assert [agent.optimizer.lr for agent in config.agents] == [1e-5, 4e-4]
 
 
+def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
+    config = load_config(
+        QUICKSTART, ["algorithm.alpha=3", "rollout.temperature=1", "agents.qwen.optimizer.clip_grad=2"]
+    )
+    found = (config.algorithm.alpha, config.rollout.temperature, config.agents[0].optimizer.clip_grad)
+    assert found == (3.0, 1.0, 2.0)
+    assert {type(value) for value in found} == {float}
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
         ("rollout.temprature=1.0", "rollout.temprature: unknown key; did you mean 'temperature'?"),
         ("agents.qwen.optimizer.lrr=1", "agents.qwen.optimizer.lrr: unknown key; did you mean 'lr'?"),
-        ("num_steps='ten'", "num_steps: input should be a valid integer"),
+        ("num_steps='ten'", "num_steps: needs a whole number, found 'ten'"),
         ("agents.qwen.tp=0", "agents.qwen.tp: input should be greater than or equal to 1, found 0"),
         ("agents.mistral.tp=1", "no entry is named 'mistral'; there are: qwen, llama"),
         ("seed", "expected section.key=value"),
@@ -116,3 +136,18 @@ def test_a_missing_model_folder_is_named(tmp_path):
 def test_reading_a_configuration_loads_no_torch():
     code = "import sys, hacpo_mega.config as c; c.load_config(sys.argv[1]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], check=True)
+
+
+def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.toml: give the run_dir of a run"):
+        config_of_run(tmp_path)
+    text = QUICKSTART.read_text().replace("runs/models", "gone/models")
+    (tmp_path / "config.toml").write_text(text)
+    assert [agent.name for agent in config_of_run(tmp_path).agents] == ["qwen", "llama"]
+    (tmp_path / "config.toml").write_text(text.replace("num_steps = 40", "num_steps = 40.0").replace("seed", "sed"))
+    with pytest.raises(ValueError, match=r".") as error:
+        config_of_run(tmp_path)
+    assert [line.rpartition("a run: ")[2] for line in str(error.value).splitlines()] == [
+        "num_steps: needs a whole number, found 40.0",
+        "sed: unknown key; did you mean 'seed'?",
+    ]

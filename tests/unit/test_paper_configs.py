@@ -13,7 +13,7 @@ from hacpo_mega.models.architecture import Architecture
 
 FOLDER = ROOT / "configs" / "paper"
 
-# ALGORITHM section 3, "paper hyper-parameters per pair": alpha, delta, delta_step.
+# Hyper-parameters of each pair in the paper's appendix: alpha, delta, delta_step.
 TABLE = {
     "qwen-4b_qwen-4b-instruct": (3.0, 0.2, 0.01),
     "qwen-1b7-base_qwen-4b-base": (1.0, 0.2, 0.025),
@@ -58,6 +58,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
         (folder / "config.json").write_text(json.dumps(table))
         (folder / "tokenizer.json").write_text("{}")
         write_hollow_weights(folder, Architecture.from_folder(folder))
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "data").mkdir()
     for name in ("math_train", "math500"):
         (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')

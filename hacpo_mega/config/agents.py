@@ -1,0 +1,155 @@
+"""The [[agents]] tables: the model of each agent, its layout, its optimizer, its prompts, and how `init` would make it.
+
+Not here: whether a layout fits a model (checks.py).
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hacpo_mega.config.choices import Skill
+from hacpo_mega.config.prompting import Prompting
+from hacpo_mega.config.section import (
+    Count,
+    CountOrZero,
+    FilePath,
+    Flag,
+    PassedOn,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    ShareBelowOne,
+)
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay, and its learning rate over the optimizer updates of the whole run."""
+
+    lr: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1e-6
+    """Learning rate after the warm-up: about the change of a weight in one update."""
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
+    """Decay per update of Adam's means of the gradient and of its square."""
+    eps: Positive = 1e-8
+    """Added to the root of Adam's second moment before the update is divided by it."""
+    weight_decay: PositiveOrZero = 0.0
+    """Share of a weight that is subtracted from it in every update, times the learning rate."""
+    clip_grad: Positive = 1.0
+    """Largest norm of the whole model's gradient; a longer one is scaled down to it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from lr, after the warm-up, to min_lr_ratio x lr at the end of the run."""
+    warmup_updates: CountOrZero = 0
+    """Updates at the start of the run over which the learning rate rises linearly to lr."""
+    min_lr_ratio: Share = 0.0
+    """The learning rate at the end of a linear or cosine schedule, as a share of lr."""
+
+
+class SkillShare(Section):
+    """How much of the warm start is one skill."""
+
+    share: Share
+    """Share of the examples that are of this skill; the shares of all skills add up to 1."""
+    num_examples: Count | None = None
+    """Different examples that are drawn from, a number of prompts; not given: all that are not held out."""
+
+
+class WarmStartConfig(Section):
+    """Supervised training of a fresh model on worked answers, through the same Megatron actor."""
+
+    skills: Annotated[dict[Skill, SkillShare], Field(min_length=1)]
+    """One table per skill of the arithmetic that the model is taught."""
+    num_updates: Count = 600
+    """Optimizer updates of the warm start."""
+    batch_size: Count = 128
+    """Worked examples of one update, over all cells."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
+    """Adam of the warm start; agents.optimizer is that of the training after it. Its lr is 0.003 unless it is given."""
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Self:
+        total = sum(skill.share for skill in self.skills.values())
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"the shares of warm_start.skills add up to {total:g}; they must add up to 1")
+        return self
+
+
+class InitConfig(Section):
+    """A small model that `hacpo-mega init` creates at the agent's `model` folder, with a tokenizer of its own."""
+
+    family: Literal["qwen2", "qwen3", "llama"]
+    """Architecture of the model."""
+    num_layers: Count
+    """Transformer layers."""
+    hidden_size: Count
+    """Width of the residual stream, in numbers per token."""
+    num_heads: Count
+    """Attention heads of a layer."""
+    num_kv_heads: Count
+    """Key-value heads of a layer; a divisor of num_heads."""
+    head_dim: Count
+    """Width of one attention head."""
+    ffn_size: Count
+    """Width of the feed-forward layer between its two projections."""
+    tied_embeddings: Flag
+    """Whether the output layer is the embedding itself instead of a matrix of its own."""
+    max_positions: Count = 256
+    """Tokens of the longest sequence that the model is made for."""
+    vocabulary: tuple[str, ...]
+    """The tokenizer's tokens, matched longest first; an end and a padding token come on top."""
+    warm_start: WarmStartConfig | None = None
+    """What the fresh model is taught; not given: its weights stay random."""
+
+
+class AgentConfig(Section):
+    """One agent: its Hugging Face folder, its parallel layout, its prompts, its optimizer, two tables passed on."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """What the agent is called in overrides, metrics and folders: letters, digits, - and _."""
+    model: FilePath
+    """Hugging Face folder of the agent's start, with its tokenizer; relative to the current folder."""
+    tp: Count = 1
+    """Tensor parallel size: processes that share every layer of the actor."""
+    pp: Count = 1
+    """Pipeline parallel size: stages that the actor's layers are dealt to, tp processes each."""
+    cells_per_lane: Count = 1
+    """Replicas of the agent in each lane: tp x pp processes each, and each its share of the lane's prompts."""
+    engine_tp: Count | None = None
+    """Processes of one vLLM engine, a divisor of tp x pp; not given: tp x pp, one engine per cell."""
+    trust_remote_code: Flag = False
+    """Whether Python code that lies in the model folder may run, which some tokenizers need."""
+    chat_template: Flag = False
+    """Whether a task becomes a user message of the tokenizer's chat template; else its text is the prompt."""
+    chat_template_kwargs: PassedOn = Field(default_factory=dict)
+    """Arguments of the chat template, such as enable_thinking = false."""
+    system_prompt: str | None = None
+    """The system message before the user's, in a chat template."""
+    prompt_template: str | None = None
+    """Text with {prompt} where the task goes: an instruction, or worked examples for a base model."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Adam and the learning rate of this agent."""
+    megatron: PassedOn = Field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig, passed on as they are; those that hacpo-mega decides are refused."""
+    vllm: PassedOn = Field(default_factory=dict)
+    """Arguments of vLLM's engine, passed on as they are; those that hacpo-mega decides are refused."""
+    init: InitConfig | None = None
+    """How `hacpo-mega init` makes the model where its folder does not exist; not given: the folder must exist."""
+
+    @model_validator(mode="after")
+    def _prompting_is_sound(self) -> Self:
+        _ = self.prompting  # it checks itself
+        return self
+
+    @property
+    def prompting(self) -> Prompting:
+        """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
+        return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
+
+    @property
+    def cell_size(self) -> int:
+        """Ranks of one replica of this agent."""
+        return self.tp * self.pp
+
+    @property
+    def engine_tensor_parallel(self) -> int:
+        """Ranks of one vLLM engine; a cell holds cell_size / engine_tensor_parallel of them."""
+        return self.engine_tp or self.cell_size

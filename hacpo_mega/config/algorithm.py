@@ -1,0 +1,104 @@
+"""The [algorithm] table: every choice that the paper (arXiv 2603.02604) and its authors' public code make, by name.
+
+Equation numbers are the paper's. Not here: the equations themselves (the package `algorithm`).
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hacpo_mega.config.section import Count, Flag, Positive, PositiveOrZero, Section, Share, ShareBelowOne
+
+# What a preset sets otherwise than the defaults, which are the paper's text.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "authors": {
+        "cross_baseline": "learner",
+        "capability_metric": "positive_rate",
+        "capability_floor_per_step": True,
+        "omega_clip": (0.1, 10.0),
+        "baseline_guard": True,
+        "aggregation": "mean",
+        "log_ratio_clamp": 10.0,
+        "eos_in_loss": False,
+        "kl_coef": 1e-3,
+    },
+}
+
+
+class AlgorithmConfig(Section):
+    """HACPO (arXiv 2603.02604), and the same agents without it, as options by name."""
+
+    method: Literal["hacpo", "gspo"] = "hacpo"
+    """Who trains on what: `hacpo` on the answers of all agents, `gspo` each agent on its own alone, as the baseline."""
+    preset: Literal["paper", "authors"] = "paper"
+    """Whose choices hold for the options of this table that are not given: the paper's text or its authors' code."""
+
+    # Capability (eq. 9) and advantage (eq. 10)
+    cross_baseline: Literal["source", "learner"] = "source"
+    """Whose baseline another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
+    capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
+    """What an agent's capability P_hat averages: the rewards of its answers, or the share of them above 0."""
+    capability_window: Count = 5
+    """Steps that P_hat is averaged over (K of eq. 9)."""
+    capability_includes_current: Flag = True
+    """Whether the window of P_hat ends with the step that is being trained, or with the one before it."""
+    capability_floor: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1e-8
+    """Lower bound of P_hat, a mean reward: it keeps omega finite for an agent that has earned nothing."""
+    capability_floor_per_step: Flag = False
+    """Whether the floor also holds for the mean of every single step, before the window is averaged."""
+    omega_clip: tuple[Positive, Positive] | None = None
+    """Bounds [low, high] of every capability ratio omega, a factor; not given: omega is unbounded."""
+    uniform_group_is_zero: Flag = True
+    """Whether a prompt whose answers all have one reward gives advantage 0; else an omega other than 1 makes a signal
+    out of answers of which none is better than another."""
+    baseline_guard: Flag = False
+    """Whether a baseline above 1, which no reward can reach, is replaced by the agent's own mean on that prompt."""
+    advantage_eps: PositiveOrZero = 1e-6
+    """Added to the standard deviation of a prompt's rewards before the advantage is divided by it."""
+
+    # Objective (eq. 47 own, eq. 50 cross)
+    aggregation: Literal["sum", "mean"] = "sum"
+    """How own and cross losses add up: each divided by the answers per agent (`sum`), or both by all answers."""
+    eps_low: ShareBelowOne = 3e-4
+    """Own answers: the sequence ratio is clipped from below at 1 - eps_low (eq. 47)."""
+    eps_high: PositiveOrZero = 4e-4
+    """Own answers: the sequence ratio is clipped from above at 1 + eps_high (eq. 47)."""
+    delta: Share = 0.2
+    """Others' answers: only those with a ratio from 1 - delta to 1 train in the first update of a step (eq. 50)."""
+    delta_step: Share = 0.025
+    """By how much that lower end rises with every further update of the same step; 0 keeps it where it is."""
+    alpha: PositiveOrZero = 1.0
+    """Others' answers: exponent of the importance weight ratio^alpha; 0 weighs all of them alike."""
+    log_ratio_clamp: Annotated[float, Field(strict=True, gt=0.0, le=80.0)] = 20.0
+    """Bound of the absolute log of a sequence ratio, nats: exp overflows 32-bit numbers above 88."""
+    ratio_length: Literal["own", "source"] = "own"
+    """By whose token count the learner's log-prob of another agent's answer is divided: its own, or the source's."""
+    eos_in_loss: Flag = True
+    """Whether the end-of-sequence token of an answer is one of the tokens that are scored and trained."""
+    kl_coef: PositiveOrZero = 0.0
+    """Weight of the KL divergence to the agent's initial weights, per nat; 0 keeps no copy of them."""
+    kl_on: Literal["own", "all"] = "own"
+    """Which answers that KL divergence counts: the learner's own, or everybody's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(preset := given.get("preset", "paper"), str):
+            return given
+        return {**PRESETS.get(preset, {}), **given}
+
+    @model_validator(mode="after")
+    def _ordered_bounds(self) -> Self:
+        if self.omega_clip and not 0.0 < self.omega_clip[0] <= 1.0 <= self.omega_clip[1]:
+            low, high = self.omega_clip
+            raise ValueError(
+                f"omega_clip {[low, high]}: needs 0 < low <= 1 <= high, since omega of equals is 1. "
+                f"Nearest: {[min(low, 1.0), max(high, 1.0)]}"
+            )
+        return self
+
+    @property
+    def shares_answers(self) -> bool:
+        """Whether a learner trains on the answers of other agents."""
+        return self.method == "hacpo"

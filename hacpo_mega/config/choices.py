@@ -1,0 +1,29 @@
+"""Names that a configuration may say and that other rooms give a meaning to, with what must be known of them here.
+
+`grading/graders.py` has a grader for every reward kind and `data/tasks.py` makes the prompts of every skill; tests hold
+that they agree with these lists.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+REWARD_KINDS = ("arithmetic", "exact", "numeric", "math", "math_any")
+
+Skill = Literal["add", "sub", "mul", "srt"]
+
+
+@dataclass(frozen=True)
+class SkillSize:
+    """How many different prompts of a skill there are to train on, and how many are held out for evaluation."""
+
+    num_training: int
+    num_held_out: int
+
+
+SKILLS: Mapping[Skill, SkillSize] = {
+    "add": SkillSize(6445, 1655),
+    "sub": SkillSize(3269, 826),
+    "mul": SkillSize(570, 150),
+    "srt": SkillSize(8010, 1990),
+}

@@ -1,0 +1,142 @@
+"""`hacpo-mega config`: every field of the configuration as a table, read from the schema itself.
+
+A field's sentence is the text under it in the schema, so what is printed is what a reader of the code reads.
+"""
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.config.schema import Config
+
+BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}
+# Bounds that only keep a value inside what a machine word holds are nobody's concern.
+WORD_SIZES = (2**31, 2**32)
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """A field of the configuration in words. `section` and `name` make its key; a table's own fields follow it."""
+
+    section: str
+    name: str
+    allowed: str
+    default: str
+    sentence: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+
+def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Iterator[FieldDescription]:
+    """Every field of a table and of the tables inside it, in the order of the schema. `NAME` stands for any key."""
+    for name, field in table.model_fields.items():
+        described = FieldDescription(
+            section, name, _allowed(field.annotation, field.metadata), _default(field), _one_line(field.description)
+        )
+        yield described
+        inner, is_named = _inner_table(field.annotation)
+        if inner is not None:
+            yield from describe_fields(inner, f"{described.key}.NAME" if is_named else described.key)
+
+
+def describe(key: str | None = None) -> Group:
+    """What `hacpo-mega config KEY` prints: one field, a table with all that is in it, or everything.
+
+    ValueError for an unknown key, with the nearest one.
+    """
+    fields = list(describe_fields())
+    chosen = [field for field in fields if key is None or field.key == key or field.key.startswith(f"{key}.")]
+    if not chosen:
+        near = difflib.get_close_matches(str(key), [field.key for field in fields], n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{key}: unknown key{hint} (`hacpo-mega config` lists all of them)")
+    sections = dict.fromkeys(field.section for field in chosen)
+    return Group(*(_table(section, [f for f in chosen if f.section == section]) for section in sections))
+
+
+def _table(section: str, fields: list[FieldDescription]) -> Table:
+    """One section's fields; the algorithm's defaults stand side by side, one column for each preset."""
+    of_presets = section == "algorithm"
+    title = Text(f"[{section}]" if section else "the run, before any table", style="bold")
+    table = Table(title=title, title_justify="left", expand=True)
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", ratio=2)
+    for heading in (f"preset {preset}" for preset in PRESETS) if of_presets else ("default",):
+        table.add_column(heading, ratio=1)
+    table.add_column("what it is", ratio=5)
+    for field in fields:
+        defaults = [_of_preset(preset, field.name) for preset in PRESETS] if of_presets else [field.default]
+        cells = (Text(cell) for cell in (field.name, field.allowed, *defaults, field.sentence))
+        table.add_row(*cells, style="bold" if len(set(defaults)) > 1 else None)  # where the presets differ
+    return table
+
+
+def _of_preset(preset: str, name: str) -> str:
+    return _said(getattr(AlgorithmConfig(preset=preset), name))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "its defaults" if isinstance(value, BaseModel) else _said(value)
+
+
+def _said(value: Any) -> str:
+    """A value as a TOML file has it, or "not given"."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_said, value))}]"
+    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+
+
+def _allowed(kind: Any, metadata: list[Any]) -> str:
+    """The values of a type in words, with the bounds of its metadata."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        extra = [part for each in inside[1:] for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        return _allowed(inside[0], [*extra, *metadata])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_allowed(part, metadata) for part in inside if part is not type(None))
+    if origin is Literal:
+        return " | ".join(map(str, inside))
+    if origin is tuple and inside[-1] is not Ellipsis:
+        return f"[{', '.join(_allowed(part, []) for part in inside)}]"
+    if origin is tuple:
+        return f"list of {_allowed(inside[0], [])}"
+    if origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return "table"
+    found = [(sign, getattr(part, name, None)) for name, sign in BOUNDS for part in metadata]
+    bounds = [f"{sign} {value:g}" for sign, value in found if value is not None and value not in WORD_SIZES]
+    return ", ".join([WORDS[kind], " and ".join(bounds)] if bounds else [WORDS[kind]])
+
+
+def _inner_table(kind: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The table that a field's values are, and whether the user names its entries (`skills.add`)."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind, False
+    for part in get_args(kind):
+        inner, _ = _inner_table(part)
+        if inner is not None:
+            return inner, get_origin(kind) is dict or _inner_table(part)[1]
+    return None, False
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())

@@ -1,0 +1,139 @@
+"""What a configuration names outside itself: run folder, prompt files, grader, tokenizers. Looked at, not loaded.
+
+Every check is a `stat`, a small file, or the first bytes of a large one, so that `hacpo-mega check` answers at once.
+Not here: whether all rows of a data file are good (data/prompt_sets.py) and what a model's folder says of its layout.
+"""
+
+import codecs
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.grader_checks import grader_problem
+from hacpo_mega.config.schema import Config
+from hacpo_mega.models.folder import tokenizer_problem
+
+FIRST_BYTES = 1 << 20
+PARQUET_MAGIC = b"PAR1"
+
+
+def input_problems(config: Config) -> Iterator[str]:
+    """Every problem of what the configuration names, a line each."""
+    yield from _run_folder(config)
+    yield from _prompt_files(config)
+    if problem := grader_problem(config.reward.kind):
+        yield f"reward.kind: {problem}"
+    if config.reward.kind == "arithmetic" and config.data.generator != "arithmetic":
+        yield "reward.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use reward.kind = 'math' for files"
+    for agent in config.agents:
+        if problem := _tokenizer_problem(agent):
+            yield f"agents.{agent.name}: {problem}"
+
+
+def missing_models(config: Config) -> list[str]:
+    """A line for every model folder that is described by an init table and does not exist yet."""
+    return [
+        f"agents.{agent.name}: model folder {agent.model} does not exist yet; `hacpo-mega init` makes it"
+        for agent in config.agents
+        if agent.init is not None and not (agent.model / "config.json").is_file()
+    ]
+
+
+def _run_folder(config: Config) -> Iterator[str]:
+    """A run folder is renamed when another run comes: it must be the run's alone."""
+    given, folder = config.run_dir, _real(config.run_dir)
+    if Path.cwd().is_relative_to(folder):
+        yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
+        return
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        yield f"run_dir: {given} cannot be made, since {existing} is a file. Nearest: {existing}.run"
+    # The folder itself is renamed and made anew, which is written into the folder above it.
+    elif not os.access(existing.parent if existing == folder else existing, os.W_OK | os.X_OK):
+        yield f"run_dir: {given} cannot be made, since {existing} is not writable; give a folder that you may write"
+    named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
+    named += [("data.files", file) for file in config.data.files]
+    named += [("evaluation.files", file) for file in config.evaluation.files]
+    for key, path in named:
+        if _real(path).is_relative_to(folder):
+            yield (
+                f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
+                f"Nearest: run_dir = '{given}.next'"
+            )
+
+
+def _real(path: Path) -> Path:
+    # Not Path.resolve, which raises for a circle of links.
+    return Path(os.path.realpath(path))
+
+
+def _prompt_files(config: Config) -> Iterator[str]:
+    fields = (("prompt_field", config.data.prompt_field), ("gold_field", config.data.gold_field))
+    trained = {_real(file) for file in config.data.files}
+    for key, files in (("data.files", config.data.files), ("evaluation.files", config.evaluation.files)):
+        seen: dict[Path, Path] = {}
+        for file in files:
+            earlier = seen.setdefault(_real(file), file)
+            if key == "evaluation.files" and _real(file) in trained:
+                yield f"{key}: {file} is also in data.files; measure on prompts that are not trained"
+            elif earlier is not file:
+                yield f"{key}: {file} is listed before, as {earlier}; list it once"
+            elif problem := _file_problem(file, fields):
+                yield f"{key}: {problem}"
+
+
+def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None:
+    """What is wrong with a prompt file by its name and first bytes, or None."""
+    if file.is_dir():
+        inside = sorted(path for path in file.iterdir() if path.suffix in (".jsonl", ".parquet"))
+        return f"{file} is a folder; list its files" + (f". Nearest: {inside[0]}" if inside else "")
+    if not file.is_file():
+        return f"{file} does not exist"
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(FIRST_BYTES)
+            stream.seek(-min(len(start), len(PARQUET_MAGIC)), os.SEEK_END)
+            end = stream.read()
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"
+    start = start.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not start:
+        return f"{file} is empty"
+    if file.suffix == ".parquet" or start.startswith(PARQUET_MAGIC):
+        return _parquet_problem(file, start, end)
+    if start.startswith(b"["):
+        return (
+            f"{file} is a JSON array, needs one object per line; `hacpo-mega data convert {file} --out ...` writes it"
+        )
+    return _first_row_problem(file, start, fields)
+
+
+def _parquet_problem(file: Path, start: bytes, end: bytes) -> str | None:
+    if file.suffix != ".parquet":
+        return f"{file} is Parquet by its first bytes, not by its name. Nearest: {file.with_suffix('.parquet')}"
+    if not (start.startswith(PARQUET_MAGIC) and end == PARQUET_MAGIC):
+        return f"{file} is no Parquet file, or a part of one: it needs PAR1 as its first and last four bytes"
+    return None
+
+
+def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], ...]) -> str | None:
+    """Whether the first row has the fields that are named; one that is no JSON is left to whoever reads all rows."""
+    try:
+        row = json.loads(start.split(b"\n", 1)[0])
+    except ValueError:
+        return None
+    missing = [f"{name!r} (data.{key})" for key, name in fields if isinstance(row, dict) and name not in row]
+    if not missing:
+        return None
+    return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {', '.join(row) or 'none'}"
+
+
+def _tokenizer_problem(agent: AgentConfig) -> str | None:
+    """What is wrong with an agent's tokenizer files, or None; before `init` there is only its table."""
+    if (agent.model / "config.json").is_file():
+        return tokenizer_problem(agent.model, needs_template=agent.chat_template)
+    if agent.init is not None and agent.chat_template:
+        return "chat_template = true, but init makes a tokenizer without a template; set it to false"
+    return None

@@ -1,0 +1,54 @@
+"""What every table of the configuration has in common, and the kinds of values that their fields take.
+
+A value is taken as it is written: `true` is no number, `3.0` and `"3"` are no count, and nan and inf are refused.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Number = Annotated[float, Field(strict=True)]
+Positive = Annotated[float, Field(strict=True, gt=0.0)]
+PositiveOrZero = Annotated[float, Field(strict=True, ge=0.0)]
+Share = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
+ShareBelowOne = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen table of the configuration; a key that it does not know is an error, never ignored.
+
+    The text under a field is its description: `hacpo-mega config` prints it.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _finite(value: Any) -> Any:
+    """The value itself. ValueError for a nan or inf anywhere inside: no schema looks into a table that is passed on."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in inside:
+        _finite(part)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"needs finite numbers, found {value}")
+    return value
+
+
+PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
+def _openable(path: Path) -> Path:
+    """The path itself. ValueError for one that no file system takes, so that everybody else may simply look at it."""
+    if "\0" in str(path) or len(os.fsencode(path)) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise ValueError("needs a path of at most 4095 bytes, 255 in each part, without a zero character")
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(_openable)]

@@ -1,0 +1,24 @@
+"""Whether the prompt files of a run are good, asked by the process that starts it: imports no torch and no tokenizer.
+
+Not here: how many of the prompts every agent can read (prompt_sets.py).
+"""
+
+from hacpo_mega.config import Config
+from hacpo_mega.data.files import describe, read_prompts
+
+
+def require_good_files(config: Config) -> None:
+    """Reads every prompt file of a run. ValueError with a line per bad row, or when a step takes more than all rows.
+
+    A prompt that is in two files, also in one to train on and one to evaluate on, is a bad row.
+    """
+    prompt_field, gold_field, first_seen = config.data.prompt_field, config.data.gold_field, {}
+    rows, problems = read_prompts(config.data.files, prompt_field, gold_field, first_seen)
+    problems += read_prompts(config.evaluation.files, prompt_field, gold_field, first_seen)[1]
+    if problems:
+        raise ValueError(describe(problems))
+    if config.data.files and config.training.prompts_per_step > len(rows):
+        raise ValueError(
+            f"training.prompts_per_step ({config.training.prompts_per_step}) takes that many different prompts, but "
+            f"data.files has only {len(rows)} rows. Nearest: {len(rows)}"
+        )

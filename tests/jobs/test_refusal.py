@@ -1,0 +1,80 @@
+"""What a user has to mend and only a running job finds: its text once in the whole job, exit code 2, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import refusing_job
+from job import PROCESSES, free_port
+from repository import ROOT
+from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+
+DEADLINE_S = 120.0
+
+
+def play(folder: Path, phase: str, complaints: dict[int, str]) -> tuple[list[int], list[str]]:
+    """The exit status of every rank, and the lines that any of them wrote."""
+    port = free_port()
+    ranks = [
+        PROCESSES.Process(target=refusing_job.play, args=(rank, port, folder, phase, complaints)) for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=DEADLINE_S)
+    statuses = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    return statuses, [line for rank in range(4) for line in (folder / f"{rank}.err").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("phase", ["start", "load"])
+def test_a_problem_of_the_input_ends_every_rank_with_2_and_is_said_once(tmp_path, phase):
+    """Both ranks of an agent find the same in its folder; a problem with two lines keeps both."""
+    statuses, lines = play(tmp_path, phase, dict.fromkeys((0, 1), "a/config.json: torn\na/tokenizer.json: gone"))
+    assert statuses == [2, 2, 2, 2], lines
+    assert lines == ["a/config.json: torn", "a/tokenizer.json: gone"]
+
+
+def test_problems_of_two_agents_are_both_said(tmp_path):
+    statuses, lines = play(tmp_path, "load", {1: "a: torn", 2: "b: gone"})
+    assert statuses == [2, 2, 2, 2], lines
+    assert sorted(lines) == ["a: torn", "b: gone"]
+
+
+def test_in_training_the_same_error_is_a_fault_with_its_traceback(tmp_path):
+    statuses, lines = play(tmp_path, "learn", {2: "negative dimensions"})
+    assert statuses == [1, 1, 1, 1]
+    assert lines.count("Traceback (most recent call last):") == 1
+    cause = "stops: rank 2 (agent B, lane 0, cell 0, pp 0, tp 0) failed in phase learn of step 1: ValueError: negative"
+    assert sum(cause in line for line in lines) == 4
+
+
+def agents(folder: Path) -> list[dict]:
+    return [agent_table(folder, "a", "qwen3", CHARACTERS, tp=2), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
+
+
+TOO_LONG = (
+    "rollout.max_prompt_tokens (3) leaves 0 of 6445 prompts of 'add', and 2 are needed; the shortest has 6 tokens"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["hacpo-mega", "torchrun"])
+def test_prompts_that_no_agent_can_read_end_a_job_before_it_loads_a_model(tmp_path, launcher):
+    """Tokenizers are looked at by the ranks. Whoever started them, the job's exit code and its lines are the same."""
+    config = write_config(tmp_path, agents(tmp_path))
+    command = [sys.executable, "-m"]
+    if launcher == "torchrun":
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "--monitor-interval=2", "-m"]
+    command += ["hacpo_mega.cli", "train", str(config), "rollout.max_prompt_tokens=3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=2 * DEADLINE_S)
+    ours = [line for line in done.stderr.splitlines() if "max_prompt_tokens" in line]
+    assert len(ours) == 1 and TOO_LONG in ours[0], done.stderr
+    if launcher == "hacpo-mega":
+        assert (done.returncode, done.stderr) == (2, f"{ours[0]}\n")
+    else:  # torchrun's own account of a failed rank comes below ours, and its exit code is always 1
+        assert "exitcode  : 2" in done.stderr and done.returncode == 1

@@ -1,0 +1,224 @@
+"""What a user can get wrong in a configuration: exit code 2, one line for each problem, before anything is loaded.
+
+A case is a list of overrides on a configuration that is right, and what each line must say, in order. `check` runs in
+this process, `train` in one of its own.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from bad_cases import DATA, GROUPS, INIT, ROWS
+from repository import ROOT
+from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+
+from hacpo_mega import cli
+from hacpo_mega.config import load_config
+from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
+from hacpo_mega.config.describe import describe_fields
+from hacpo_mega.data.tasks import evaluation_examples, training_examples
+from hacpo_mega.grading.graders import GUARDED, IN_PROCESS
+
+CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """A folder with a configuration that is right, its two models, and all kinds of files."""
+    folder = tmp_path_factory.mktemp("bad")
+    agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
+    write_config(folder, agents)
+    write_prompt_files(folder)
+    (folder / "mine.py").write_text("def grader(p, a, g):\n    def inner():\n        pass\n    return 1.0\n")
+    (folder / "broken.py").write_text("def f(:\n")
+    for name, described in (("bare", None), ("torn", "{"), ("listed", "[]")):
+        (folder / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (folder / name / file).symlink_to(folder / "a" / file)
+        if described is not None:
+            (folder / name / "tokenizer_config.json").write_text(described)
+    return folder
+
+
+def write_prompt_files(folder: Path) -> None:
+    def write(name: str, *lines: object) -> None:
+        (folder / name).write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
+
+    (folder / "folder").mkdir()
+    (folder / "nothing").mkdir()
+    write("good.jsonl", *ROWS)
+    write("folder/x.jsonl", *ROWS)
+    write("same.jsonl", ROWS[3])
+    write("rows.jsonl", ROWS[0], {"prompt": "1"}, [1], "{", ROWS[0])
+    write("many.jsonl", ROWS[0], *({"prompt": str(i), "answer": ""} for i in range(29)))
+    write("empty.jsonl")
+    write("white.jsonl", "", "  ")
+    write("array.json", ROWS)
+    write("text.parquet", *ROWS)
+    (folder / "link.jsonl").symlink_to(folder / "good.jsonl")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "one.parquet")
+    whole = (folder / "one.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (folder / "parquet.jsonl").write_bytes(whole)
+
+
+def filled(text: str, here: Path) -> str:
+    return text.replace("{here}", str(here))
+
+
+def run_here(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """The command line in this process: exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", *arguments])
+    monkeypatch.setattr(cli, "prepare_environment", lambda: None)  # it is not this process that will run a job
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code or 0, *capsys.readouterr()
+
+
+def test_the_configuration_of_all_cases_is_right(here, monkeypatch, capsys):
+    code, shown, complaints = run_here(monkeypatch, capsys, "check", "--data", str(here / "run.toml"))
+    assert (code, complaints) == (0, "")
+    assert "0 data files read, no bad row; 18294 prompts to train on, 0 longer than" in shown
+    files = f"data={{files=['{here / 'good.jsonl'}']}}"
+    assert run_here(monkeypatch, capsys, "check", str(here / "run.toml"), files)[0] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_is_a_line_each(case, here, monkeypatch, capsys):
+    overrides = [filled(override, here) for override in case.set]
+    code, shown, complaints = run_here(monkeypatch, capsys, *case.command, str(here / "run.toml"), *overrides)
+    assert code == 2, complaints
+    lines = complaints.splitlines()
+    assert len(lines) == len(case.says), complaints
+    for line, says in zip(lines, case.says):
+        assert filled(says, here) in line
+        assert "Traceback" not in line
+    assert case.command == DATA or shown == ""
+
+
+def test_there_are_enough_of_them():
+    assert len(CASES) >= 120
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("none.toml", None, "cannot be read (No such file or directory)"),
+        ("broken.toml", b"seed = = 3", "not valid TOML"),
+        ("latin.toml", b"run_dir = '\xe9'", "not valid TOML"),
+        ("empty.toml", b"", "run_dir: required, not given"),
+    ],
+)
+def test_a_file_that_is_no_configuration(name, content, says, tmp_path, monkeypatch, capsys):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    code, _, complaints = run_here(monkeypatch, capsys, "check", str(tmp_path / name))
+    assert code == 2
+    assert f"{tmp_path / name}: {says}" in complaints
+    assert "Traceback" not in complaints
+    assert len(complaints.splitlines()) == (4 if name == "empty.toml" else 1)  # run_dir, num_steps, agents, data
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(here, tmp_path, monkeypatch, capsys):
+    tmp_path.chmod(0o555)
+    code, _, complaints = run_here(monkeypatch, capsys, "check", str(here / "run.toml"), f"run_dir={tmp_path}/run")
+    assert code == 2
+    assert complaints.endswith(f"cannot be made, since {tmp_path} is not writable; give a folder that you may write\n")
+
+
+ODD_VALUES = ("true", "-1", "inf", "'x'", "''", "[]", "{}", "[1, 'x', nan]", "[[]]", str(10**30))
+
+
+def test_no_value_of_any_key_is_more_than_a_line(here):
+    """Whatever is written behind a key, load_config returns or raises ValueError, one short line per problem."""
+    keys = [field.key.replace("agents.", "agents.a.").replace("NAME", "add") for field in describe_fields()]
+    assert len(keys) > 90
+    for key, value in itertools.product(keys, ODD_VALUES):
+        try:
+            load_config(here / "run.toml", [f"{key}={value}"])
+        except ValueError as error:
+            for line in str(error).splitlines():
+                assert line.startswith((f"{here / 'run.toml'}: ", "override ")), (key, value, line)
+                assert len(line) < 600, (key, value, line)
+
+
+def test_what_is_declared_for_other_rooms_is_what_they_have():
+    assert set(REWARD_KINDS) == {*IN_PROCESS, *GUARDED}
+    for skill, size in SKILLS.items():
+        assert len(training_examples(skill)) == size.num_training
+        assert len(evaluation_examples(skill, size.num_held_out)) == size.num_held_out
+        with pytest.raises(ValueError, match=f"has {size.num_held_out} held-out prompts"):
+            evaluation_examples(skill, size.num_held_out + 1)
+
+
+def test_a_grader_is_found_where_python_finds_it_and_nothing_of_it_runs(tmp_path, monkeypatch, here):
+    """In a file, in a module of the current folder, in a package; by def, by assignment, by import."""
+    loud = "raise RuntimeError('this ran')\n"
+    (tmp_path / "a_grader.py").write_text(f"from json import loads as parse\n{loud}\nif 1:\n    rule = parse\n")
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").write_text(loud)
+    (tmp_path / "a_package" / "part.py").write_text(f"{loud}class Grader: ...\n")
+    (tmp_path / "no_package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for kind in (
+        "a_grader.py:parse",
+        "a_grader:rule",
+        "a_package.part:Grader",
+        "math:sqrt",
+        "json.decoder:JSONDecoder",
+    ):
+        assert load_config(here / "run.toml", [f"reward.kind={kind}"]).reward.kind == kind
+    with pytest.raises(ValueError, match="'no_package' is a folder without code"):
+        load_config(here / "run.toml", ["reward.kind=no_package:rule"])
+
+
+TRAIN_CASES = (
+    (("reward.kind='mth'",), ("reward.kind: 'mth' is unknown",)),
+    (
+        ("data={files=['{here}/rows.jsonl']}",),
+        ("rows.jsonl:2: ", "rows.jsonl:3: ", "rows.jsonl:4: ", "rows.jsonl:5: "),
+    ),
+    (("data={files=['{here}/good.jsonl']}", "training.prompts_per_step=16"), ("only 12 rows. Nearest: 12",)),
+    (
+        ("agents.a.model='{here}/later'", INIT % "add={share=1.0}"),
+        ("agents.a: model folder {here}/later does not exist",),
+    ),
+)
+
+
+@pytest.mark.parametrize("overrides, says", TRAIN_CASES, ids=["reward", "rows", "too few rows", "no model yet"])
+def test_train_refuses_before_any_process_starts(overrides, says, here, tmp_path):
+    """The launching process imports no torch before it has read everything, so no rank can have been started."""
+    code = "import sys\nfrom hacpo_mega import cli\ntry:\n    cli.main()\nfinally:\n    print('torch' in sys.modules)"
+    overrides = [filled(override, here) for override in overrides]
+    command = [sys.executable, "-c", code, "train", str(here / "run.toml"), f"run_dir={tmp_path / 'run'}", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(says), done.stderr
+    for line, expected in zip(lines, says):
+        assert filled(expected, here) in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_a_job_one_process_of_a_node_says_it(rank, here, monkeypatch, capsys):
+    """Under srun or torchrun every rank finds the same and ends with 2; the first of the node says it."""
+    for name, value in (("SLURM_PROCID", rank), ("SLURM_LOCALID", rank), ("SLURM_NTASKS", 2)):
+        monkeypatch.setenv(name, str(value))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for overrides, says in ((["reward.kind=mth"], "'mth' is unknown"), (["agents.a.tp=2"], "needs 3 ranks")):
+        code, _, complaints = run_here(monkeypatch, capsys, "train", str(here / "run.toml"), *overrides)
+        assert code == 2
+        assert (says in complaints, len(complaints.splitlines())) == ((True, 1) if rank == 0 else (False, 0))
