@@ -20,7 +20,7 @@ from actor_cases import (
     relative_error,
     with_sources_near,
 )
-from ranks import run_ranks
+from job import run_group
 from tiny_models import make_model
 
 from hacpo_mega.config import OptimizerConfig
@@ -58,7 +58,7 @@ def samples(oracle):
 @pytest.fixture(scope="module")
 def on_four_ranks(folder, samples):
     """What every rank of four saw, layout after layout: processes are slow to start, so they start once."""
-    return run_ranks(4, visit_layouts, folder, samples)
+    return run_group(4, visit_layouts, folder, samples)
 
 
 def visit_layouts(folder, samples):

@@ -16,7 +16,7 @@ from pathlib import Path
 import failing_job
 import pytest
 import torch
-from job import PROCESSES, free_port
+from job import start_ranks
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -38,13 +38,8 @@ class Job:
 
     def __init__(self, folder: Path, victim: int, fate: str, timeout_s: float = 120.0) -> None:
         """Returns when the victim is about to meet its fate."""
-        self.folder, port, ready = folder, free_port(), folder / "ready"
-        arguments = victim, fate, timeout_s, ready
-        self.ranks = [
-            PROCESSES.Process(target=failing_job.play, args=(rank, port, folder, arguments)) for rank in range(4)
-        ]
-        for process in self.ranks:
-            process.start()
+        self.folder, ready = folder, folder / "ready"
+        self.ranks = start_ranks(4, folder, failing_job.run, victim, fate, timeout_s, ready)
         while not ready.exists():
             statuses = [process.exitcode for process in self.ranks]
             assert statuses == [None] * 4 or ready.exists(), (statuses, self.errors())

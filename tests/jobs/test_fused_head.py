@@ -18,8 +18,8 @@ from actor_cases import (
     relative_error,
     with_sources_near,
 )
+from job import run_group
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
-from ranks import run_ranks
 from tiny_models import make_model
 
 from hacpo_mega.config import OptimizerConfig
@@ -77,7 +77,7 @@ def steps(tmp_path_factory):
     folders = {tied: make_model(root / str(tied), "qwen3", tied=tied) for tied in (True, False)}
     drawn = random_samples(3, seed=21)
     samples = with_sources_near(drawn, [-4.9] * len(drawn), seed=22)
-    return run_ranks(4, steps_of_layouts, folders, samples)
+    return run_group(4, steps_of_layouts, folders, samples)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -19,7 +19,7 @@ from actor_cases import (
     relative_error,
     with_sources_near,
 )
-from ranks import run_ranks
+from job import run_group
 from tiny_models import make_model
 
 MODELS = {
@@ -70,7 +70,7 @@ def by_layout(folders, samples):
     found = {}
     for num_ranks in {layout[0] for layout in LAYOUTS}:
         layouts = [layout[1:] for layout in LAYOUTS if layout[0] == num_ranks]
-        answers = run_ranks(num_ranks, gradients_of_layouts, layouts, folders, samples)
+        answers = run_group(num_ranks, gradients_of_layouts, layouts, folders, samples)
         for key in answers[0]:
             found[num_ranks, *key] = [answer[key] for answer in answers]
     return found

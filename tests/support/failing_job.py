@@ -1,13 +1,11 @@
 """A job of four ranks in which one, the victim, meets a fate while the others wait for it in several collectives."""
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import launcher_environment
 
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
@@ -37,15 +35,6 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path) -> None:
             gather_bytes(place.lane_group, b"answers")
         place.barrier()
     print("finished", flush=True)
-
-
-def play(rank: int, port: int, folder: Path, arguments: tuple) -> None:
-    """`run(*arguments)` as a rank that srun started; it writes to the files RANK.out and RANK.err of `folder`."""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    os.environ.update(launcher_environment(rank, RANK_MAP.world_size, port))
-    torch.set_num_threads(1)
-    run(*arguments)
 
 
 if __name__ == "__main__":
