@@ -5,10 +5,13 @@ heartbeat thread, says whether a process lives: when it ends, however it ends, i
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
 Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
+A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
+asks its way around the ring before it is announced: it comes back only if nobody is dead.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,9 +23,10 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.rank_map import RankMap
 
-# A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. An error
-# waits this long before it is announced, so that a death, seen in milliseconds, is named first.
-GRACE_S = 1.0
+# What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
+# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL.
+ERROR_PATIENCE_S = 30.0
+SIGTERM_PATIENCE_S = 5.0
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -36,6 +40,7 @@ class Watchdog:
         self._phase = "start"
         self._phase_of_watched = "start"
         self._announcing = threading.Lock()
+        self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
         if rank_map.world_size == 1:
             return
@@ -44,6 +49,7 @@ class Watchdog:
             store.set(f"watchdog/{rank}", f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]}")
             from_watched = _connect(store.get(f"watchdog/{self._watched.global_rank}").decode(), rank, timeout_s)
             self._to_watcher = _accept(server, watcher, timeout_s)
+        threading.Thread(target=self._heed, args=(_sigterm(),), name="sigterm", daemon=True).start()
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
 
     def enter_phase(self, phase: str, step: int) -> None:
@@ -54,11 +60,15 @@ class Watchdog:
     def close(self) -> None:
         """Leaves the ring in peace. Only after a barrier: from here on this process no longer hears of deaths."""
         self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
-        self._tell("bye")
+        if self._to_watcher is not None:
+            self._tell("bye")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> None:
         """Ends this process with status 1, after every other process has been told why. Never returns."""
-        time.sleep(GRACE_S)
+        if self._to_watcher is not None:
+            self._tell(f"alive? {self._me.global_rank}")
+            self._nobody_is_dead.wait(ERROR_PATIENCE_S)
         traceback.print_exception(error)
         detail = str(error).strip().split("\n")[0]
         self._go_down(f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}")
@@ -71,8 +81,20 @@ class Watchdog:
                     return
                 if kind == "down":
                     self._go_down(text)
-                self._phase_of_watched = text
+                if kind == "phase":
+                    self._phase_of_watched = text
+                elif text == str(self._me.global_rank):
+                    self._nobody_is_dead.set()
+                else:
+                    self._tell(f"alive? {text}")
         self._go_down(f"{self._watched} died in phase {self._phase_of_watched}")
+
+    def _heed(self, sigterm: socket.socket) -> None:
+        """Ends this process some time after SIGTERM: a launcher may see a death before the ring has named it."""
+        while sigterm.recv(1) != bytes([signal.SIGTERM]):
+            pass  # another signal
+        time.sleep(SIGTERM_PATIENCE_S)
+        self._go_down(f"{self._me} was told to end (SIGTERM) in phase {self._phase}")
 
     def _go_down(self, cause: str) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
@@ -88,6 +110,18 @@ class Watchdog:
         if self._to_watcher is not None:
             with suppress(OSError):
                 self._to_watcher.sendall(f"{line}\n".encode())
+
+
+def _sigterm() -> socket.socket:
+    """A connection on which every signal's number arrives; SIGTERM no longer ends this process by itself.
+
+    Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
+    """
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.detach())
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    return told
 
 
 def _own_address() -> str:

@@ -14,21 +14,24 @@ RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), Agen
 
 
 def run(victim: int, fate: str, timeout_s: float, ready: Path) -> None:
-    """One rank; the victim creates the file `ready` when it is in phase "learn" and the others wait, or soon will."""
+    """One rank. The victim, in phase "learn", creates the file `ready` when all others are in phase "exchange".
+
+    With fate "late" it goes on when somebody has created the file `go` beside it.
+    """
     with Place.join(RANK_MAP, timeout_s) as place:
         rank = place.coordinate.global_rank
         place.enter_phase("roll_out", 11)
         place.barrier()
+        place.enter_phase("learn" if rank == victim else "exchange", 12)
+        place.barrier()  # whoever is slow to leave it is in its phase already
         if rank == victim:
-            place.enter_phase("learn", 12)
             ready.touch()
             if fate == "raise":
                 raise RuntimeError("loss is NaN\nsecond line")
             if fate == "exit":
                 sys.exit(0)
-            time.sleep(1000.0 if fate == "sleep" else 2.0)
-        else:
-            place.enter_phase("exchange", 12)
+            while fate == "sleep" or not ready.with_name("go").exists():
+                time.sleep(0.05)
         if place.agent == 0:
             dist.all_reduce(torch.ones(1))
         if place.is_leader:
