@@ -8,7 +8,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test gpu lint format env clean
+.PHONY: quickstart test test-portable gpu lint format env clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -18,6 +18,10 @@ quickstart: env
 # Two workers for two cores; a test that starts processes gives each of them one thread.
 test: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+# The numeric tests as other processors would run them.
+test-portable: env
+	PYTHON=$(BIN)/python tests/portable.sh
 
 # On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
 gpu: env

@@ -137,7 +137,7 @@ def run_here(*arguments: str | Path) -> subprocess.CompletedProcess:
     """`hacpo-mega ARGUMENTS` in this process, for commands that start no job: exit status and what it writes."""
     out, err, status, before = io.StringIO(), io.StringIO(), 0, sys.argv
     try:
-        with redirect_stdout(out), redirect_stderr(err):
+        with redirect_stdout(out), redirect_stderr(err), _environment({}):
             play_command(*map(str, arguments))
     except SystemExit as end:
         status = end.code
@@ -155,11 +155,18 @@ def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
 
 def _start_server() -> None:
     """Starts the server, if there is none yet, in the environment that a run's processes have."""
-    before = dict(os.environ)
-    paths = [str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])]
-    os.environ.update(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)})
-    try:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
         forkserver.ensure_running()
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Variables set inside, and everything as it was afterwards."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
