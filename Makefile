@@ -8,16 +8,21 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test gpu lint format env clean
+.PHONY: quickstart test test-portable gpu lint format env clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
 	launch/local.sh $(CONFIG)
 	$(BIN)/hacpo-mega report $$($(BIN)/hacpo-mega check $(CONFIG) --run-dir)
 
-# Two workers for two cores; a test that starts processes gives each of them one thread.
+# Two workers for two cores; a test that starts processes gives each of them one thread. A file stays on one worker,
+# because its tests share the job that it starts.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The numeric tests as other processors would run them.
+test-portable: env
+	PYTHON=$(BIN)/python tests/portable.sh
 
 # On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
 gpu: env

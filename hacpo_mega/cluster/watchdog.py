@@ -5,12 +5,15 @@ heartbeat thread, says whether a process lives: when it ends, however it ends, i
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
 Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
+A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
+asks its way around the ring before it is announced: it comes back only if nobody is dead.
 What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
 import hashlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,12 +25,14 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.rank_map import RankMap
 
-# A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. An error
-# waits this long before it is announced, so that a death, seen in milliseconds, is named first.
-GRACE_S = 1.0
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
 FAILED, REFUSED = 1, 2  # exit statuses
+REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
+# What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
+# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL.
+ERROR_PATIENCE_S = 30.0
+SIGTERM_PATIENCE_S = 5.0
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -43,6 +48,7 @@ class Watchdog:
         self._phase = "start"
         self._phase_of_watched = "start"
         self._announcing = threading.Lock()
+        self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
         if rank_map.world_size == 1:
             return
@@ -51,6 +57,7 @@ class Watchdog:
             store.set(f"watchdog/{rank}", f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]}")
             from_watched = _connect(store.get(f"watchdog/{self._watched.global_rank}").decode(), rank, timeout_s)
             self._to_watcher = _accept(server, watcher, timeout_s)
+        threading.Thread(target=self._heed, args=(_sigterm(),), name="sigterm", daemon=True).start()
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
 
     def enter_phase(self, phase: str, when: str) -> None:
@@ -62,7 +69,9 @@ class Watchdog:
     def close(self) -> None:
         """Leaves the ring in peace. Only after a barrier: from here on this process no longer hears of deaths."""
         self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
-        self._tell("bye")
+        if self._to_watcher is not None:
+            self._tell("bye")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> None:
         """Ends this process, after every other process has been told why. Never returns.
@@ -74,9 +83,11 @@ class Watchdog:
         if isinstance(error, ValueError) and self._is_before_training:
             if self._is_first_to_say(str(error)):
                 _write(f"{error}\n")
-            time.sleep(GRACE_S)  # others may be about to find another problem; the user wants to see all of them
+            time.sleep(REFUSAL_PATIENCE_S)
             self._go_down(cause, REFUSED)
-        time.sleep(GRACE_S)
+        if self._to_watcher is not None:
+            self._tell(f"alive? {self._me.global_rank}")
+            self._nobody_is_dead.wait(ERROR_PATIENCE_S)
         traceback.print_exception(error)
         self._go_down(cause, FAILED)
 
@@ -95,8 +106,20 @@ class Watchdog:
                 if kind == "down":
                     status, _, cause = text.partition(" ")
                     self._go_down(cause, int(status))
-                self._phase_of_watched = text
+                if kind == "phase":
+                    self._phase_of_watched = text
+                elif text == str(self._me.global_rank):
+                    self._nobody_is_dead.set()
+                else:
+                    self._tell(f"alive? {text}")
         self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
+
+    def _heed(self, sigterm: socket.socket) -> None:
+        """Ends this process some time after SIGTERM: a launcher may see a death before the ring has named it."""
+        while sigterm.recv(1) != bytes([signal.SIGTERM]):
+            pass  # another signal
+        time.sleep(SIGTERM_PATIENCE_S)
+        self._go_down(f"{self._me} was told to end (SIGTERM) in phase {self._phase}", FAILED)
 
     def _go_down(self, cause: str, status: int) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
@@ -117,6 +140,18 @@ def _write(text: str) -> None:
     # One write: the processes of a node share their standard error, and print's line end would be a second one.
     sys.stderr.write(text)
     sys.stderr.flush()
+
+
+def _sigterm() -> socket.socket:
+    """A connection on which every signal's number arrives; SIGTERM no longer ends this process by itself.
+
+    Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
+    """
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.detach())
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    return told
 
 
 def _own_address() -> str:

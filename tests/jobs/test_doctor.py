@@ -1,17 +1,15 @@
 """The doctor finds nothing wrong with a healthy project, and finds a publish that leaves a stale copy behind."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+from job import play_command, run_script, start_ranks
 
 from hacpo_mega.commands.warm_start import create_model
 from hacpo_mega.config import InitConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 CONFIG = """
 run_dir = "{folder}/run"
 num_steps = 1
@@ -50,7 +48,7 @@ def config_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def reports(config_file) -> list[dict]:
     """Findings by rank; the tied agent has ranks 0 and 1, the untied one rank 2."""
-    run_script("doctor_job.py", 3, config_file, config_file.parent)
+    run_script("doctor_job", 3, config_file, config_file.parent)
     return [json.loads((config_file.parent / f"{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -82,13 +80,15 @@ def test_a_stale_copy_is_found(reports):
     assert all(finding["is_good"] for finding in reports[2]["forgetful"])
 
 
-def test_the_command_says_so_by_its_exit_code(config_file):
+def test_the_command_says_so_by_its_exit_code(config_file, tmp_path):
     """No two implementations agree to 1e-12 in fp32, so this tolerance must fail."""
-    command = [sys.executable, "-m", "hacpo_mega.cli", "doctor", str(config_file), "--tolerance", "1e-12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 1, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "Megatron - vLLM" in line]
+    ranks = start_ranks(3, tmp_path, play_command, "doctor", str(config_file), "--tolerance", "1e-12")
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [1, 1, 1], (tmp_path / "0.err").read_text()
+    printed = [line for rank in range(3) for line in (tmp_path / f"{rank}.out").read_text().splitlines()]
+    lines = [line for line in printed if "Megatron - vLLM" in line]
     assert len(lines) == 6
     assert all(line.endswith("<= 1e-12  BAD") for line in lines)
-    moved = [line for line in done.stdout.splitlines() if "moved by one update" in line]
+    moved = [line for line in printed if "moved by one update" in line]
     assert [line.endswith("> 1e-12  ok") for line in moved] == [True, True]

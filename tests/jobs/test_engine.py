@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scripts import run_script
+from job import run_script
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.records import Stop
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 AGENTS = ("qwen3", "llama")
 RANKS = [(agent, rank) for agent in AGENTS for rank in (0, 1)]
 EOS = 7
@@ -54,7 +54,7 @@ def models(tmp_path_factory) -> Path:
 def saw(models, tmp_path_factory) -> dict[tuple[str, int], dict]:
     """What every process of the job saw, by agent and rank."""
     out = tmp_path_factory.mktemp("saw")
-    run_script("engine_job.py", 4, models, out)
+    run_script("engine_job", 4, models, out)
     return {(agent, rank): torch.load(out / f"{agent}-{rank}.pt", weights_only=False) for agent, rank in RANKS}
 
 

@@ -3,17 +3,12 @@
 import itertools
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
-from job import free_port, launcher_environment
+from job import play_command, run_command, start_command, start_ranks
 from repository import SHARED
 from tiny_models import make_model
 
@@ -339,19 +334,11 @@ def random_model(tmp_path_factory) -> Path:
     return folder
 
 
-def start(folder: Path, *options: str, environment: Mapping[str, str] = MappingProxyType({})) -> subprocess.Popen:
+def asked(folder: Path, *options: str) -> list[str]:
     """`hacpo-mega eval` of the random model on 50 problems, 30 answers each."""
-    command = [sys.executable, "-m", "hacpo_mega.cli", "eval", str(folder / "model"), str(folder / "fifty.jsonl")]
-    command += ["--out", str(folder / "out"), "--samples", "30", "--reward", f"{folder / 'grader.py'}:grade"]
-    command += ["--max-tokens", "20", "--max-prompt-tokens", "8", "--chat-template", *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, **pipes)
-
-
-def finished(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=580)
-    assert process.returncode == 0, err[-3000:]
-    return out
+    command = ["eval", str(folder / "model"), str(folder / "fifty.jsonl"), "--out", str(folder / "out")]
+    command += ["--samples", "30", "--reward", f"{folder / 'grader.py'}:grade", "--max-tokens", "20"]
+    return [*command, "--max-prompt-tokens", "8", "--chat-template", *options]
 
 
 def answer_lines(folder: Path) -> list[bytes]:
@@ -360,19 +347,20 @@ def answer_lines(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_killed_evaluation_goes_on_where_it_stopped(random_model):
-    # A rank by itself, as torchrun would start it: killing a launcher leaves its ranks alive.
-    process = start(random_model, environment=launcher_environment(0, 1, free_port()))
-    while process.poll() is None and not answer_lines(random_model):
+def test_a_killed_evaluation_goes_on_where_it_stopped(random_model, tmp_path):
+    # A rank by itself, as srun would start it: a killed launcher leaves its ranks alive for a second.
+    (rank,) = start_ranks(1, tmp_path, play_command, *asked(random_model))
+    while rank.is_alive() and not answer_lines(random_model):
         time.sleep(0.01)
-    assert process.poll() is None, process.communicate()
-    process.kill()
-    process.communicate()
+    assert rank.is_alive(), (tmp_path / "0.err").read_text()
+    rank.kill()
+    rank.join()
     before = [line for line in answer_lines(random_model) if line.endswith(b"\n")]
     assert 0 < len(before) < 1500
 
-    table = finished(start(random_model, "--engines", "2"))
+    process = start_command(*asked(random_model, "--engines", "2"))
+    table, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
     lines = answer_lines(random_model)
     assert set(before) <= set(lines) and len(lines) == 1500
     records = [json.loads(line) for line in lines]
@@ -383,13 +371,13 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(random_model):
     # Everything is answered: no engine starts, and the result is the same.
     result = json.loads((random_model / "out" / "evaluation.json").read_text())["benchmarks"]
     (random_model / "out" / "evaluation.json").unlink()
-    finished(start(random_model))
+    run_command(1, *asked(random_model))
     assert answer_lines(random_model) == lines
     assert json.loads((random_model / "out" / "evaluation.json").read_text())["benchmarks"] == result
 
-    refused = start(random_model, "--seed", "3")
-    _, err = refused.communicate(timeout=300)
-    assert refused.returncode == 2 and "seed: there 0, asked 3" in err
+    (refused,) = start_ranks(1, tmp_path, play_command, *asked(random_model, "--seed", "3"))
+    refused.join()
+    assert refused.exitcode == 2 and "seed: there 0, asked 3" in (tmp_path / "0.err").read_text()
 
 
 def check_scores(evaluation: dict, records: list[dict], table: str) -> None:
@@ -412,7 +400,6 @@ def check_scores(evaluation: dict, records: list[dict], table: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not REAL.is_dir() or not (REAL.parent / "tokenizers").is_dir(), reason="no public files here")
 def test_the_papers_suite_from_public_files(tmp_path):
     """Real problems in a real tokenizer. Sixty seeded answers to long prompts do not fit one batch of the engine."""
@@ -421,11 +408,8 @@ def test_the_papers_suite_from_public_files(tmp_path):
     for file in (REAL.parent / "tokenizers" / "gpt-2").iterdir():
         shutil.copy(file, model)
     wording = r"{prompt} Please answer within \boxed{}."
-    command = [sys.executable, "-m", "hacpo_mega.cli", "eval", str(model), "--out", str(tmp_path / "out")]
-    command += ["--suite", "paper", "--data", str(REAL), "--limit", "2", "--max-tokens", "16"]
-    command += ["--prompt-template", wording]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ["eval", model, "--out", tmp_path / "out", "--suite", "paper", "--data", REAL, "--limit", "2"]
+    run_command(1, *command, "--max-tokens", "16", "--prompt-template", wording)
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     found = {result["name"]: (result["headline"], result["num_answers"]) for result in evaluation["benchmarks"]}
     assert found.pop("aime25") == ("best@30", 60)

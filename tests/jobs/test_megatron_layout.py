@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from job import run_group
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
-from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import LLAMA3_ROPE, make_model
 from transformers import AutoModelForCausalLM
@@ -102,7 +102,7 @@ def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Te
 @pytest.fixture(scope="module")
 def results(folders, tmp_path_factory) -> dict[tuple[str, int, int], list[dict]]:
     """(case, tp, pp) -> what each of four processes saw; `export` is the folder that cell 0 wrote."""
-    ranks = run_ranks(4, run_all_layouts, folders, tmp_path_factory.mktemp("exports"))
+    ranks = run_group(4, run_all_layouts, folders, tmp_path_factory.mktemp("exports"))
     return {run: [rank[run] for rank in ranks] for run in ranks[0]}
 
 

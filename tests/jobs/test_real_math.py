@@ -4,19 +4,16 @@ The models have random weights, so rewards are near zero; what is shown is that 
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 from repository import SHARED
+from run_cases import train
 from tiny_models import make_model
 
 from hacpo_mega.data.datasets import read_dataset, write_dataset
-from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
@@ -25,7 +22,6 @@ TOKENIZERS = SHARED / "tokenizers"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not MATH.exists() or not TOKENIZERS.exists(), reason="real data is not beside the project"),
 ]
 
@@ -52,11 +48,7 @@ def test_two_steps_on_real_problems_with_real_tokenizers(tmp_path):
         "training": {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 2048},
     }
     (tmp_path / "run.toml").write_text(tomli_w.dumps(config))
-    command = [sys.executable, "-m", "hacpo_mega.cli", "train", str(tmp_path / "run.toml")]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-    values = read_metrics(tmp_path / "run" / "metrics.jsonl")[2].values
+    values = train(tmp_path / "run.toml")[2].values
     for name in ("gpt", "phi"):
         assert values[f"agent/{name}/num_answers"] == 16
         assert values[f"agent/{name}/verdict/no_answer"] > 0.9  # noise has no \boxed answer, and is not an error

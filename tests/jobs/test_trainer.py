@@ -2,21 +2,19 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from job import play_command, run_here, start_ranks
+from run_cases import CHARACTERS, PAIRS, agent_table, train, train_as_a_user, write_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +113,7 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     agents = [agent_table(tmp_path, "alone", "qwen3", CHARACTERS, pp=2, engine_tp=1)]
     config = write_config(tmp_path, agents)
     hacpo = train(config)
-    gspo = train(config, f"run_dir={tmp_path / 'gspo'}", "algorithm.method=gspo")
+    gspo = train_as_a_user(config, f"run_dir={tmp_path / 'gspo'}", "algorithm.method=gspo")
     assert [m.values for m in hacpo.values()] == [m.values for m in gspo.values()]
     weights = [load_file(tmp_path / run / "agents" / "alone" / "model.safetensors") for run in ("run", "gspo")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -123,21 +121,18 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
 
 def test_a_wrong_device_count_is_one_line_before_any_model(tmp_path):
     config = write_config(tmp_path, [agent_table(tmp_path, "qwen", "qwen3", CHARACTERS, tp=2)])
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    command = [sys.executable, "-m", "hacpo_mega.cli", "train", str(config)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert (
-        "this configuration needs 2 ranks (qwen: 1 lanes x 1 cells x tp 2 x pp 1 = 2), found WORLD_SIZE 1"
-        in done.stderr
-    )
+    (rank,) = start_ranks(1, tmp_path, play_command, "train", str(config))
+    rank.join()
+    errors = (tmp_path / "0.err").read_text()
+    assert rank.exitcode == 2
+    asked = "this configuration needs 2 ranks (qwen: 1 lanes x 1 cells x tp 2 x pp 1 = 2), found WORLD_SIZE 1"
+    assert asked in errors and "Traceback" not in errors
     assert not (tmp_path / "run").exists()
 
 
 def test_report_in_short_for_machines(three_agents):
     config, steps = three_agents
-    command = [sys.executable, "-m", "hacpo_mega.cli", "report", str(config.parent / "run"), "--json"]
-    short = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    short = json.loads(run_here("report", config.parent / "run", "--json").stdout)
     assert short["agents"]["llama"]["accuracy_end"] == pytest.approx(steps[5].values["agent/llama/accuracy"])
     assert short["agents"]["llama"]["num_answers"] == 5 * 32
     assert set(short["phase_s"]) >= {"roll_out", "judge", "score", "exchange", "learn", "publish"}

@@ -5,6 +5,7 @@ paper; nothing of hacpo_mega or its kernels takes part.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,14 @@ TEMPERATURE = 0.8
 ALGORITHM = AlgorithmConfig(alpha=1.5, delta=0.3, delta_step=0.05)
 UPDATE_INDEX = 1  # lower end of the cross band: 1 - 0.3 + 0.05 = 0.75
 WEIGHT = 1 / 7
+
+# What float32 may be off, relative to the sum of absolute terms. From an embedding to a log-prob a number meets about
+# 1260 roundings (in each of two layers sums over 64, 64, 16, 30, 30, 64, 64, 64 and 96 terms, then over 64, 64 and 131)
+# of at most 2^-24 each; processors order and fuse them differently, so they count as independent: four standard
+# deviations of their sum. As many again on the way back.
+ROUNDING = 4 * math.sqrt(1260) * 2.0**-24
+LOGPROB_ERROR = ROUNDING * math.log(VOCAB)
+GRADIENT_ERROR = 2 * ROUNDING
 
 # Adam whose first step is plain gradient descent: lr / (|g| + eps) with eps this large is GRADIENT_RATE for every g.
 GRADIENT_RATE = 100.0
@@ -92,7 +101,18 @@ class Oracle:
 
     def policy_loss(self, samples: Sequence[Sample]) -> torch.Tensor:
         """HACPO, eq. 47 (own) and eq. 50 (cross), written out."""
-        total = torch.zeros((), dtype=torch.float64)
+        return sum(self.policy_terms(samples), start=torch.zeros((), dtype=torch.float64))
+
+    def policy_loss_error(self, samples: Sequence[Sample]) -> float:
+        """What float32 may be off: terms cancel in the loss, their errors do not.
+
+        A term is proportional to exp((1 + alpha) * mean log-prob) at most, and carries that exponent's error.
+        """
+        with torch.no_grad():
+            size = sum(abs(float(term)) for term in self.policy_terms(samples))
+        return size * (ROUNDING + (1 + ALGORITHM.alpha) * LOGPROB_ERROR)
+
+    def policy_terms(self, samples: Sequence[Sample]) -> Iterator[torch.Tensor]:
         for sample in samples:
             if sample.num_trained == 0:
                 continue
@@ -103,8 +123,7 @@ class Oracle:
             else:
                 band = ratio.clamp(1 - ALGORITHM.delta + UPDATE_INDEX * ALGORITHM.delta_step, 1.0)
                 loss = -band * band.detach() ** ALGORITHM.alpha * sample.advantage
-            total = total + WEIGHT * loss
-        return total
+            yield WEIGHT * loss
 
     def cross_entropy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Mean over all trained tokens of all samples."""

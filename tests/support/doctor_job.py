@@ -1,13 +1,13 @@
 """What jobs/test_doctor.py runs: the doctor on a healthy project, and on one whose publishing forgets a packed copy.
 
-`torchrun --nproc-per-node=3 tests/support/doctor_job.py CONFIG OUT` writes every rank's findings to OUT/<rank>.json.
+`main` on three ranks writes every rank's findings to OUT/<rank>.json.
 """
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from job import TIMEOUT_S
 from megatron.core import parallel_state
 
 from hacpo_mega.cluster.place import Place
@@ -26,7 +26,7 @@ def publish_names_as_they_come(self, weights, given):
 
 def main(config_file: Path, out: Path) -> None:
     config = load_config(config_file)
-    with Place.join(RankMap.of(config), timeout_s=240.0) as place:
+    with Place.join(RankMap.of(config), TIMEOUT_S) as place:
         healthy = diagnose(config, place)
         parallel_state.destroy_model_parallel()
         Engine._recorded = publish_names_as_they_come
@@ -36,7 +36,3 @@ def main(config_file: Path, out: Path) -> None:
             for name, findings in (("healthy", healthy), ("forgetful", forgetful))
         }
         (out / f"{place.coordinate.global_rank}.json").write_text(json.dumps(reports))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,18 +1,17 @@
 """What jobs/test_engine.py runs: four processes of one machine, two agents of two ranks, real vLLM engines.
 
 Both agents build their engines at the same time, first with tensor parallel 2, then as two replicas. Every process
-writes what it saw to OUT/<agent>-<agent rank>.pt; the tests judge it. Run it as
-`torchrun --nproc-per-node=4 engine_job.py MODELS OUT` in the environment of hacpo_mega.cluster.environment.
+writes what it saw to OUT/<agent>-<agent rank>.pt; the tests judge it.
 """
 
 import os
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from job import TIMEOUT_S
 from safetensors.torch import load_file
 
 from hacpo_mega.cluster.place import Place
@@ -168,7 +167,7 @@ def refusals(models: Path) -> dict:
 
 
 def main(models: Path, out: Path) -> None:
-    with Place.join(RANKS, timeout_s=240.0) as place:
+    with Place.join(RANKS, TIMEOUT_S) as place:
         agent = place.coordinate.agent_name
         random.seed(3)
         np.random.seed(3)
@@ -177,7 +176,3 @@ def main(models: Path, out: Path) -> None:
         seen |= tensor_parallel(models, agent) | replicas(models, agent)
         seen |= third_family(models) if agent == "qwen3" else refusals(models)
         torch.save(seen, out / f"{agent}-{place.coordinate.agent_rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

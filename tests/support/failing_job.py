@@ -1,13 +1,11 @@
 """A job of four ranks in which one, the victim, meets a fate while the others wait for it in several collectives."""
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import launcher_environment
 
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
@@ -16,36 +14,30 @@ RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), Agen
 
 
 def run(victim: int, fate: str, timeout_s: float, ready: Path) -> None:
-    """One rank; the victim creates the file `ready` when it is in phase "learn" and the others wait, or soon will."""
+    """One rank. The victim, in phase "learn", creates the file `ready` when all others are in phase "exchange".
+
+    With fate "late" it goes on when somebody has created the file `go` beside it.
+    """
     with Place.join(RANK_MAP, timeout_s) as place:
         rank = place.coordinate.global_rank
         place.enter_phase("roll_out", "of step 11")
         place.barrier()
+        place.enter_phase("learn" if rank == victim else "exchange", "of step 12")
+        place.barrier()  # whoever is slow to leave it is in its phase already
         if rank == victim:
-            place.enter_phase("learn", "of step 12")
             ready.touch()
             if fate == "raise":
                 raise RuntimeError("loss is NaN\nsecond line")
             if fate == "exit":
                 sys.exit(0)
-            time.sleep(1000.0 if fate == "sleep" else 2.0)
-        else:
-            place.enter_phase("exchange", "of step 12")
+            while fate == "sleep" or not ready.with_name("go").exists():
+                time.sleep(0.05)
         if place.agent == 0:
             dist.all_reduce(torch.ones(1))
         if place.is_leader:
             gather_bytes(place.lane_group, b"answers")
         place.barrier()
     print("finished", flush=True)
-
-
-def play(rank: int, port: int, folder: Path, arguments: tuple) -> None:
-    """`run(*arguments)` as a rank that srun started; it writes to the files RANK.out and RANK.err of `folder`."""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    os.environ.update(launcher_environment(rank, RANK_MAP.world_size, port))
-    torch.set_num_threads(1)
-    run(*arguments)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,65 @@
-"""A job of real processes on this machine: each takes its `Place` and answers with what a function returns."""
+"""Jobs of real processes on this machine: every rank is started as srun starts it, with nobody who looks after it.
 
+    start_ranks     the processes; what they write and what they answer goes to files of a folder
+    run_ranks       what a function answers on every rank
+    run_group       the same, inside a default group of gloo
+    run_job         the same, with the `Place` of a rank map
+    run_script      `main` of a module of this folder, for jobs with vLLM
+    run_command     a whole `hacpo-mega COMMAND`
+    run_here        a command that needs no ranks, in this process
+    start_command   a command as a user starts it: a fresh interpreter, and the project's own launcher
+
+A rank is forked from a server that has imported torch, Megatron and vLLM once (preloaded.py), which saves each of them
+ten seconds. The process that judges the answers imports no vLLM, which changes the process that imports it.
+"""
+
+import importlib
+import io
 import multiprocessing
 import os
+import random
 import socket
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from hacpo_mega.cluster.environment import EVERYWHERE, ON_CPU
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 
-# Processes are forked from a server that has imported what is slow to import once, instead of once each.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["hacpo_mega.cluster.place", "hacpo_mega.megatron.platform"])
+PROCESSES.set_forkserver_preload(["preloaded"])
+ENVIRONMENT = {**EVERYWHERE, **({} if torch.cuda.is_available() else ON_CPU), "OMP_NUM_THREADS": "1"}
+
+# The time limit of a test's collectives: long, because a crowded machine is no error.
+TIMEOUT_S = 900.0
+# After a rank has failed, the others get this long to say what they know of it.
+LAST_WORDS_S = 20.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on; the job's rank 0 takes it a moment later."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port that nobody listens on; the job's rank 0 takes it a moment later.
+
+    Below the range from which the kernel serves whoever asks for any port, so that nobody is given it in that moment.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(min(lowest, 20_000) // 2, lowest)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process."""
+    """What a launcher tells a process."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -34,19 +69,155 @@ def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str
     }
 
 
-def run_job(rank_map: RankMap, function: Callable[[Place, RankMap], Any], timeout_s: float = 120.0) -> list[Any]:
-    """What `function(place, rank_map)` returns on every rank, by rank; its first error is raised here."""
-    port, world_size = free_port(), rank_map.world_size
-    with ProcessPoolExecutor(world_size, PROCESSES) as pool:
-        ranks = [pool.submit(_run_rank, function, rank_map, rank, port, timeout_s) for rank in range(world_size)]
-        return [rank.result(timeout=2 * timeout_s) for rank in ranks]
+def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[BaseProcess]:
+    """Processes that call `function(*arguments)`, which must be importable, with the environment of a launcher.
+
+    Rank r writes to the files r.out and r.err of `folder`, and saves its answer there as r.pt, by torch.save.
+    """
+    _start_server()
+    port = free_port()
+    processes = []
+    for rank in range(num_ranks):
+        environment = launcher_environment(rank, num_ranks, port)
+        call = (rank, folder, environment, function, arguments)
+        processes.append(PROCESSES.Process(target=_play, args=call, name=f"rank {rank}"))
+        processes[-1].start()
+    return processes
 
 
-def _run_rank(function: Callable, rank_map: RankMap, rank: int, port: int, timeout_s: float) -> Any:
+def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returns in every process of a job, by rank.
+
+    AssertionError, with what the failing ranks wrote, if one ends with another status than 0.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _ended(start_ranks(num_ranks, Path(folder), function, *arguments)) as processes,
+    ):
+        _wait(processes)
+        statuses = [process.exitcode for process in processes]
+        told = "\n".join((Path(folder) / f"{rank}.err").read_text()[-4000:] for rank in range(num_ranks))
+        assert statuses == [0] * num_ranks, f"exit statuses {statuses}\n{told}"
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def run_group(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returns on every rank of one default group of gloo, by rank."""
+    return run_ranks(num_ranks, _in_group, function, arguments)
+
+
+def run_job(rank_map: RankMap, function: Callable[[Place, RankMap], Any], timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """What `function(place, rank_map)` returns on every rank of a job, by rank."""
+    return run_ranks(rank_map.world_size, _in_place, function, rank_map, timeout_s)
+
+
+def run_script(name: str, num_ranks: int, *arguments: Path) -> None:
+    """Runs `main(*arguments)` of the module `name` on every rank; what imports vLLM is named, not imported, here."""
+    run_ranks(num_ranks, _main_of, name, arguments)
+
+
+def run_command(num_ranks: int, *arguments: str | Path) -> None:
+    """Runs `hacpo-mega ARGUMENTS` to its end in every rank of a job; AssertionError if it fails."""
+    run_ranks(num_ranks, play_command, *map(str, arguments))
+
+
+def play_command(*arguments: str) -> None:
+    """`hacpo-mega ARGUMENTS` in this process; SystemExit if it fails."""
+    from hacpo_mega.cli import main
+
+    sys.argv = ["hacpo-mega", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def run_here(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """`hacpo-mega ARGUMENTS` in this process, for commands that start no job: exit status and what it writes."""
+    out, err, status, before = io.StringIO(), io.StringIO(), 0, sys.argv
+    try:
+        with redirect_stdout(out), redirect_stderr(err), _environment({}):
+            play_command(*map(str, arguments))
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
+    """`hacpo-mega ARGUMENTS` as a user starts it, one thread per rank; `options` are Popen's."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "hacpo_mega.cli", *map(str, arguments)], env=environment, **pipes)
+
+
+def _start_server() -> None:
+    """Starts the server, if there is none yet, in the environment that a run's processes have."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Variables set inside, and everything as it was afterwards."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    assert "preloaded" in sys.modules, "the server could not import tests/support/preloaded.py"
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    os.environ.update(launcher_environment(rank, rank_map.world_size, port))
-    place = Place.join(rank_map, timeout_s)
-    # not `with place`: there an error ends the process, here it must reach the test
-    result = function(place, rank_map)
-    place.close()
-    return result
+    torch.save(function(*arguments), folder / f"{rank}.pt")
+
+
+def _main_of(name: str, arguments: tuple) -> None:
+    importlib.import_module(name).main(*arguments)
+
+
+def _in_group(function: Callable, arguments: tuple) -> Any:
+    dist.init_process_group("gloo")
+    answer = function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def _in_place(function: Callable, rank_map: RankMap, timeout_s: float) -> Any:
+    with Place.join(rank_map, timeout_s) as place:
+        return function(place, rank_map)
+
+
+def _wait(processes: list[BaseProcess]) -> None:
+    """Until all have ended, or one has failed and the others have had their last words."""
+    running = {process.sentinel: process for process in processes}
+    has_failed = False
+    while running:
+        ended = connection.wait(list(running), timeout=LAST_WORDS_S if has_failed else None)
+        if not ended:
+            return
+        for sentinel in ended:
+            process = running.pop(sentinel)
+            process.join()
+            has_failed = has_failed or process.exitcode != 0
+
+
+@contextmanager
+def _ended(processes: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
+    """Afterwards none of the processes runs, whatever has happened."""
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

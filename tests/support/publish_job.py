@@ -1,15 +1,15 @@
 """What jobs/test_publish.py runs: Megatron's actor and the live vLLM engine in the same two processes.
 
-`torchrun --nproc-per-node=2 publish_job.py MODELS OUT` goes through every model and layout and writes what each
+`main` on two ranks goes through every model and layout and writes what each
 process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sampled them and by the actor, after the
 first publish and after the publish that follows every optimizer update.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from job import TIMEOUT_S
 from megatron.core import parallel_state
 
 from hacpo_mega.cluster.place import Place
@@ -93,7 +93,7 @@ def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[Toke
 
 def main(models: Path, out: Path) -> None:
     seen = {}
-    with Place.join(RankMap(lanes=1, agents=(AgentShape("both", tp=2),)), timeout_s=240.0) as place:
+    with Place.join(RankMap(lanes=1, agents=(AgentShape("both", tp=2),)), TIMEOUT_S) as place:
         rank = place.coordinate.agent_rank
         for name in MODELS:
             for tp, pp, engine_tp in LAYOUTS:
@@ -103,7 +103,3 @@ def main(models: Path, out: Path) -> None:
             samples_of_steps = seen[name, *layout]["samples"]
             seen[name, "alone"] = train_alone(models / name, *layout[:2], samples_of_steps)
         torch.save(seen, out / f"{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

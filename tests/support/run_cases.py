@@ -1,14 +1,14 @@
-"""Configurations of small whole runs, and the command that runs one to its end."""
+"""Configurations of small whole runs, and the two ways to run one to its end."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import tomli_w
+from job import run_command, start_command
 from repository import ROOT
 from tiny_models import make_model
 
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import load_config
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
@@ -41,10 +41,16 @@ def write_config(folder: Path, agents: list[dict], **tables) -> Path:
     return path
 
 
-def train(config: Path, *overrides: str) -> dict:
-    """Runs a configuration to its end and returns its metrics by step."""
-    command = [sys.executable, "-m", "hacpo_mega.cli", "train", str(config), *overrides]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run_dir = next((o.partition("=")[2] for o in overrides if o.startswith("run_dir=")), config.parent / "run")
-    return read_metrics(Path(run_dir) / "metrics.jsonl")
+def train(config_file: Path, *overrides: str) -> dict:
+    """Runs a configuration to its end, every rank as srun would start it, and returns its metrics by step."""
+    config = load_config(config_file, list(overrides))
+    run_command(RankMap.of(config).world_size, "train", config_file, *overrides)
+    return read_metrics(config.run_dir / "metrics.jsonl")
+
+
+def train_as_a_user(config_file: Path, *overrides: str) -> dict:
+    """The same by `hacpo-mega train` in a fresh interpreter, which starts its ranks by itself."""
+    process = start_command("train", config_file, *overrides)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors[-4000:]
+    return read_metrics(load_config(config_file, list(overrides)).run_dir / "metrics.jsonl")

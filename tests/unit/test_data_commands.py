@@ -1,9 +1,9 @@
-"""`hacpo-mega data` and `hacpo-mega grade` as a user runs them: what they print, write, and answer with."""
+"""`hacpo-mega data` and `hacpo-mega grade`: what they print, write, and answer with; once in a process of its own."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from job import run_here, start_command
 
 ROWS = [
     {"question": "How many legs has a dog?", "answer": "Four legs. #### 4"},
@@ -13,8 +13,7 @@ ROWS = [
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "hacpo_mega.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_here(*arguments)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -52,8 +51,9 @@ def test_convert_leaves_out_repetitions_and_evaluation_problems(tmp_path):
 def test_convert_writes_nothing_from_a_file_with_bad_rows(tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text(json.dumps(ROWS[0]) + '\n{"question": "cut')
-    code, text = run("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
-    assert code == 1
+    process = start_command("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
+    text, errors = process.communicate()
+    assert process.returncode == 1, errors
     assert f"{broken}:2" in text
     assert not (tmp_path / "clean.jsonl").exists()
 
@@ -65,7 +65,7 @@ def test_grade_writes_a_verdict_per_line(tmp_path):
         {"gold": "3", "pred": "?"},
     ]
     out = tmp_path / "verdicts.jsonl"
-    code, text = run("grade", write(tmp_path / "answers.jsonl", answers), "--out", out)
+    code, text = run("grade", write(tmp_path / "answers.jsonl", answers), "--out", out, "--timeout-s", "600")
     assert code == 0
     assert [json.loads(line)["verdict"] for line in out.read_text().splitlines()] == ["correct", "wrong", "no_answer"]
     assert "correct: 1" in text

@@ -15,7 +15,8 @@ from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 NAMES = ("gpt-2", "phi-3", "deepseek-llm")
-pytestmark = pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason=f"real tokenizers are not in {SHARED}")
+MISSING = [name for name in ("tokenizers", "data") if not (SHARED / name).is_dir()]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the real {' and '.join(MISSING)} are not in {SHARED}")
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from job import run_here
 from matplotlib import image
 
 from hacpo_mega.logbook.console import PHASES
@@ -225,10 +224,10 @@ def test_summary_is_the_run_in_short(reported: Path) -> None:
 
 
 def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:
-    command = [sys.executable, "-m", "hacpo_mega.cli", "report", "--json"]
-    done = subprocess.run([*command, str(reported)], capture_output=True, text=True, check=True)
+    done = run_here("report", "--json", reported)
+    assert done.returncode == 0
     assert json.loads(done.stdout) == summary(reported)
-    refused = subprocess.run([*command, str(reported / "report")], capture_output=True, text=True)
+    refused = run_here("report", "--json", reported / "report")
     assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr and "Traceback" not in refused.stderr
 
 

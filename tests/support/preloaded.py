@@ -1,0 +1,21 @@
+"""What the server of job.py imports once, so that a process forked from it starts in no time."""
+
+import gc
+
+import torch.distributed.checkpoint  # noqa: F401
+import vllm.model_executor.models.llama
+import vllm.model_executor.models.qwen2
+import vllm.model_executor.models.qwen3
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from transformers import AutoModelForCausalLM  # noqa: F401
+
+import hacpo_mega.commands.doctor
+import hacpo_mega.commands.warm_start
+import hacpo_mega.evaluation.evaluate
+import hacpo_mega.evaluation.table
+import hacpo_mega.trainer  # noqa: F401
+
+# Two million objects that every collection of a child would walk, and whose pages it would copy.
+gc.collect()
+gc.freeze()
