@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from hacpo_kernels import ObjectiveStats
+from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import PackedSequences, kl_penalty, policy_loss
+from hacpo_mega.algorithm import kl_penalty, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, UpdateStats
 
@@ -20,10 +20,14 @@ SampleKey = tuple[int, int, int]  # prompt index, source agent, rollout index
 
 
 class BatchReport(NamedTuple):
-    """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count)."""
+    """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count).
+
+    The terms travel to the host as they are and are counted there (step_metrics.py), so that counting costs the device
+    nothing and can be done over any group of samples.
+    """
 
     key_B3: Tensor
-    stats: ObjectiveStats
+    terms: SequenceTerms
     kl: Tensor
 
 
@@ -37,20 +41,30 @@ class PolicyLoss:
     reference: Mapping[SampleKey, np.ndarray]
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
-        sequences = PackedSequences(
-            batch.row_cu_seqlens_B, batch.source_logprob_B, batch.advantage_B, batch.is_self_B, batch.length_B
+        """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
+        loss_B, _, terms = packed_objective(
+            token_logprob_R,
+            batch.row_cu_seqlens_B,
+            batch.source_logprob_B,
+            batch.advantage_B,
+            batch.is_self_B,
+            update_index=self.update_index,
+            bounds=objective_bounds(self.config),
+            length=batch.length_B,
         )
-        loss, stats = policy_loss(token_logprob_R, sequences, self.update_index, self.weight, self.config)
+        loss = loss_B.sum() * self.weight
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.samples]
         kl = torch.zeros(2, dtype=torch.float64)
         if self.reference:
+            # Samples whose KL does not count have no reference: zeros stand in, and kl_penalty leaves them out.
             parts = [
                 self.reference.get(key, np.zeros(s.num_trained, np.float32)) for key, s in zip(keys, batch.samples)
             ]
             reference_R = torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device)
-            penalty, kl = kl_penalty(token_logprob_R, reference_R, sequences, self.weight, self.config)
+            rows = (batch.row_cu_seqlens_B, batch.is_self_B)
+            penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
-        return loss, BatchReport(torch.tensor(keys), stats, kl)
+        return loss, BatchReport(torch.tensor(keys), terms, kl)
 
 
 def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
@@ -58,5 +72,5 @@ def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
     return {
         tuple(key): ratio
         for report in result.reports
-        for key, ratio in zip(report.key_B3.tolist(), report.stats.ratio_B.tolist())
+        for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist())
     }
