@@ -3,28 +3,41 @@
 Not here: the formulas (algorithm/objective.py) and the forward and backward around them (megatron/actor.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from hacpo_kernels import ObjectiveStats
+from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import PackedSequences, kl_penalty, policy_loss
+from hacpo_mega.algorithm import kl_penalty, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.records import MicroBatch, UpdateStats
+from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
 SampleKey = tuple[int, int, int]  # prompt index, source agent, rollout index
 
 
 class BatchReport(NamedTuple):
-    """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count)."""
+    """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count).
+
+    The terms travel to the host as they are and are counted there (step_metrics.py), so that counting costs the device
+    nothing and can be done over any group of samples.
+    """
 
     key_B3: Tensor
-    stats: ObjectiveStats
+    terms: SequenceTerms
     kl: Tensor
+
+
+class SampleColumns(NamedTuple):
+    """What the objective needs of packed samples besides their tokens: float32 and bool, one each per sample."""
+
+    source_logprob_B: Tensor
+    advantage_B: Tensor
+    is_self_B: Tensor
+    length_B: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,28 +50,40 @@ class PolicyLoss:
     reference: Mapping[SampleKey, np.ndarray]
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
-        sequences = packed_samples(batch, token_logprob_R.device)
-        loss, stats = policy_loss(token_logprob_R, sequences, self.update_index, self.weight, self.config)
+        """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
+        samples = sample_columns(batch.sequences, token_logprob_R.device)
+        loss_B, _, terms = packed_objective(
+            token_logprob_R,
+            batch.row_cu_seqlens_B,
+            samples.source_logprob_B,
+            samples.advantage_B,
+            samples.is_self_B,
+            update_index=self.update_index,
+            bounds=objective_bounds(self.config),
+            length=samples.length_B,
+        )
+        loss = loss_B.sum() * self.weight
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.sequences]
         kl = torch.zeros(2, dtype=torch.float64)
         if self.reference:
+            # Samples whose KL does not count have no reference: zeros stand in, and kl_penalty leaves them out.
             parts = [
                 self.reference.get(key, np.zeros(s.num_trained, np.float32)) for key, s in zip(keys, batch.sequences)
             ]
             reference_R = torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device)
-            penalty, kl = kl_penalty(token_logprob_R, reference_R, sequences, self.weight, self.config)
+            rows = (batch.row_cu_seqlens_B, samples.is_self_B)
+            penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
-        return loss, BatchReport(torch.tensor(keys), stats, kl)
+        return loss, BatchReport(torch.tensor(keys), terms, kl)
 
 
-def packed_samples(batch: MicroBatch, device: torch.device) -> PackedSequences:
-    """What the objective needs of the samples in a micro-batch, on `device`."""
+def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:
+    """The numbers of `samples`, in their order, on `device`."""
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(sample, name) for sample in batch.sequences], dtype=dtype).to(device)
+        return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype).to(device)
 
-    return PackedSequences(
-        row_cu_seqlens_B=batch.row_cu_seqlens_B,
+    return SampleColumns(
         source_logprob_B=column("source_logprob", torch.float32),
         advantage_B=column("advantage", torch.float32),
         is_self_B=column("is_self", torch.bool),
@@ -71,5 +96,5 @@ def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
     return {
         tuple(key): ratio
         for report in result.reports
-        for key, ratio in zip(report.key_B3.tolist(), report.stats.ratio_B.tolist())
+        for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist())
     }

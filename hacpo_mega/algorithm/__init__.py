@@ -2,23 +2,14 @@
 
 from hacpo_mega.algorithm.advantage import hacpo_advantages
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios
-from hacpo_mega.algorithm.objective import (
-    PackedSequences,
-    cross_band,
-    kl_penalty,
-    policy_loss,
-    sample_weight,
-    sequence_objective,
-)
+from hacpo_mega.algorithm.objective import kl_penalty, objective_bounds, sample_weight, sequence_objective
 
 __all__ = [
     "CapabilityTracker",
-    "PackedSequences",
     "capability_ratios",
-    "cross_band",
     "hacpo_advantages",
     "kl_penalty",
-    "policy_loss",
+    "objective_bounds",
     "sample_weight",
     "sequence_objective",
 ]

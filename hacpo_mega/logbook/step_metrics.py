@@ -7,11 +7,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-from hacpo_kernels import ObjectiveStats
+from hacpo_kernels import ObjectiveStats, objective_stats
 from torch import Tensor
 
-from hacpo_mega.algorithm import cross_band
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.records import Judgement, Prompt, Stop, Trajectory, UpdateStats, ViewCounts
@@ -78,12 +76,10 @@ def add_update(
     metrics.count(f"{prefix}/num_skipped_updates", int(result.skipped))
     metrics.count(f"{prefix}/num_microbatches", result.num_microbatches)
     metrics.count(f"{prefix}/num_trained_tokens", result.num_trained)
-    low = cross_band(update_index, config)
     for report in result.reports:
-        stats = report.stats
-        for name in ("ratio", "clipped"):
-            pair = getattr(stats, f"{name}_self")
-            metrics.add(f"{prefix}/self/{'ratio_mean' if name == 'ratio' else name}", *pair.tolist())
+        stats = objective_stats(report.terms)
+        metrics.add(f"{prefix}/self/ratio_mean", *stats.ratio_self.tolist())
+        metrics.add(f"{prefix}/self/clipped", *stats.clipped_self.tolist())
         metrics.count(f"{prefix}/num_nonfinite", stats.nonfinite[0].item())
         # (sum, count) = (cross, cross + own): the share of the squared loss coefficients that others' answers bring
         own, cross = stats.gradient_sq_self[0].item(), stats.gradient_sq_cross[0].item()
@@ -92,9 +88,11 @@ def add_update(
             metrics.add(f"{prefix}/kl", *report.kl.tolist())
         if update_index == 0 and stats.ratio_self[1] > 0:
             metrics.highest(f"{prefix}/self/first_ratio_error", _error_of_one(stats))
-        for source in sorted(set(report.key_B3[:, 1].tolist()) - {learner}):
-            ratio_B = stats.ratio_B[report.key_B3[:, 1] == source]
-            _add_cross(metrics, f"{prefix}/from/{names[source]}", ratio_B[ratio_B.isfinite()], low, config.alpha)
+        source_B = report.key_B3[:, 1]
+        for source in sorted(set(source_B.tolist()) - {learner}):
+            stats = objective_stats(report.terms.of(source_B == source))
+            if stats.ratio_cross[1] > 0:
+                _add_cross(metrics, f"{prefix}/from/{names[source]}", stats)
 
 
 def _error_of_one(stats: ObjectiveStats) -> float:
@@ -102,16 +100,13 @@ def _error_of_one(stats: ObjectiveStats) -> float:
     return max(abs(stats.ratio_self_max.item() - 1.0), abs(stats.ratio_self_min.item() - 1.0))
 
 
-def _add_cross(metrics: Metrics, prefix: str, ratio_B: Tensor, low: float, alpha: float) -> None:
-    if len(ratio_B) == 0:
-        return
-    count = len(ratio_B)
-    below_B, above_B = ratio_B < low, ratio_B > 1.0
-    inside_B = ~below_B & ~above_B
-    weight_B = torch.where(inside_B, ratio_B ** (1.0 + alpha), 0.0)
-    metrics.add(f"{prefix}/ratio_mean", ratio_B.sum().item(), count)
-    metrics.lowest(f"{prefix}/ratio_min", ratio_B.min().item())
-    metrics.highest(f"{prefix}/ratio_max", ratio_B.max().item())
-    for name, where_B in (("below", below_B), ("inside", inside_B), ("above", above_B)):
-        metrics.add(f"{prefix}/{name}", where_B.sum().item(), count)
-    metrics.add_weights(f"{prefix}/weight", weight_B.sum().item(), weight_B.square().sum().item(), count)
+def _add_cross(metrics: Metrics, prefix: str, stats: ObjectiveStats) -> None:
+    """What one source's answers did: there is at least one."""
+    metrics.add(f"{prefix}/ratio_mean", *stats.ratio_cross.tolist())
+    metrics.lowest(f"{prefix}/ratio_min", stats.ratio_cross_min.item())
+    metrics.highest(f"{prefix}/ratio_max", stats.ratio_cross_max.item())
+    metrics.add(f"{prefix}/below", *stats.cross_below.tolist())
+    metrics.add(f"{prefix}/inside", *stats.cross_inside.tolist())
+    metrics.add(f"{prefix}/above", *stats.cross_above.tolist())
+    (weight, count), (weight_sq, _) = stats.weight_cross.tolist(), stats.weight_sq_cross.tolist()
+    metrics.add_weights(f"{prefix}/weight", weight, weight_sq, count)

@@ -127,14 +127,17 @@ class Actor:
 
     def _token_logprobs(self, hidden_TH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Log-probs of the trained rows, fp32 [R]: the head, without logits. Last pipeline stage only."""
+        weight_VH = lm_head_weight(self.model)
         return linear_logprob(
             hidden_TH.index_select(0, batch.rows_R.to(self.device, non_blocking=True)),
-            lm_head_weight(self.model),
+            weight_VH,
             batch.targets_R,
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group() if self.tp > 1 else None,
+            # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
+            fuse_main_grad=weight_VH.dtype != torch.float32,
         )
 
     # ---- learning

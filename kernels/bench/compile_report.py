@@ -18,9 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-logprob, stash, objective = (
-    import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "stash", "sequence_objective")
-)
+# By import_module, because the package has a function of the first one's name.
+logprob, objective = (import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective"))
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # of one Hopper SM
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -55,63 +54,38 @@ def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, nu
     return Compiled(name, built.metadata.shared, registers, stack, built.asm["ptx"].count("wgmma.mma_async"))
 
 
-def types_of(kernel, dtype: str) -> dict[str, str]:
-    """Types of arguments by name: the matrices in `dtype`, per-token numbers in float32."""
+def types_of(kernel, pointers: dict[str, str], dtype: str = "fp32") -> dict[str, str]:
+    """Types of arguments by name: what a kernel annotates, the pointers named here, the other pointers to `dtype`."""
     types = {}
-    for arg in kernel.arg_names:
-        if arg.startswith(("target", "index")):
-            types[arg] = "*i64"
-        elif arg in ("hidden_ptr", "weight_ptr", "stash_ptr", "exp_ptr") or (arg == "out_ptr" and dtype != "none"):
-            types[arg] = f"*{dtype}"
-        elif arg.endswith("_ptr"):
-            types[arg] = "*fp32"
-        else:
-            types[arg] = "fp32" if arg == "inverse_temperature" else "i32"
+    for parameter in kernel.params:
+        scalar = "fp32" if parameter.name == "inverse_temperature" else "i32"
+        default = f"*{dtype}" if parameter.name.endswith("_ptr") else scalar
+        types[parameter.name] = parameter.annotation_type or pointers.get(parameter.name, default)
     return types
 
 
-def tile_constants(tiling, **more) -> dict:
-    sizes = {name: getattr(tiling, name) for name in ("block_t", "block_v", "block_h", "group_t")}
-    return {**sizes, "upcast": False, **more}
-
-
 def head_kernels(dtype: str):
-    """The variants of linear_logprob that dispatch can launch for `dtype`."""
-    is_bf16 = dtype == "bf16"
-    for entropy, keep in itertools.product((False, True), repeat=2):
-        tiling = logprob.FLOAT32 if not is_bf16 else logprob.GRADIENT_BF16 if keep else logprob.STATS_BF16
-        constants = tile_constants(
-            tiling, with_entropy=entropy, with_stash=keep, tiles_per_split=tiling.tiles_per_split
-        )
-        name = f"stats {dtype}{' entropy' * entropy}{' stash' * keep}"
-        kernel = logprob._stats_kernel
-        yield compile_kernel(name, kernel, types_of(kernel, dtype), constants, tiling.num_warps, tiling.num_stages)
-    for entropy in (False, True):
-        tiling = logprob.GRADIENT_BF16 if is_bf16 else logprob.FLOAT32
-        kernel, constants = logprob._gradient_kernel, tile_constants(tiling, with_entropy=entropy)
-        name = f"gradient {dtype}{' entropy' * entropy}"
-        yield compile_kernel(name, kernel, types_of(kernel, dtype), constants, tiling.num_warps, tiling.num_stages)
-        kernel, constants = stash._stash_kernel, {"block_t": 16, "block_v": tiling.block_v, "with_entropy": entropy}
-        name = f"from stash {dtype}{' entropy' * entropy}"
-        yield compile_kernel(name, kernel, types_of(kernel, dtype), constants, 4, 3)
+    """The kernels of linear_logprob that walk the vocabulary, as they are launched for `dtype`."""
+    pointers = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), f"*{dtype}") | {"target_ptr": "*i64"}
+    tilings = (logprob.STATS_BF16, logprob.GRADIENT_BF16) if dtype == "bf16" else (logprob.FLOAT32, logprob.FLOAT32)
+    for name, kernel, tiling in zip(("stats", "gradient"), (logprob._stats_kernel, logprob._gradient_kernel), tilings):
+        sizes = ("block_t", "block_v", "block_h", "group_t", "tiles_per_split")
+        constants = {size: getattr(tiling, size) for size in sizes if size in kernel.arg_names} | {"upcast": False}
+        types = types_of(kernel, pointers)
+        yield compile_kernel(f"{name} {dtype}", kernel, types, constants, tiling.num_warps, tiling.num_stages)
 
 
 def small_kernels():
     """The kernels without a matrix product."""
-    kernel = logprob._join_kernel
-    yield compile_kernel("join", kernel, types_of(kernel, "none"), {"block_t": 64, "with_entropy": True}, 2, 3)
+    yield compile_kernel("join", logprob._join_kernel, types_of(logprob._join_kernel, {}), {"block_t": 64}, 2, 3)
     sizes = {"block_b": 8, "block_t": 512}
-    kernel, floats = objective._objective_kernel, {"cu_seqlens_ptr": "*i32", "is_self_ptr": "*i1", "class_ptr": "*i32"}
-    types = {arg: "*fp32" if arg.endswith("_ptr") else "fp32" for arg in kernel.arg_names} | floats
-    types |= dict.fromkeys(("length_ptr", "total_ptr", "value_ptr"), "*fp64")
-    types |= dict.fromkeys(("num_sequences", "num_tokens"), "i32")
-    for has_total in (False, True):
-        constants = {**sizes, "has_length": has_total, "has_total": has_total}
-        yield compile_kernel(f"objective{' total' * has_total}", kernel, types, constants, 8, 3)
-    kernel, types = objective._segment_sum_kernel, {**types, "out_ptr": "*fp64"}
-    yield compile_kernel("segment sum", kernel, types, sizes, 8, 3)
-    kernel, types = objective._totals_kernel, {**types, "pair_ptr": "*fp64", "extreme_ptr": "*fp64"}
-    yield compile_kernel("totals", kernel, types, {"block_b": 1024}, 4, 3)
+    pointers = {"cu_seqlens_ptr": "*i32", "is_self_ptr": "*i1"} | dict.fromkeys(("ratio_ptr", "weight_ptr"), "*fp64")
+    for has_length in (False, True):
+        kernel, constants = objective._objective_kernel, {**sizes, "has_length": has_length}
+        name = f"objective{' length' * has_length}"
+        yield compile_kernel(name, kernel, types_of(kernel, pointers), constants, 8, 3)
+    kernel = objective._segment_sum_kernel
+    yield compile_kernel("segment sum", kernel, types_of(kernel, {**pointers, "out_ptr": "*fp64"}), sizes, 8, 3)
 
 
 def main() -> int:

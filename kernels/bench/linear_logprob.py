@@ -75,8 +75,8 @@ def make_batch(num_tokens: int, hidden_size: int, vocab_size: int, device: torch
 # ---- candidates: (hidden, weight, target) -> log-probs [T], differentiable ------------------------------------------
 
 
-def ours(backend: str, stash: bool = False) -> Callable:
-    return functools.partial(hacpo_kernels.linear_logprob, backend=backend, stash=stash)
+def ours(backend: str) -> Callable:
+    return functools.partial(hacpo_kernels.linear_logprob, backend=backend)
 
 
 def eager(hidden, weight, target):
@@ -131,7 +131,6 @@ def verl() -> Callable:
 
 MAKERS: dict[str, Callable[[], Callable]] = {
     "ours (triton)": lambda: ours("triton"),
-    "ours (triton, stash)": lambda: ours("triton", stash=True),
     "ours (plain torch)": lambda: ours("reference"),
     "eager, bf16 logits": lambda: eager,
     "eager, fp32 logits": lambda: eager_fp32_logits,

@@ -1,11 +1,12 @@
-"""sequence_objective beside the same in plain torch and what others do per sequence, accuracy first.
+"""packed_objective beside the same in plain torch and what others do per sequence, accuracy first.
 
     python kernels/bench/sequence_objective.py                               on a GPU
     python kernels/bench/sequence_objective.py --device cpu --shapes tiny    a smoke test of the harness itself
 
-A candidate computes loss, gradient per token and its metrics from packed log-probs. The roof is one pass over memory:
-reading the log-probs once and writing their gradient once. All of this is launches, not bytes; a host synchronisation
-costs more than either, so the harness also says which candidates have one.
+A candidate computes loss and gradient per token from packed log-probs, and its metrics (ours: the terms that the host
+counts them from after the update). The roof is one pass over memory: reading the log-probs once and writing their
+gradient once. All of this is launches, not bytes; a host synchronisation costs more than either, so the harness also
+says which candidates have one.
 """
 
 import argparse
@@ -15,13 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from hacpo_kernels import sequence_objective
+from hacpo_kernels import Bounds, packed_objective
 from harness import Row, Stopwatch, arguments, commit_name, device_name, gpu_state, quantiles, save, table
 
 SHAPES = {
     "tiny": [(16, 20)],
     "targets": [(32, 600), (256, 1000), (2048, 1000), (16384, 1000)],
 }
+
+BOUNDS = Bounds(eps_low=3e-4, eps_high=4e-4, delta=0.2, delta_step=0.025, alpha=1.0, log_ratio_clamp=20.0)
 
 
 @dataclass(frozen=True)
@@ -52,20 +55,20 @@ def make_batch(num_sequences: int, mean_length: int, device: torch.device) -> Ba
 def ours(backend: str) -> Callable[[Batch], torch.Tensor]:
     def gradient(batch: Batch) -> torch.Tensor:
         tokens = batch.token_logprob.detach().requires_grad_()
-        loss, _, _ = sequence_objective(
+        loss, _, _ = packed_objective(
             tokens, batch.cu_seqlens, batch.source_logprob, batch.advantage, batch.is_self, update_index=1,
-            backend=backend,
+            bounds=BOUNDS, backend=backend,
         )  # fmt: skip
         return torch.autograd.grad(loss, tokens, torch.ones_like(loss))[0]
 
     return gradient
 
 
-def kernels_only(batch: Batch) -> torch.Tensor:
-    """The two launches without the expansion to tokens: what the target of 15 microseconds is about."""
-    return sequence_objective(
+def kernel_only(batch: Batch) -> torch.Tensor:
+    """The launch without the expansion to tokens: what the target of 15 microseconds is about."""
+    return packed_objective(
         batch.token_logprob, batch.cu_seqlens, batch.source_logprob, batch.advantage, batch.is_self, update_index=1,
-        backend="triton",
+        bounds=BOUNDS, backend="triton",
     )[1]  # fmt: skip
 
 
@@ -91,7 +94,7 @@ def eager(batch: Batch) -> torch.Tensor:
 CAPTURED = "ours (triton), no token expansion"
 MAKERS: dict[str, Callable[[], Callable]] = {
     "ours (triton)": lambda: ours("triton"),
-    CAPTURED: lambda: kernels_only,
+    CAPTURED: lambda: kernel_only,
     "ours (plain torch)": lambda: ours("reference"),
     "eager padded": lambda: eager,
     "torch.compile of eager padded": lambda: torch.compile(eager),
@@ -150,10 +153,10 @@ def measure(shape: tuple[int, int], given: argparse.Namespace, missing: dict[str
         except Exception as problem:  # a competitor may fail in any way of its own: it is listed with its reason
             missing[name] = f"{type(problem).__name__}: {str(problem).splitlines()[:1]}"
     if device.type == "cuda" and CAPTURED in gates:
-        # Python launches two kernels in more time than they take; a captured graph shows what they take.
+        # Python launches a kernel in more time than it takes; a captured graph shows what it takes.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernels_only(batch)
+            kernel_only(batch)
         ready[f"{CAPTURED}, CUDA graph"] = graph.replay
     written = torch.empty_like(batch.token_logprob)
     ready["one pass over memory"] = lambda: torch.mul(batch.token_logprob, 2.0, out=written)

@@ -1,10 +1,22 @@
 """Log-probs without logits, and the HACPO objective in one launch. Tensors in, tensors out; knows nothing of a trainer.
 
 logprob_T = linear_logprob(hidden, weight, target, group=tensor_parallel_group)
-loss_B, coefficient_B, stats = sequence_objective(logprob_T, cu_seqlens, source_logprob, advantage, is_self, ...)
+loss_B, coefficient_B, terms = packed_objective(logprob_T, cu_seqlens, source, advantage, is_self, update_index=0,
+                                                bounds=Bounds(...))
+stats = objective_stats(terms)
 """
 
-from hacpo_kernels.dispatch import linear_logprob, objective_from_mean, segment_sum, sequence_objective
-from hacpo_kernels.objective_stats import ObjectiveStats
+from hacpo_kernels.api import linear_logprob, objective_from_mean, packed_objective, segment_sum
+from hacpo_kernels.bounds import Bounds
+from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
 
-__all__ = ["ObjectiveStats", "linear_logprob", "objective_from_mean", "segment_sum", "sequence_objective"]
+__all__ = [
+    "Bounds",
+    "ObjectiveStats",
+    "SequenceTerms",
+    "linear_logprob",
+    "objective_from_mean",
+    "objective_stats",
+    "packed_objective",
+    "segment_sum",
+]

@@ -8,28 +8,24 @@ import torch
 from hacpo_kernels import linear_logprob as triton_logprob
 from hacpo_kernels import reference
 from hacpo_kernels import sequence_objective as triton_objective
-from hacpo_kernels import stash as triton_stash
-from hacpo_kernels.objective_stats import ObjectiveStats
-from hacpo_kernels.reference import LogitStats, RowGradients, Stash
+from hacpo_kernels.reference import LogitStats, RowGradients
 
 
 @dataclass(frozen=True)
 class Backend:
     """What a backend must do; reference.py says what each of these means."""
 
-    logit_stats: Callable[..., tuple[LogitStats, Stash | None]]
+    logit_stats: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], LogitStats]
     logit_gradient: Callable[[torch.Tensor, torch.Tensor, float, RowGradients], torch.Tensor]
-    stash_gradient: Callable[[Stash, torch.Tensor, float, RowGradients], torch.Tensor]
     operand: Callable[[torch.Tensor], torch.Tensor]
     chunk_rows: Callable[[int], int]
     segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, ObjectiveStats]]
+    packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 REFERENCE = Backend(
     reference.logit_stats,
     reference.logit_gradient,
-    reference.stash_gradient,
     reference.operand,
     reference.chunk_rows,
     reference.segment_sum,
@@ -38,7 +34,6 @@ REFERENCE = Backend(
 TRITON = Backend(
     triton_logprob.logit_stats,
     triton_logprob.logit_gradient,
-    triton_stash.stash_gradient,
     triton_logprob.operand,
     triton_logprob.chunk_rows,
     triton_objective.segment_sum,

@@ -49,7 +49,7 @@ def check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temper
 
 
 def check_segments(token_logprob, cu_seqlens) -> None:
-    """The packed layout that sequence_objective and segment_sum share."""
+    """The packed layout that packed_objective and segment_sum share."""
     check_tensor("token_logprob", token_logprob, (None,), LOGPROBS)
     check_tensor("cu_seqlens", cu_seqlens, (None,), INTEGERS, token_logprob if cu_seqlens.is_cuda else None)
     if len(cu_seqlens) < 1:
@@ -66,8 +66,8 @@ def check_segments(token_logprob, cu_seqlens) -> None:
             raise ValueError(f"cu_seqlens gives sequence {row} a length of {int(lengths[row])}; expected 0 or more")
 
 
-def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, update_index, length, bounds) -> None:
-    """`anchor` is the tensor whose device the others share, `bounds` the named non-negative numbers."""
+def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, update_index, length) -> None:
+    """`anchor` is the tensor whose device the others share. The bounds have checked themselves (bounds.py)."""
     check_tensor("source_logprob", source_logprob, (num_sequences,), LOGPROBS, anchor)
     check_tensor("advantage", advantage, (num_sequences,), LOGPROBS, anchor)
     check_tensor("is_self", is_self, (num_sequences,), (torch.bool,), anchor)
@@ -78,6 +78,3 @@ def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, u
             raise ValueError(f"length[{row}] is {length[row].item():g}; expected 0 or more tokens")
     if update_index < 0:
         raise ValueError(f"update_index is {update_index}; expected 0 or more, the updates already done in this step")
-    for name, value in bounds.items():
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; expected a number of 0 or more")

@@ -4,7 +4,7 @@
                    behind max, sum of exponentials and target logit per row and vocabulary split. A second kernel joins
                    the splits in fixed order.
 `logit_gradient`   the same tiles again, turned into the gradient of the logits: one bounded chunk in the inputs' dtype,
-                   which two cuBLAS products (head.py) fold into the gradients of hidden and weight.
+                   which two cuBLAS products (autograd.py) fold into the gradients of hidden and weight.
 
 A split is a constant number of columns, never a function of the number of tokens, there is no atomic anywhere, and a
 row never meets another row: a token's log-prob has the same bits whatever it is batched with.
@@ -20,10 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from hacpo_kernels.reference import LogitStats, RowGradients, Stash
+from hacpo_kernels.reference import LogitStats, RowGradients
 
 INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.bfloat16, torch.float32)
+# exp(x) = 2^(x log2 e): the hardware has exp2 only.
+LOG2_E = tl.constexpr(1.4426950408889634)
 # Elements and rows of one chunk of logit gradients: 2.5 GB of bf16 at most. Fewer rows starve the two cuBLAS products.
 GRADIENT_BUDGET, GRADIENT_ROWS = 1_250_000_000, 8192
 
@@ -67,9 +69,16 @@ def _tile_place(tile, num_rows, num_splits, block_t: tl.constexpr, group_t: tl.c
 
 @triton.jit
 def _logit_tile(
-    hidden, weight, row, column, hidden_size, block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr,
+    hidden,  # tensor descriptor [T, H]
+    weight,  # tensor descriptor [V, H]
+    row,
+    column,
+    hidden_size,
+    block_t: tl.constexpr,
+    block_v: tl.constexpr,
+    block_h: tl.constexpr,
     upcast: tl.constexpr,
-):  # fmt: skip
+):
     """hidden[row:, :] @ weight[column:, :]^T, float32 [block_t, block_v]; rows past either end come as 0."""
     logits = tl.zeros([block_t, block_v], tl.float32)
     for start in range(0, hidden_size, block_h):
@@ -85,23 +94,29 @@ def _stats_kernel(
     hidden_ptr,  # *bf16 or *fp32 [T, H], rows 16-byte aligned
     weight_ptr,  # as hidden [V, H]
     target_ptr,  # *i64 [T], row of weight or -1
-    partial_ptr,  # *fp32 [3 or 4, S, T]: raw max, sum, raw target logit, tilt
-    stash_ptr, stash_top_ptr,  # as hidden [T, V] and *fp32 [V / block_v, T], written when with_stash
-    num_rows, hidden_size, num_columns, hidden_stride, weight_stride, stash_stride, inverse_temperature,
-    block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr,
-    tiles_per_split: tl.constexpr, group_t: tl.constexpr,
-    with_entropy: tl.constexpr, with_stash: tl.constexpr, upcast: tl.constexpr,
-):  # fmt: skip
+    top_ptr,  # *fp32 [S, T]: largest logit of the split, before temperature
+    total_ptr,  # *fp32 [S, T]: sum of exp((logit - top) / temperature)
+    picked_ptr,  # *fp32 [S, T]: logit at the target, before temperature; -inf where it is in another split
+    num_rows,
+    hidden_size,
+    num_columns,
+    hidden_stride,
+    weight_stride,
+    inverse_temperature,
+    block_t: tl.constexpr,
+    block_v: tl.constexpr,
+    block_h: tl.constexpr,
+    tiles_per_split: tl.constexpr,
+    group_t: tl.constexpr,
+    upcast: tl.constexpr,
+):
     """Persistent: program p takes items p, p + programs, ...; an item is one row block and one vocabulary split."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
     weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
-    if with_stash:
-        stash = tl.make_tensor_descriptor(stash_ptr, [num_rows, num_columns], [stash_stride, 1], [block_t, block_v])
     split_columns: tl.constexpr = block_v * tiles_per_split
     num_splits = tl.cdiv(num_columns, split_columns)
     num_items = tl.cdiv(num_rows, block_t) * num_splits
-    to_log2 = inverse_temperature * 1.4426950408889634
-    plane = tl.cast(num_splits, tl.int64) * num_rows
+    to_log2 = inverse_temperature * LOG2_E
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row, split = _tile_place(item, num_rows, num_splits, block_t, group_t)
         rows = row + tl.arange(0, block_t)
@@ -109,94 +124,63 @@ def _stats_kernel(
         # -inf, not 0: a row whose logits are all far below 0 must not be compared with a logit it does not have.
         top = tl.full([block_t], float("-inf"), tl.float32)
         total = tl.zeros([block_t], tl.float32)
-        tilt = tl.zeros([block_t], tl.float32)
         picked = tl.full([block_t], float("-inf"), tl.float32)
         last = tl.minimum((split + 1) * split_columns, num_columns)
         for column in range(split * split_columns, last, block_v):
             logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
             columns = column + tl.arange(0, block_v)
+            # TMA fills columns past the end with 0, which would be a logit like any other.
             logits = tl.where((columns < num_columns)[None, :], logits, float("-inf"))
             here = columns[None, :] == target[:, None]
             picked = tl.maximum(picked, tl.max(tl.where(here, logits, float("-inf")), axis=1))
             new_top = tl.maximum(top, tl.max(logits, axis=1))
+            # -inf - -inf would be NaN where every column so far is masked.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             # Subtract first, scale after: exact however far all logits are from 0.
-            shift = tl.where(top == float("-inf"), 0.0, top - base)
-            shrink = tl.exp2(shift * to_log2)
-            distance = logits - base[:, None]
-            weights = tl.exp2(distance * to_log2)
-            if with_stash:
-                stash.store([row, column], weights.to(stash_ptr.dtype.element_ty))
-                block = tl.cast(column // block_v, tl.int64)
-                tl.store(stash_top_ptr + block * num_rows + rows, base * inverse_temperature, mask=rows < num_rows)
-            if with_entropy:
-                moments = tl.where(logits == float("-inf"), 0.0, weights * (distance * inverse_temperature))
-                tilt = shrink * (tilt + shift * inverse_temperature * total) + tl.sum(moments, axis=1)
-            total = total * shrink + tl.sum(weights, axis=1)
+            shrink = tl.exp2(tl.where(top == float("-inf"), 0.0, top - base) * to_log2)
+            total = total * shrink + tl.sum(tl.exp2((logits - base[:, None]) * to_log2), axis=1)
             top = new_top
-        out = partial_ptr + split.to(tl.int64) * num_rows + rows
-        tl.store(out, top, mask=rows < num_rows)
-        tl.store(out + plane, total, mask=rows < num_rows)
-        tl.store(out + 2 * plane, picked, mask=rows < num_rows)
-        if with_entropy:
-            tl.store(out + 3 * plane, tilt, mask=rows < num_rows)
+        # int64: splits times rows passes 2^31.
+        place = split.to(tl.int64) * num_rows + rows
+        tl.store(top_ptr + place, top, mask=rows < num_rows)
+        tl.store(total_ptr + place, total, mask=rows < num_rows)
+        tl.store(picked_ptr + place, picked, mask=rows < num_rows)
 
 
 @triton.jit
 def _join_kernel(
-    partial_ptr,  # *fp32 [3 or 4, S, T]
-    out_ptr,  # *fp32 [4, T]: max, sum, target logit (all temperature-scaled), tilt
-    num_rows, num_splits, inverse_temperature,
-    block_t: tl.constexpr, with_entropy: tl.constexpr,
-):  # fmt: skip
+    top_ptr,  # *fp32 [S, T], as _stats_kernel left them
+    total_ptr,  # *fp32 [S, T]
+    picked_ptr,  # *fp32 [S, T]
+    max_ptr,  # *fp32 [T], after temperature
+    sum_ptr,  # *fp32 [T]
+    target_ptr,  # *fp32 [T], logit at the target after temperature
+    num_rows,
+    num_splits,
+    inverse_temperature,
+    block_t: tl.constexpr,
+):
     """One statistic per row from its splits, in the order of the vocabulary."""
     rows = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     inside = rows < num_rows
-    plane = tl.cast(num_splits, tl.int64) * num_rows
-    to_log2 = inverse_temperature * 1.4426950408889634
+    to_log2 = inverse_temperature * LOG2_E
     top = tl.full([block_t], float("-inf"), tl.float32)
     total = tl.zeros([block_t], tl.float32)
-    tilt = tl.zeros([block_t], tl.float32)
     picked = tl.full([block_t], float("-inf"), tl.float32)
     for split in range(num_splits):
-        source = partial_ptr + tl.cast(split, tl.int64) * num_rows + rows
-        other_top = tl.load(source, mask=inside, other=float("-inf"))
-        other_total = tl.load(source + plane, mask=inside, other=0.0)
-        picked = tl.maximum(picked, tl.load(source + 2 * plane, mask=inside, other=float("-inf")))
+        place = tl.cast(split, tl.int64) * num_rows + rows
+        other_top = tl.load(top_ptr + place, mask=inside, other=float("-inf"))
+        other_total = tl.load(total_ptr + place, mask=inside, other=0.0)
+        picked = tl.maximum(picked, tl.load(picked_ptr + place, mask=inside, other=float("-inf")))
         new_top = tl.maximum(top, other_top)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shift = tl.where(top == float("-inf"), 0.0, top - base)
-        other_shift = tl.where(other_top == float("-inf"), 0.0, other_top - base)
-        shrink, other_shrink = tl.exp2(shift * to_log2), tl.exp2(other_shift * to_log2)
-        if with_entropy:
-            other_tilt = tl.load(source + 3 * plane, mask=inside, other=0.0)
-            tilt = shrink * (tilt + shift * inverse_temperature * total)
-            tilt += other_shrink * (other_tilt + other_shift * inverse_temperature * other_total)
+        shrink = tl.exp2(tl.where(top == float("-inf"), 0.0, top - base) * to_log2)
+        other_shrink = tl.exp2(tl.where(other_top == float("-inf"), 0.0, other_top - base) * to_log2)
         total = shrink * total + other_shrink * other_total
         top = new_top
-    size = tl.cast(num_rows, tl.int64)
-    tl.store(out_ptr + rows, top * inverse_temperature, mask=inside)
-    tl.store(out_ptr + size + rows, total, mask=inside)
-    tl.store(out_ptr + 2 * size + rows, picked * inverse_temperature, mask=inside)
-    tl.store(out_ptr + 3 * size + rows, tilt, mask=inside)
-
-
-@triton.jit
-def softmax_gradient(
-    logprob, rows, columns, num_rows, target_ptr, coefficient_ptr, entropy_coefficient_ptr, entropy_ptr,
-    with_entropy: tl.constexpr,
-):  # fmt: skip
-    """d(coefficient * log-prob + entropy_coefficient * entropy) / dz of one tile of log-probs (reference.py)."""
-    inside = rows < num_rows
-    target = tl.load(target_ptr + rows, mask=inside, other=-1)
-    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
-    prob = tl.exp2(logprob * 1.4426950408889634)
-    slope = tl.zeros_like(prob) + coefficient[:, None]
-    if with_entropy:
-        entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
-        entropy_coefficient = tl.load(entropy_coefficient_ptr + rows, mask=inside, other=0.0)
-        slope += tl.where(prob == 0, 0.0, entropy_coefficient[:, None] * (logprob + entropy[:, None]))
-    return tl.where(columns[None, :] == target[:, None], coefficient[:, None], 0.0) - slope * prob
+    tl.store(max_ptr + rows, top * inverse_temperature, mask=inside)
+    tl.store(sum_ptr + rows, total, mask=inside)
+    tl.store(target_ptr + rows, picked * inverse_temperature, mask=inside)
 
 
 @triton.jit
@@ -204,14 +188,23 @@ def _gradient_kernel(
     hidden_ptr,  # *bf16 or *fp32 [C, H], rows 16-byte aligned
     weight_ptr,  # as hidden [V, H]
     target_ptr,  # *i64 [C], row of weight or -1
-    logsumexp_ptr, coefficient_ptr,  # *fp32 [C]
-    entropy_coefficient_ptr, entropy_ptr,  # *fp32 [C], read when with_entropy
+    logsumexp_ptr,  # *fp32 [C]
+    coefficient_ptr,  # *fp32 [C]
     out_ptr,  # as hidden [C, V], rows 16-byte aligned
-    num_rows, hidden_size, num_columns, hidden_stride, weight_stride, out_stride, inverse_temperature,
-    block_t: tl.constexpr, block_v: tl.constexpr, block_h: tl.constexpr, group_t: tl.constexpr,
-    with_entropy: tl.constexpr, upcast: tl.constexpr,
-):  # fmt: skip
-    """Gradient of sum(coefficient * log-prob + entropy_coefficient * entropy) by the logits before temperature."""
+    num_rows,
+    hidden_size,
+    num_columns,
+    hidden_stride,
+    weight_stride,
+    out_stride,
+    inverse_temperature,
+    block_t: tl.constexpr,
+    block_v: tl.constexpr,
+    block_h: tl.constexpr,
+    group_t: tl.constexpr,
+    upcast: tl.constexpr,
+):
+    """Gradient of sum(coefficient * log-prob) by the logits before temperature."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
     weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
     out = tl.make_tensor_descriptor(out_ptr, [num_rows, num_columns], [out_stride, 1], [block_t, block_v])
@@ -222,50 +215,43 @@ def _gradient_kernel(
         column = split * block_v
         logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
         rows = row + tl.arange(0, block_t)
+        columns = column + tl.arange(0, block_v)
+        inside = rows < num_rows
+        target = tl.load(target_ptr + rows, mask=inside, other=-1)
+        coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
         # A row past the end gets probability 0.
-        logsumexp = tl.load(logsumexp_ptr + rows, mask=rows < num_rows, other=float("inf"))
-        gradient = softmax_gradient(
-            logits * inverse_temperature - logsumexp[:, None], rows, column + tl.arange(0, block_v), num_rows,
-            target_ptr, coefficient_ptr, entropy_coefficient_ptr, entropy_ptr, with_entropy,
-        )  # fmt: skip
+        logsumexp = tl.load(logsumexp_ptr + rows, mask=inside, other=float("inf"))
+        prob = tl.exp2((logits * inverse_temperature - logsumexp[:, None]) * LOG2_E)
+        hit = tl.where(columns[None, :] == target[:, None], coefficient[:, None], 0.0)
+        gradient = hit - coefficient[:, None] * prob
         out.store([row, column], (gradient * inverse_temperature).to(out_ptr.dtype.element_ty))
 
 
 def logit_stats(
-    hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    column_T: torch.Tensor,
-    inverse_temperature: float,
-    with_entropy: bool,
-    with_stash: bool,
-) -> tuple[LogitStats, Stash | None]:
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, inverse_temperature: float
+) -> LogitStats:
     """As reference.logit_stats, float32."""
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
-    tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else GRADIENT_BF16 if with_stash else STATS_BF16
+    tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else STATS_BF16
     num_splits = triton.cdiv(num_columns, tiling.block_v * tiling.tiles_per_split)
-    stats_4T = hidden_TH.new_empty((4, num_rows), dtype=torch.float32)
-    partial = hidden_TH.new_empty((4 if with_entropy else 3, num_splits, num_rows), dtype=torch.float32)
-    stash = None
-    if with_stash:
-        num_blocks = triton.cdiv(num_columns, tiling.block_v)
-        top_ST = hidden_TH.new_empty((num_blocks, num_rows), dtype=torch.float32)
-        stash = Stash(aligned_empty(hidden_TH, num_rows, num_columns), top_ST)
+    # One allocation each: the partial statistics of the splits, and what they become.
+    parts_3ST = hidden_TH.new_empty((3, num_splits, num_rows), dtype=torch.float32)
+    stats_3T = hidden_TH.new_empty((3, num_rows), dtype=torch.float32)
     if num_rows and num_splits:
         hidden_TH, weight_VH = aligned(hidden_TH), aligned(weight_VH)
         _launch(
             _stats_kernel, triton.cdiv(num_rows, tiling.block_t) * num_splits, tiling,
-            hidden_TH, weight_VH, column_T, partial, *(stash or (partial, partial)),
-            num_rows, hidden_TH.shape[1], num_columns,
-            hidden_TH.stride(0), weight_VH.stride(0), stash.exp_TV.stride(0) if stash else 0, inverse_temperature,
-            tiles_per_split=tiling.tiles_per_split, with_entropy=with_entropy, with_stash=with_stash,
+            hidden_TH, weight_VH, column_T, *parts_3ST, num_rows, hidden_TH.shape[1], num_columns,
+            hidden_TH.stride(0), weight_VH.stride(0), inverse_temperature, tiles_per_split=tiling.tiles_per_split,
         )  # fmt: skip
     if num_rows:
+        # The interpreter pays per program, a GPU per program too long.
         block_t = 1024 if INTERPRETED else 64
         with torch.cuda.device_of(hidden_TH):
             _join_kernel[(triton.cdiv(num_rows, block_t),)](
-                partial, stats_4T, num_rows, num_splits, inverse_temperature, block_t, with_entropy, num_warps=2
+                *parts_3ST, *stats_3T, num_rows, num_splits, inverse_temperature, block_t, num_warps=2
             )
-    return LogitStats(*stats_4T), stash
+    return LogitStats(*stats_3T)
 
 
 def operand(weight_VH: torch.Tensor) -> torch.Tensor:
@@ -281,13 +267,11 @@ def logit_gradient(
     tiling = FLOAT32 if hidden_CH.dtype == torch.float32 else GRADIENT_BF16
     gradient_CV = aligned_empty(hidden_CH, num_rows, num_columns)
     hidden_CH, weight_VH = aligned(hidden_CH), aligned(weight_VH)
-    with_entropy = rows.entropy_coefficient_C is not None
     _launch(
         _gradient_kernel, triton.cdiv(num_rows, tiling.block_t) * triton.cdiv(num_columns, tiling.block_v), tiling,
-        hidden_CH, weight_VH, rows.column_C, rows.logsumexp_C, rows.coefficient_C,
-        rows.entropy_coefficient_C if with_entropy else rows.coefficient_C, rows.entropy_C, gradient_CV,
+        hidden_CH, weight_VH, rows.column_C, rows.logsumexp_C, rows.coefficient_C, gradient_CV,
         num_rows, hidden_CH.shape[1], num_columns, hidden_CH.stride(0), weight_VH.stride(0), gradient_CV.stride(0),
-        inverse_temperature, with_entropy=with_entropy,
+        inverse_temperature,
     )  # fmt: skip
     return gradient_CV
 

@@ -109,7 +109,7 @@ def own_ratios_of_first_updates(folder, tp: int, pp: int) -> list[list[float]]:
             stats = actor.learn(update, objective)
             assert stats.num_microbatches > 2
             # Packing keeps own samples apart, so a micro-batch with own answers has no cross ratio among ratio_B.
-            own = [report.ratio_B for report in stats.reports if report.ratio_self[1] > 0]
+            own = [report.ratio_B for report in stats.reports if report.is_self_B.any()]
             seen.append(torch.cat(own).tolist())
     return seen
 

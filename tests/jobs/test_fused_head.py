@@ -1,5 +1,7 @@
 """The training step with the fused head equals the step with Megatron's own unfused one, at every layout.
 
+On CUDA the head adds a bf16 weight's gradient to DDP's float32 buffer itself; here float32 weights do it too.
+
 The unfused twin materialises the logits of its vocabulary shard and hands them to Megatron's vocab-parallel
 cross-entropy, written by somebody else: log-prob = -loss.
 """
@@ -9,8 +11,6 @@ import torch
 import torch.distributed as dist
 from actor_cases import (
     DESCENT,
-    GRADIENT_ERROR,
-    LOGPROB_ERROR,
     TEMPERATURE,
     full_weights,
     gradient_by_descent,
@@ -21,15 +21,19 @@ from actor_cases import (
     relative_error,
     with_sources_near,
 )
+from hacpo_kernels import linear_logprob
 from job import run_group
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from tiny_models import make_model
 
+import hacpo_mega.megatron.actor as actor_module
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.model import lm_head_weight, vocab_start
 from hacpo_mega.megatron.platform import megatron_platform
 
+# Roundings that a gradient may differ by: sums over the hidden size and over the vocabulary, and a few in between.
+U32 = 2.0**-24
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 ADAM = OptimizerConfig(lr=1e-2, eps=1e-4, clip_grad=1e30)
 
@@ -48,23 +52,28 @@ def unfused_token_logprobs(actor: Actor, hidden_TH: torch.Tensor, batch) -> torc
 
 
 def steps_of_layouts(folders, samples):
-    """Per layout and model: (gradient, weights after two Adam updates, scores) of the fused and the unfused step."""
+    """Per layout and model: (gradient, weights after two Adam updates, scores) of a step in each of the WAYS."""
     found = {}
     for tp, pp in LAYOUTS:
         cell, num_cells = dist.get_rank() // (tp * pp), dist.get_world_size() // (tp * pp)
         mine = [sample for sample in samples if sample.prompt_index % num_cells == cell]
         for name, folder in folders.items():
-            found[tp, pp, name] = [one_way(folder, tp, pp, mine, fused) for fused in (True, False)]
+            found[tp, pp, name] = {way: one_way(folder, tp, pp, mine, way) for way in WAYS}
     return found
 
 
-def one_way(folder, tp, pp, mine, fused):
+WAYS = ("fused", "into main_grad", "unfused")
+
+
+def one_way(folder, tp, pp, mine, way):
     def actor_with(optimizer):
         actor = make_actor(folder, tp=tp, pp=pp, optimizer=optimizer)
-        if not fused:
+        if way == "unfused":
             actor._token_logprobs = lambda hidden_TH, batch: unfused_token_logprobs(actor, hidden_TH, batch)
         return actor
 
+    fuse = {"fuse_main_grad": way == "into main_grad"}
+    actor_module.linear_logprob = lambda *given, **named: linear_logprob(*given, **{**named, **fuse})
     descending = actor_with(DESCENT)
     gradient, _ = gradient_by_descent(descending, lambda: descending.learn(mine, objective))
     adam = actor_with(ADAM)
@@ -85,11 +94,15 @@ def steps(tmp_path_factory):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tp, pp", LAYOUTS)
-def test_the_step_is_that_of_the_unfused_head(steps, tp, pp, tied):
-    for answer in steps:
-        (fused_gradient, fused_weights, fused_scores), (gradient, weights, scores) = answer[tp, pp, tied]
-        assert abs(fused_scores - scores).max(initial=0.0) < LOGPROB_ERROR
-        assert relative_error(fused_gradient, gradient) < GRADIENT_ERROR
-        # two updates, and Adam's lr * g / (|g| + eps) has a slope of at most lr / eps
-        moved_apart = norm({name: fused_weights[name] - weights[name] for name in weights})
-        assert moved_apart < 2 * ADAM.lr * GRADIENT_ERROR * norm(gradient) / ADAM.eps
+@pytest.mark.parametrize("way", ["fused", "into main_grad"])
+def test_the_step_is_that_of_the_unfused_head(steps, way, tp, pp, tied):
+    for ways in steps:
+        found_gradient, found_weights, found_scores = ways[tp, pp, tied][way]
+        gradient, weights, scores = ways[tp, pp, tied]["unfused"]
+        vocab_size, hidden_size = weights["model.embed_tokens.weight"].shape
+        allowed = 2 * (vocab_size + hidden_size) * U32
+        assert abs(found_scores - scores).max(initial=0.0) < allowed * abs(scores).max(initial=0.0)
+        assert relative_error(found_gradient, gradient) < allowed
+        # Adam's step is lr g / (|g| + eps): nowhere steeper in g than lr / eps, twice.
+        steepest = 2 * ADAM.lr / ADAM.eps * norm(gradient) / norm(weights)
+        assert relative_error(found_weights, weights) < allowed * (1 + steepest)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.algorithm import policy_loss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.policy_loss import packed_samples
+from hacpo_mega.policy_loss import PolicyLoss
 from hacpo_mega.records import MicroBatch, Sample
 
 VOCAB = 131
@@ -139,8 +138,8 @@ class Oracle:
 
 def objective(token_logprob_R: torch.Tensor, batch: MicroBatch):
     """The project's own objective as a loss function of an actor."""
-    sequences = packed_samples(batch, token_logprob_R.device)
-    return policy_loss(token_logprob_R, sequences, UPDATE_INDEX, WEIGHT, ALGORITHM)
+    loss, report = PolicyLoss(UPDATE_INDEX, WEIGHT, ALGORITHM, reference={})(token_logprob_R, batch)
+    return loss, report.terms
 
 
 @contextmanager

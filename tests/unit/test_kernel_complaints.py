@@ -1,7 +1,10 @@
 """The fourteen things users of published fused-loss kernels complain about, each as a test of ours.
 
-Numbers and threads are those of the study of published kernels; a link says who was bitten. What only real hardware
-shows (offsets past 2^31 elements, speed, no host synchronisation) is in tests/gpu/.
+The numbers and threads name who was bitten. What only real hardware shows (offsets past 2^31 elements, speed, no host
+synchronisation) is in tests/gpu/.
+
+Equal bits are asked for where our code decides them. On a CPU a matrix product is the host's BLAS, whose bits depend
+on the processor and on a row's place: there the same is asked of heads of whole numbers, whose logits are exact.
 """
 
 import ast
@@ -15,9 +18,9 @@ import hacpo_kernels
 import pytest
 import torch
 import triton
-from hacpo_kernels import backends, linear_logprob, sequence_objective
-from kernel_cases import BACKENDS, DEVICE, Head, exact, largest_error, make_head, relative_error
-from objective_cases import OPTIONS, make_batch, oracle
+from hacpo_kernels import backends, linear_logprob, objective_stats, packed_objective
+from kernel_cases import BACKENDS, DEVICE, UNIT, Head, assert_within, exact, make_head, relative_error
+from objective_cases import BOUNDS, make_batch, oracle
 from torch import nn
 
 # numpy warns of lanes that Triton masks away afterwards.
@@ -37,7 +40,7 @@ def test_01_padded_vocabulary_stays_out_of_the_softmax(backend):
         hidden, weight = head.leaves()
         logprob = linear_logprob(hidden, weight, head.target, vocab_size=num_columns, backend=backend)
         logprob.sum().backward()
-        assert largest_error(logprob, want.logprob) < 5e-5
+        assert_within(logprob, want.logprob, want.logprob_bound)
         assert (logprob <= 0).all()
         assert (weight.grad[num_columns:] == 0).all()
         assert hidden.grad.isfinite().all()
@@ -47,32 +50,29 @@ def test_01_padded_vocabulary_stays_out_of_the_softmax(backend):
 @pytest.mark.parametrize("offset", (-1e4, -200.0, 200.0, 1e4))
 def test_02_offsets_and_masked_shards_keep_it_finite(offset, backend):
     """SkyRL #2141, #2259: a running maximum that starts at 0 gives log 0 where all logits are far below it."""
-    head = make_head(20, 16, 600)
-    plain, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
-    hidden = torch.cat([head.hidden, torch.ones(20, 1, device=DEVICE)], dim=1)
-    weight = torch.cat([head.weight, torch.full((600, 1), offset, device=DEVICE)], dim=1)
-    shifted, shifted_entropy = linear_logprob(hidden, weight, head.target, return_entropy=True, backend=backend)
-    allowed = 4 * torch.finfo(torch.float32).eps * max(abs(offset), 100)  # what float32 logits of that size can say
-    assert largest_error(shifted, plain) < allowed
-    assert largest_error(shifted_entropy, entropy) < allowed
+    plain = make_head(20, 16, 600)
+    hidden = torch.cat([plain.hidden, torch.ones(20, 1, device=DEVICE)], dim=1)
+    weight = torch.cat([plain.weight, torch.full((600, 1), offset, device=DEVICE)], dim=1)
+    want = exact(Head(hidden, weight, plain.target, 600), torch.ones(20))
+    shifted = linear_logprob(hidden, weight, plain.target, backend=backend)
+    assert_within(shifted, want.logprob, want.logprob_bound)
+    assert want.logprob_bound.max() < 0.05, "the bound grows with the offset, but must still say something"
 
 
 @each_backend
 def test_02_a_shard_without_any_probability(backend):
-    """Columns masked to -inf by their weights: no NaN from exp(-inf + inf), entropy 0 * -inf is 0."""
+    """Columns masked to -inf by their weights: no NaN from exp(-inf + inf)."""
     head = make_head(20, 16, 600)
     head.hidden[:, 0], head.weight[300:, 0] = 1.0, -torch.inf
     head.target.clamp_(max=299)
     want = exact(Head(head.hidden, head.weight[:300], head.target, 300), torch.ones(20))
-    logprob, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
-    assert largest_error(logprob, want.logprob) < 2e-5
-    assert largest_error(entropy, want.entropy) < 2e-5
-    masked, _ = backends.choose_backend(backend, head.hidden, (torch.float32,)).logit_stats(
-        head.hidden, head.weight[300:], torch.full_like(head.target, -1), 1.0, True, False
+    logprob = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
+    assert_within(logprob, want.logprob, want.logprob_bound)
+    masked = backends.choose_backend(backend, head.hidden, (torch.float32,)).logit_stats(
+        head.hidden, head.weight[300:], torch.full_like(head.target, -1), 1.0
     )
     assert (masked.max_T == -torch.inf).all()
     assert (masked.sum_T == 0).all()
-    assert (masked.tilt_T == 0).all()
 
 
 @each_backend
@@ -87,19 +87,24 @@ def test_03_labels_of_other_shards_never_hit_a_pad_column(backend):
     module = backends.choose_backend(backend, head.hidden, (torch.float32,))
     column = head.target - 200
     column = column.masked_fill((column < 0) | (column >= 93), -1)
-    stats, _ = module.logit_stats(head.hidden, head.weight[:93], column, 1.0, False, False)
+    stats = module.logit_stats(head.hidden, head.weight[:93], column, 1.0)
     logits = head.hidden.double() @ head.weight.double().T
     expected = [-torch.inf, logits[1, 0].item(), logits[2, 92].item(), -torch.inf, -torch.inf, -torch.inf]
-    assert stats.target_T.tolist() == pytest.approx(expected, rel=1e-5)
+    # 16 products of float32, added up in any order
+    allowed = 17 * UNIT[torch.float32] * (head.hidden.double().abs() @ head.weight[:93].double().abs().T).max().item()
+    assert stats.target_T.tolist() == pytest.approx(expected, abs=allowed)
 
 
 @each_backend
 def test_04_gradient_error_does_not_grow_with_the_number_of_chunks(backend, monkeypatch):
-    """Liger #1391: bf16 sums over 1,024 chunks are 7 times worse than over one. Ours are float32."""
-    head = make_head(512, 32, 160, dtype=torch.bfloat16)
+    """Liger #1391: bf16 sums over 1,024 chunks are 7 times worse than over one. Ours are float32.
+
+    The logits are exact, so every chunking has the same logit gradients: what differs is how they are added up, and a
+    float32 sum may be off by as many roundings as it has terms. A bf16 sum is off by 256 times as much."""
+    head = make_head(512, 32, 160, dtype=torch.bfloat16, whole=True)
     coefficient = torch.rand(512) + 0.5
     want = exact(head, coefficient)
-    errors = []
+    weight_grads = []
     for num_chunks in (1, 4, 64):
         module = backends.choose_backend(backend, head.hidden, (torch.bfloat16,))
         fixed = {**vars(module), "chunk_rows": lambda columns, n=num_chunks: 512 // n}
@@ -108,31 +113,32 @@ def test_04_gradient_error_does_not_grow_with_the_number_of_chunks(backend, monk
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         logprob = linear_logprob(hidden, weight, head.target, fuse_main_grad=True, backend=backend)
         (logprob * coefficient.to(DEVICE)).sum().backward()
-        errors.append(
-            [relative_error(weight.main_grad, want.weight_grad), relative_error(hidden.grad, want.hidden_grad)]
-        )
-    one, *more = torch.tensor(errors)
-    assert all((many < 1.5 * one).all() for many in more), errors
+        assert_within(hidden.grad, want.hidden_grad, want.hidden_bound)
+        assert_within(weight.main_grad, want.weight_grad, want.weight_bound)
+        weight_grads.append(weight.main_grad)
+    prob_TV = (head.hidden.cpu().double() @ head.weight.cpu().double().T).softmax(dim=1)
+    hit_TV = torch.nn.functional.one_hot(head.target.cpu(), 160)
+    sizes_VH = ((hit_TV - prob_TV).abs() * coefficient[:, None]).T @ head.hidden.cpu().double().abs()
+    for several in weight_grads[1:]:
+        # 512 roundings in either sum; the logit gradients' own rounding to bf16 makes each term up to 2^-7 larger
+        assert_within(several, weight_grads[0], 2 * 512 * UNIT[torch.float32] * (1 + 2**-7) * sizes_VH)
 
 
 @each_backend
-@pytest.mark.parametrize("stash", (False, True), ids=("recompute", "stash"))
-def test_05_coefficients_per_token_of_any_size_and_sign(backend, stash):
+def test_05_coefficients_per_token_of_any_size_and_sign(backend):
     """Liger #968, TransformerEngine #2139: kernels that were right only for a gradient of 1."""
     head = make_head(120, 16, 300)
     coefficient = torch.randn(120).sign() * torch.logspace(-6, 3, 120)
     coefficient[::5] = 0.0
     want = exact(head, coefficient)
     hidden, weight = head.leaves()
-    logprob = linear_logprob(hidden, weight, head.target, stash=stash, backend=backend)
+    logprob = linear_logprob(hidden, weight, head.target, backend=backend)
     (logprob * coefficient.to(DEVICE)).sum().backward()
-    # Row by row: a small coefficient's row must be right to its own scale.
+    # Row by row: the bound of a row has the size of its coefficient, and is 0 where that is 0.
+    assert_within(hidden.grad, want.hidden_grad, want.hidden_bound)
+    assert_within(weight.grad, want.weight_grad, want.weight_bound)
     kept = coefficient != 0
-    size = want.hidden_grad[kept].norm(dim=1)
-    error = (hidden.grad.cpu().double()[kept] - want.hidden_grad[kept]).norm(dim=1)
-    assert (error / size).max() < 1e-4
-    assert (hidden.grad.cpu()[~kept] == 0).all()
-    assert relative_error(weight.grad, want.weight_grad) < 5e-6
+    assert (want.hidden_bound[kept].norm(dim=1) < 1e-2 * want.hidden_grad[kept].norm(dim=1)).all()
     without = exact(head, kept.float())
     assert relative_error(weight.grad, without.weight_grad) > 0.1, "dropping the coefficient would go unseen"
 
@@ -142,7 +148,7 @@ def test_06_rows_further_apart_than_2_to_31_elements(backend):
     """Liger #803. Two rows of hidden 2^31 elements apart (memory never touched in between is never there)."""
     if DEVICE == "cuda":
         pytest.skip("real sizes are in tests/gpu")
-    head = make_head(2, 16, 40, dtype=torch.bfloat16)
+    head = make_head(2, 16, 40, dtype=torch.bfloat16, whole=True)
     stride = 2**31 + 64
     far = torch.empty(stride + 16, dtype=torch.bfloat16).as_strided((2, 16), (stride, 1))
     far.copy_(head.hidden)
@@ -152,7 +158,7 @@ def test_06_rows_further_apart_than_2_to_31_elements(backend):
 
 def _unsafe_products(function: ast.FunctionDef) -> tuple[list[str], int]:
     """(products of a run-time size that no int64 takes part in, number of products looked at)."""
-    sizes = {"num_rows", "num_tokens", "num_sequences", "out_stride", "exp_stride"}
+    sizes = {"num_rows", "num_tokens", "num_sequences", "hidden_stride", "weight_stride", "out_stride"}
     assigned = (node for node in ast.walk(function) if isinstance(node, ast.Assign))
     wide = {ast.unparse(node.targets[0]) for node in assigned if "int64" in ast.unparse(node.value)}
     unsafe, seen = [], 0
@@ -170,13 +176,13 @@ def _unsafe_products(function: ast.FunctionDef) -> tuple[list[str], int]:
 def test_06_products_of_sizes_are_taken_in_int64():
     """Static, since T * V > 2^31 needs a GPU: a size of the batch is only ever multiplied with something int64."""
     seen = 0
-    for module in ("linear_logprob", "stash", "sequence_objective"):
+    for module in ("linear_logprob", "sequence_objective"):
         tree = ast.parse((Path(hacpo_kernels.__file__).parent / f"{module}.py").read_text())
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list):
             unsafe, count = _unsafe_products(function)
             assert not unsafe
             seen += count
-    assert seen >= 7
+    assert seen >= 2
     broken = ast.parse("def f(num_rows, row):\n    return row * num_rows").body[0]
     assert _unsafe_products(broken) == (["f: row * num_rows"], 1)
 
@@ -190,8 +196,9 @@ def test_07_more_rows_than_a_grid_dimension(backend):
     logprob = linear_logprob(hidden, weight, head.target[index], backend=backend)
     logprob.sum().backward()
     want = exact(head, torch.ones(2))
-    assert largest_error(logprob, want.logprob[index.cpu()]) < 2e-5
-    assert relative_error(hidden.grad, want.hidden_grad[index.cpu()]) < 5e-6
+    index = index.cpu()
+    assert_within(logprob, want.logprob[index], want.logprob_bound[index])
+    assert_within(hidden.grad, want.hidden_grad[index], want.hidden_bound[index])
 
 
 @each_backend
@@ -199,13 +206,15 @@ def test_07_seventy_thousand_sequences(backend):
     lengths = [1 + (b % 3) for b in range(70_000)]
     tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths)
     arguments = (source, advantage, is_self)
-    loss, coefficient, stats = sequence_objective(tokens, cu_seqlens, *arguments, update_index=0, backend=backend)
+    loss, coefficient, terms = packed_objective(
+        tokens, cu_seqlens, *arguments, update_index=0, bounds=BOUNDS, backend=backend
+    )
     tail = slice(-300, None)
     start = sum(lengths[:-300])
-    some = [x[tail] for x in arguments]
-    want_loss, want_grad = oracle(tokens[start:], lengths[tail], *some, 0, OPTIONS)
-    assert largest_error(loss[tail], want_loss) < 1e-12
-    assert largest_error(coefficient[tail].cpu().repeat_interleave(torch.tensor(lengths[tail])), want_grad) < 1e-12
+    want = oracle(tokens[start:], lengths[tail], *(x[tail] for x in arguments), 0, BOUNDS)
+    assert_within(loss[tail], want.loss, want.relative * want.loss.abs())
+    assert_within(coefficient[tail], want.coefficient, want.relative * want.coefficient.abs())
+    stats = objective_stats(terms)
     assert stats.ratio_self[1] + stats.ratio_cross[1] == 70_000
 
 
@@ -222,30 +231,28 @@ def test_08_chunks_are_never_tiny():
 @each_backend
 def test_09_a_row_has_the_same_bits_in_any_batch(backend):
     """verl #6280, RL-Kernel #336: old and new log-probs differ by how the batch was packed, and the clip acts on it."""
-    head = make_head(300, 32, 700, dtype=torch.bfloat16)
-    whole, entropy = linear_logprob(head.hidden, head.weight, head.target, return_entropy=True, backend=backend)
-    if backend == "triton":  # on CPU plain torch leaves this to its matrix product, which promises nothing
+    head = make_head(300, 32, 700, dtype=torch.bfloat16, whole=DEVICE != "cuda")
+    whole = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
+    if backend == "triton":  # plain torch leaves the order of its sums to torch, which promises nothing
         for rows in (slice(0, 1), slice(7, 100), slice(150, 300)):
             part = linear_logprob(head.hidden[rows], head.weight, head.target[rows], backend=backend)
             assert torch.equal(part, whole[rows])
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    shuffled = linear_logprob(head.hidden[order], head.weight, head.target[order], return_entropy=True, backend=backend)
-    assert torch.equal(shuffled[0], whole[order])
-    assert torch.equal(shuffled[1], entropy[order])
+    shuffled = linear_logprob(head.hidden[order], head.weight, head.target[order], backend=backend)
+    assert torch.equal(shuffled, whole[order])
 
 
 @each_backend
 def test_09_sequences_have_the_same_bits_in_any_order(backend):
     lengths = [int(x) for x in torch.randint(0, 700, (40,), generator=torch.Generator().manual_seed(2))]
     tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths, dtype=torch.float32)
-    loss, coefficient, _ = sequence_objective(
-        tokens, cu_seqlens, source, advantage, is_self, update_index=1, backend=backend
-    )
+    rest = {"update_index": 1, "bounds": BOUNDS, "backend": backend}
+    loss, coefficient, _ = packed_objective(tokens, cu_seqlens, source, advantage, is_self, **rest)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
     pieces = tokens.split(lengths)
-    moved = sequence_objective(
+    moved = packed_objective(
         torch.cat([pieces[b] for b in order]), torch.tensor([0, *(lengths[b] for b in order)]).cumsum(0),
-        source[order], advantage[order], is_self[order], update_index=1, backend=backend,
+        source[order], advantage[order], is_self[order], **rest,
     )  # fmt: skip
     assert torch.equal(moved[0], loss[order])
     assert torch.equal(moved[1], coefficient[order])
@@ -253,14 +260,20 @@ def test_09_sequences_have_the_same_bits_in_any_order(backend):
 
 @each_backend
 def test_09_twenty_runs_have_the_same_bits(backend):
-    head = make_head(150, 16, 300, dtype=torch.bfloat16)
+    """On a CPU the gradients' last products are the host's BLAS, so only their bound is asked for there."""
+    head = make_head(150, 16, 300, dtype=torch.bfloat16, whole=DEVICE != "cuda")
+    coefficient = torch.linspace(-1, 1, 150)
+    want = exact(head, coefficient)
     runs = []
     for _ in range(20 if backend == "reference" or DEVICE == "cuda" else 3):
         hidden, weight = head.leaves()
         logprob = linear_logprob(hidden, weight, head.target, backend=backend)
-        (logprob * torch.linspace(-1, 1, 150, device=DEVICE)).sum().backward()
+        (logprob * coefficient.to(DEVICE)).sum().backward()
         runs.append((logprob.detach(), hidden.grad, weight.grad))
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+        assert_within(hidden.grad, want.hidden_grad, want.hidden_bound)
+        assert_within(weight.grad, want.weight_grad, want.weight_bound)
+    compared = 3 if DEVICE == "cuda" else 1
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run[:compared], runs[0]))
 
 
 @each_backend
@@ -268,16 +281,17 @@ def test_10_nothing_to_train_on(backend):
     """Liger #177: an all-masked batch and an empty sequence divide by 0 elsewhere."""
     head = make_head(12, 16, 40)
     hidden, weight = head.leaves()
-    logprob, entropy = linear_logprob(hidden, weight, torch.full((12,), -100), return_entropy=True, backend=backend)
-    (logprob + entropy).sum().backward()
-    assert (logprob == 0).all() and (entropy == 0).all()
+    logprob = linear_logprob(hidden, weight, torch.full((12,), -100), backend=backend)
+    logprob.sum().backward()
+    assert (logprob == 0).all()
     assert (hidden.grad == 0).all() and (weight.grad == 0).all()
     tokens, source, advantage, is_self, cu_seqlens = make_batch([3, 0, 2])
-    loss, coefficient, stats = sequence_objective(
-        tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend
+    loss, coefficient, terms = packed_objective(
+        tokens, cu_seqlens, source, advantage, is_self, update_index=0, bounds=BOUNDS, backend=backend
     )
+    stats = objective_stats(terms)
     assert loss.isfinite().all() and loss[1] == 0 and coefficient[1] == 0
-    assert stats.empty.tolist() == [1.0, 3.0]
+    assert stats.nonfinite.tolist() == [0.0, 3.0]
     assert stats.ratio_self[1] + stats.ratio_cross[1] == 2
     none = head.hidden[:0]
     assert linear_logprob(none, head.weight, head.target[:0], backend=backend).shape == (0,)
@@ -293,29 +307,29 @@ def test_11_launches_from_any_thread_and_leaves_the_allocator_alone():
     thread = threading.Thread(target=lambda: contextvars.Context().run(logprob.sum().backward))
     thread.start()
     thread.join()
-    assert relative_error(weight.grad, want.weight_grad) < 5e-6
+    assert_within(weight.grad, want.weight_grad, want.weight_bound)
     assert triton.runtime._allocation._allocator.get() is mine
 
 
 @each_backend
 def test_12_first_call_equals_second_and_inputs_stay(backend):
     """SkyRL #2141: autotuning ran an in-place kernel several times. Here nothing is tuned at run time or in place."""
-    head = make_head(70, 24, 130, pads=2, dtype=torch.bfloat16)
+    head = make_head(70, 24, 130, pads=2, dtype=torch.bfloat16, whole=DEVICE != "cuda")
+    want = exact(head, torch.ones(70))
     hidden, weight = head.leaves()
     before = [x.detach().clone() for x in (hidden, weight, head.target)]
-    first = linear_logprob(hidden, weight, head.target, vocab_size=130, backend=backend)
-    first.sum().backward()
-    first_grad = weight.grad.clone()
-    weight.grad = None
-    second = linear_logprob(hidden, weight, head.target, vocab_size=130, backend=backend)
-    second.sum().backward()
-    assert torch.equal(first, second)
-    assert torch.equal(first_grad, weight.grad)
+    logprobs = []
+    for _ in range(2):
+        weight.grad = None
+        logprobs.append(linear_logprob(hidden, weight, head.target, vocab_size=130, backend=backend))
+        logprobs[-1].sum().backward()
+        assert_within(weight.grad[:130], want.weight_grad, want.weight_bound)
+    assert torch.equal(*logprobs)
     after = (hidden.detach(), weight.detach(), head.target)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after))
     tokens, source, advantage, is_self, cu_seqlens = make_batch([3, 4])
     kept = tokens.clone()
-    sequence_objective(tokens, cu_seqlens, source, advantage, is_self, update_index=0, backend=backend)
+    packed_objective(tokens, cu_seqlens, source, advantage, is_self, update_index=0, bounds=BOUNDS, backend=backend)
     assert torch.equal(tokens, kept)
 
 
@@ -326,14 +340,14 @@ def test_13_tied_and_untied_weights_follow_the_unfused_trajectory(tied, backend)
 
     Through pipeline and tensor parallel ranks: tests of the actor."""
 
-    def train(fused: bool) -> list[torch.Tensor]:
+    def train(fused: bool, dtype: torch.dtype) -> list[torch.Tensor]:
         torch.manual_seed(0)
         embedding, layer, head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False)
         if tied:
             head.weight = embedding.weight
         parameters = [embedding.weight, *layer.parameters(), *([] if tied else [head.weight])]
         for parameter in parameters:
-            parameter.data = parameter.data.to(DEVICE)
+            parameter.data = parameter.data.to(DEVICE, dtype)
         optimizer = torch.optim.SGD(parameters, lr=0.5)
         tokens = torch.randint(0, 50, (3, 41), device=DEVICE)
         for step in tokens:
@@ -347,7 +361,13 @@ def test_13_tied_and_untied_weights_follow_the_unfused_trajectory(tied, backend)
             optimizer.step()
         return [parameter.detach() for parameter in parameters]
 
-    assert all(largest_error(a, b) < 2e-6 for a, b in zip(train(True), train(False)))
+    wanted = train(False, torch.float64)
+    # |hidden| < 1, so a logit is at most the sum of a row of the head. Per step a gradient is off by the relative
+    # error of p (kernel_cases.exact) times lr times sums of at most 4; the next step at most doubles what is there.
+    largest = wanted[0 if tied else -1].abs().sum(dim=1).max().item()
+    relative = UNIT[torch.float32] * (2 * (16 + 12) * largest + 50 + 48)
+    for found, want in zip(train(True, torch.float32), wanted):
+        assert_within(found, want, (1 + 2 + 4) * 0.5 * 4 * relative)
 
 
 @each_backend
@@ -356,32 +376,41 @@ def test_14_the_gradient_does_not_depend_on_micro_batches(backend):
     lengths = [1, 60, 7, 30, 2, 45, 13, 22]
     num_tokens = sum(lengths)
     head = make_head(num_tokens, 16, 90)
-    _, source, advantage, is_self, _ = make_batch(lengths, dtype=torch.float32)
-    scored = linear_logprob(head.hidden, head.weight, head.target)
-    mean = torch.stack([x.mean() for x in scored.split(lengths)])
-    source = mean + torch.tensor([0.05, -2e-4, 0.03, 0.0, 1e-4, 0.02, -0.1, 0.15], device=DEVICE)
+    _, _, advantage, is_self, _ = make_batch(lengths, dtype=torch.float32)
+    scored = exact(head, torch.ones(num_tokens))
+    mean = torch.stack([x.mean() for x in scored.logprob.split(lengths)])
+    # Learner over source: inside and outside the own clip, below, inside and above the cross band.
+    log_ratio = torch.where(is_self.cpu(), OWN_LOG_RATIOS, CROSS_LOG_RATIOS)
+    source = (mean - log_ratio).float().to(DEVICE)
+    # What the head's rounding may do to a mean must not carry a ratio over a border, where its gradient jumps.
+    error = scored.logprob_bound.max().item()
+    borders = torch.where(is_self.cpu()[:, None], torch.tensor([1 - 3e-4, 1 + 4e-4]), torch.tensor([0.8, 1.0]))
+    assert (log_ratio[:, None] - borders.log()).abs().min() > 2 * error
 
-    def gradient(bounds: list[int]) -> torch.Tensor:
+    def gradient(ends: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, weight = head.leaves()
-        for first, last in itertools.pairwise(bounds):
+        for first, last in itertools.pairwise(ends):
             rows = slice(sum(lengths[:first]), sum(lengths[:last]))
             logprob = linear_logprob(hidden[rows], weight, head.target[rows], backend=backend)
             cu_seqlens = torch.tensor([0, *lengths[first:last]]).cumsum(0)
             one = slice(first, last)
-            loss, _, _ = sequence_objective(
-                logprob, cu_seqlens, source[one], advantage[one], is_self[one], update_index=0, backend=backend
-            )
+            loss, _, _ = packed_objective(
+                logprob, cu_seqlens, source[one], advantage[one], is_self[one], update_index=0, bounds=BOUNDS,
+                backend=backend,
+            )  # fmt: skip
             (loss.sum() / len(lengths)).backward()
-        return torch.cat([hidden.grad.flatten(), weight.grad.flatten()])
+        return hidden.grad, weight.grad
 
-    def unfused() -> torch.Tensor:
-        hidden, weight = (x.double().requires_grad_() for x in (head.hidden.detach(), head.weight.detach()))
-        logprob = (hidden @ weight.T).log_softmax(dim=1).gather(1, head.target[:, None])[:, 0]
-        _, per_token = oracle(logprob, lengths, source, advantage, is_self, 0, OPTIONS)
-        (logprob * per_token.to(DEVICE) / len(lengths)).sum().backward()
-        return torch.cat([hidden.grad.flatten(), weight.grad.flatten()])
+    coefficient = oracle(scored.logprob, lengths, source, advantage, is_self, 0, BOUNDS).token_grad / len(lengths)
+    assert 0 < (coefficient == 0).sum() < num_tokens, "some sequences are clipped, some are not"
+    # s^(1 + alpha) is off by (1 + alpha) times the error of the mean, and a few roundings.
+    want = exact(head, coefficient, coefficient_error=2 * error + 16 * UNIT[torch.float32])
+    for ends in ([0, 8], [0, 3, 8], [0, 1, 4, 6, 8]):
+        hidden_grad, weight_grad = gradient(ends)
+        assert_within(hidden_grad, want.hidden_grad, want.hidden_bound)
+        assert_within(weight_grad, want.weight_grad, want.weight_bound)
 
-    want = unfused().cpu()
-    assert want.abs().max() > 0
-    for bounds in ([0, 8], [0, 3, 8], [0, 1, 4, 6, 8]):
-        assert relative_error(gradient(bounds), want) < 2e-5
+
+# log s of the eight sequences of test_14, by whether they are own answers.
+OWN_LOG_RATIOS = torch.tensor([1e-4, -1e-4, 2e-3, -2e-3, 1.5e-4, 0.01, -0.01, -1e-4], dtype=torch.float64)
+CROSS_LOG_RATIOS = torch.tensor([-0.05, -0.02, 0.03, -0.1, -0.4, -0.02, 0.1, -0.15], dtype=torch.float64)

@@ -1,4 +1,8 @@
-"""linear_logprob, both backends, against float64 with all logits: values, gradients, shards, memory, refusals."""
+"""linear_logprob, both backends, against float64 with all logits: values, gradients, shards, memory, refusals.
+
+A tolerance here is a bound: the roundings that any order of summation may make, times the absolute terms
+(kernel_cases.exact), element by element.
+"""
 
 import subprocess
 import sys
@@ -7,25 +11,29 @@ from dataclasses import replace
 import pytest
 import torch
 from hacpo_kernels import linear_logprob, reference
-from kernel_cases import BACKENDS, DEVICE, exact, largest_error, make_head, on_ranks, relative_error
+from kernel_cases import (
+    BACKENDS,
+    DEVICE,
+    UNIT,
+    assert_within,
+    exact,
+    largest_error,
+    make_head,
+    on_ranks,
+    relative_error,
+)
+from objective_cases import BOUNDS
 
 # numpy warns of lanes that Triton masks away afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-# Gradients of bf16 inputs pass through a bf16 chunk; the interpreter truncates where a GPU rounds (2^-8, not 2^-9).
-VALUE_ERROR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}
-GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
 
 
 def test_on_hand_numbers():
     """Two tokens, three words, by hand: softmax of (ln 1, ln 2, ln 5) is (1, 2, 5) / 8."""
     weight = torch.tensor([[1.0], [2.0], [5.0]]).log().to(DEVICE)
-    hidden = torch.ones(2, 1, device=DEVICE)
-    target = torch.tensor([2, 0])
-    logprob, entropy = linear_logprob(hidden, weight, target, return_entropy=True)
-    assert torch.allclose(logprob.cpu(), torch.tensor([5 / 8, 1 / 8]).log(), atol=1e-6)
-    prob = torch.tensor([1, 2, 5]) / 8
-    assert torch.allclose(entropy.cpu(), -(prob * prob.log()).sum().expand(2), atol=1e-6)
+    logprob = linear_logprob(torch.ones(2, 1, device=DEVICE), weight, torch.tensor([2, 0]))
+    # a dozen roundings of numbers up to ln 8
+    assert_within(logprob, torch.tensor([5 / 8, 1 / 8], dtype=torch.float64).log(), 12 * 2.1 * UNIT[torch.float32])
 
 
 CASES = [
@@ -38,57 +46,48 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("stash", (False, True), ids=("recompute", "stash"))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_values_and_gradients_match_float64(case, backend, stash):
+def test_values_and_gradients_match_float64(case, backend):
     num_tokens, hidden_size, vocab_size, pads, dtype, temperature = case
     head = make_head(num_tokens, hidden_size, vocab_size, pads=pads, dtype=dtype)
     head.target[-1] = -100 if num_tokens > 1 else head.target[-1]
-    coefficient, entropy_coefficient = torch.randn(2, num_tokens)
+    coefficient = torch.randn(num_tokens)
     coefficient[num_tokens // 2 :: 3] = 0.0
-    want = exact(head, coefficient, entropy_coefficient, temperature)
+    want = exact(head, coefficient, temperature)
     hidden, weight = head.leaves()
-    logprob, entropy = linear_logprob(
-        hidden, weight, head.target, vocab_size=vocab_size, temperature=temperature,
-        return_entropy=True, stash=stash, backend=backend,
-    )  # fmt: skip
-    (logprob * coefficient.to(DEVICE) + entropy * entropy_coefficient.to(DEVICE)).sum().backward()
-    assert logprob.dtype == entropy.dtype == torch.float32
-    assert largest_error(logprob, want.logprob) < VALUE_ERROR[dtype]
-    assert largest_error(entropy, want.entropy) < VALUE_ERROR[dtype]
-    assert (logprob <= 0).all()
-    scale = max(1.0, want.weight_grad.abs().max().item())
-    assert largest_error(hidden.grad, want.hidden_grad) < GRADIENT_ERROR[dtype] * max(
-        1.0, want.hidden_grad.abs().max().item()
+    logprob = linear_logprob(
+        hidden, weight, head.target, vocab_size=vocab_size, temperature=temperature, backend=backend
     )
-    assert largest_error(weight.grad[:vocab_size], want.weight_grad) < GRADIENT_ERROR[dtype] * scale
+    (logprob * coefficient.to(DEVICE)).sum().backward()
+    assert logprob.dtype == torch.float32
+    assert_within(logprob, want.logprob, want.logprob_bound)
+    assert (logprob <= 0).all()
+    assert_within(hidden.grad, want.hidden_grad, want.hidden_bound)
+    assert_within(weight.grad[:vocab_size], want.weight_grad, want.weight_bound)
     assert (weight.grad[vocab_size:] == 0).all()
 
 
-@pytest.mark.parametrize("stash", (False, True))
-def test_reference_is_exact_in_float64(stash, monkeypatch):
+def test_reference_is_exact_in_float64(monkeypatch):
     """In chunks of 7 rows, so that a chunk border is inside the batch."""
     monkeypatch.setattr(reference, "LOGIT_BUDGET", 7 * 90)
     head = make_head(60, 24, 90, pads=6, dtype=torch.float64)
-    coefficient, entropy_coefficient = torch.randn(2, 60, dtype=torch.float64)
-    want = exact(head, coefficient, entropy_coefficient, 0.8)
+    coefficient = torch.randn(60, dtype=torch.float64)
+    want = exact(head, coefficient, 0.8)
     hidden, weight = head.leaves()
-    logprob, entropy = linear_logprob(
-        hidden, weight, head.target, vocab_size=90, temperature=0.8, return_entropy=True, stash=stash
-    )
-    (logprob.cpu() * coefficient + entropy.cpu() * entropy_coefficient).sum().backward()
+    logprob = linear_logprob(hidden, weight, head.target, vocab_size=90, temperature=0.8)
+    (logprob.cpu() * coefficient).sum().backward()
     assert logprob.dtype == torch.float64
-    assert largest_error(logprob, want.logprob) < 1e-13
-    assert largest_error(entropy, want.entropy) < 1e-13
-    assert relative_error(hidden.grad, want.hidden_grad) < 1e-13
-    assert relative_error(weight.grad[:90], want.weight_grad) < 1e-13
+    # twice: the oracle is rounded in float64 too
+    assert_within(logprob, want.logprob, 2 * want.logprob_bound)
+    assert_within(hidden.grad, want.hidden_grad, 2 * want.hidden_bound)
+    assert_within(weight.grad[:90], want.weight_grad, 2 * want.weight_bound)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hidden_states_of_a_strided_layout(backend):
     """Hidden as Megatron has it, [S, B, H] seen as [B, S, H], and a column slice of something wider."""
-    head = make_head(48, 32, 100)
+    head = make_head(48, 32, 100, whole=True)
     want = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
     transposed = head.hidden.view(6, 8, 32).transpose(0, 1).contiguous().transpose(0, 1).reshape(48, 32)
     wide = torch.cat([head.hidden, head.hidden], dim=1)[:, :32]
@@ -104,52 +103,59 @@ def test_a_frozen_side_gets_no_gradient_and_costs_none(backend):
     hidden, weight = head.leaves()
     linear_logprob(hidden, head.weight, head.target, backend=backend).sum().backward()
     linear_logprob(head.hidden, weight, head.target, backend=backend).sum().backward()
-    assert relative_error(hidden.grad, want.hidden_grad) < 5e-6
-    assert relative_error(weight.grad, want.weight_grad) < 5e-6
+    assert_within(hidden.grad, want.hidden_grad, want.hidden_bound)
+    assert_within(weight.grad, want.weight_grad, want.weight_bound)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_weight_gradient_into_megatrons_buffer(backend, dtype):
-    """Added in float32 to what main_grad holds; autograd sees a placeholder, of 0 when Megatron will add it."""
+@pytest.mark.parametrize("tied", (True, False))
+def test_weight_gradient_into_megatrons_buffer(backend, dtype, tied):
+    """Added in float32 to what main_grad holds; a tied weight's placeholder is 0, because Megatron will add it."""
     head = make_head(90, 16, 70, pads=2, dtype=dtype)
     want = exact(head, torch.ones(90))
     hidden, weight = head.leaves()
     weight.main_grad = torch.full_like(weight, 3.0, dtype=torch.float32)
-    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
     linear_logprob(hidden, weight, head.target, vocab_size=70, fuse_main_grad=True, backend=backend).sum().backward()
-    assert relative_error(weight.main_grad[:70] - 3.0, want.weight_grad) < GRADIENT_ERROR[dtype]
+    # 90 terms are added to the 3.0 that is there
+    allowed = want.weight_bound + 90 * UNIT[torch.float32] * (3.0 + want.weight_grad.abs())
+    assert_within(weight.main_grad[:70], 3.0 + want.weight_grad, allowed)
     assert (weight.main_grad[70:] == 3.0).all()
     assert weight.grad_added_to_main_grad
-    assert (weight.grad == 0).all()
+    if tied:
+        assert (weight.grad == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sequence_mean_from_bf16_inputs_is_exact_to_1e_6(backend):
-    """The HACPO quantity. Logits reach 20; a bf16 logit would be off by 0.06 and the mean by 3e-4, the clip itself."""
+def test_sequence_mean_from_bf16_inputs_is_finer_than_the_clip(backend):
+    """The HACPO quantity, to a hundredth of the clip. Logits reach 20; a bf16 logit would be off by 0.06 and the mean
+    by 3e-4, the clip itself. The worst case of all float32 roundings is more than is allowed here, but it would need
+    all of them, in all 128 tokens, in one direction: a sum of n roundings at random grows as the root of n."""
     head = make_head(512, 64, 3000, dtype=torch.bfloat16, scale=4.5)
     logits = head.hidden.double() @ head.weight.double().T
     assert logits.abs().max() > 18
     want = exact(head, torch.ones(512)).logprob.view(4, 128).mean(dim=1)
     got = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
-    assert largest_error(got.double().view(4, 128).mean(dim=1), want) < 1e-6
+    allowed = BOUNDS.eps_low / 100
+    assert_within(got.double().view(4, 128).mean(dim=1), want, allowed)
     rounded = torch.log_softmax(logits.bfloat16().double(), dim=1).gather(1, head.target[:, None])[:, 0]
-    assert largest_error(rounded.view(4, 128).mean(dim=1), want) > 1e-5, "this data would not tell bf16 logits apart"
+    assert largest_error(rounded.view(4, 128).mean(dim=1), want) > 3 * allowed, "this data would not tell bf16 logits"
 
 
-def _shard_job(rank, group, head, coefficient, entropy_coefficient):
-    """One rank's log-probs, entropies and gradients from its shard, for both backends and with the sum left out."""
+def _shard_job(rank, group, head, coefficient):
+    """One rank's log-probs and gradients from its shard, for both backends and with the sum left out."""
     rows = len(head.weight) // group.size()
     shard = head.weight[rank * rows : (rank + 1) * rows]
     results = {}
     for backend, reduces in (("reference", True), ("triton", True), ("reference", False)):
         hidden, weight = head.hidden.clone().requires_grad_(), shard.clone().requires_grad_()
-        logprob, entropy = linear_logprob(
+        logprob = linear_logprob(
             hidden, weight, head.target, vocab_start=rank * rows, vocab_size=head.vocab_size, temperature=0.9,
-            group=group, return_entropy=True, reduce_hidden_grad=reduces, backend=backend,
+            group=group, reduce_hidden_grad=reduces, backend=backend,
         )  # fmt: skip
-        (logprob * coefficient + entropy * entropy_coefficient).sum().backward()
-        results[backend, reduces] = (logprob.detach(), entropy.detach(), hidden.grad, weight.grad)
+        (logprob * coefficient).sum().backward()
+        results[backend, reduces] = (logprob.detach(), hidden.grad, weight.grad)
     return results
 
 
@@ -162,23 +168,21 @@ def test_sharded_vocabulary_equals_one_rank(num_ranks, vocab_size, pads, tmp_pat
     head.target[: len(edges)] = torch.tensor(edges)
     head.target[-2:] = -100
     head = replace(head, hidden=head.hidden.cpu(), weight=head.weight.cpu(), target=head.target.cpu())
-    coefficient, entropy_coefficient = torch.randn(2, 60)
-    want = exact(head, coefficient, entropy_coefficient, temperature=0.9)
-    ranks = on_ranks(num_ranks, tmp_path, _shard_job, head, coefficient, entropy_coefficient)
+    coefficient = torch.randn(60)
+    want = exact(head, coefficient, temperature=0.9)
+    ranks = on_ranks(num_ranks, tmp_path, _shard_job, head, coefficient)
     for backend in BACKENDS:
         got = [rank[backend, True] for rank in ranks]
-        for logprob, entropy, hidden_grad, _ in got:
+        for logprob, hidden_grad, _ in got:
             assert torch.equal(logprob, got[0][0]), "ranks must hold the same bits: they decide the clip alone"
-            assert torch.equal(entropy, got[0][1])
-            assert largest_error(logprob, want.logprob) < 2e-5
-            assert largest_error(entropy, want.entropy) < 2e-5
-            assert relative_error(hidden_grad, want.hidden_grad) < 5e-6
-        weight_grad = torch.cat([rank[3] for rank in got])
-        assert relative_error(weight_grad[:vocab_size], want.weight_grad) < 5e-6
+            assert_within(logprob, want.logprob, want.logprob_bound)
+            assert_within(hidden_grad, want.hidden_grad, want.hidden_bound)
+        weight_grad = torch.cat([rank[2] for rank in got])
+        assert_within(weight_grad[:vocab_size], want.weight_grad, want.weight_bound)
         assert (weight_grad[vocab_size:] == 0).all()
     # With sequence parallelism the caller's reduce-scatter adds the shards up.
-    parts = [rank["reference", False][2] for rank in ranks]
-    assert relative_error(sum(parts), want.hidden_grad) < 5e-6
+    parts = [rank["reference", False][1] for rank in ranks]
+    assert_within(sum(parts), want.hidden_grad, want.hidden_bound)
     assert relative_error(parts[0], want.hidden_grad) > 0.1
 
 
@@ -247,6 +251,6 @@ def test_kernels_compile_for_hopper(request):
     report = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert report.returncode == 0, report.stdout + report.stderr
     lines = {line[:28].strip(): line[28:].split() for line in report.stdout.splitlines()[2:]}
-    for name in ("stats bf16", "stats bf16 entropy", "gradient bf16"):
+    for name in ("stats bf16", "gradient bf16"):
         registers, stack, _, wgmma = map(int, lines[name])
         assert stack == 0 and wgmma > 0 and registers <= 255, (name, lines[name])

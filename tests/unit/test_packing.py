@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hacpo_mega.policy_loss import packed_samples
+from hacpo_mega.policy_loss import sample_columns
 from hacpo_mega.records import Sample, TokenSequence
 from hacpo_mega.samples.packing import input_length, microbatch, pack, pack_update, plan_updates
 
@@ -61,8 +61,8 @@ def test_layout_of_two_sequences_and_a_tail_by_hand():
 def test_the_objective_gets_the_numbers_of_the_samples_in_packed_order():
     long, short = make_sample(0, 0, 0, lengths=(3, 6)), make_sample(0, 1, 0, lengths=(2, 2))
     (batch,) = pack([short, long], 40)  # longest first
-    packed = packed_samples(batch, batch.tokens_T.device)
-    assert packed.row_cu_seqlens_B.tolist() == [0, 6, 8]
+    packed = sample_columns(batch.sequences, batch.tokens_T.device)
+    assert batch.row_cu_seqlens_B.tolist() == [0, 6, 8]
     assert packed.is_self_B.tolist() == [True, False]
     assert packed.length_B.tolist() == [6.0, 2.0]
     assert packed.source_logprob_B.tolist() == [-1.5, -1.5]

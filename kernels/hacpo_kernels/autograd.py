@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hacpo_kernels import reference
 from hacpo_kernels.backends import Backend
-from hacpo_kernels.reference import LogitStats, RowGradients, Stash
+from hacpo_kernels.reference import LogitStats, RowGradients
 
 
 @dataclass(frozen=True)
@@ -25,68 +25,44 @@ class Head:
     group: dist.ProcessGroup | None
     reduce_hidden_grad: bool
     fuse_main_grad: bool
-    return_entropy: bool
-    stash: bool
 
 
 class LinearLogprob(torch.autograd.Function):
-    """Forward keeps one number per token (unless it stashes); backward makes the logits again, chunk by chunk."""
+    """Forward keeps one number per token; backward makes the logits again, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, column_T, ignored_T, head):
-        stats, stash = head.backend.logit_stats(
-            hidden_TH,
-            weight_VH[: head.num_columns],
-            column_T,
-            head.inverse_temperature,
-            head.return_entropy,
-            head.stash,
-        )
+        vocabulary_VH = weight_VH[: head.num_columns]
+        stats = head.backend.logit_stats(hidden_TH, vocabulary_VH, column_T, head.inverse_temperature)
         if head.group is not None:
             stats = _merge_over_group(stats, head.group)
-        logprob_T, logsumexp_T, entropy_T = reference.finish_stats(stats)
-        logprob_T = logprob_T.masked_fill_(ignored_T, 0.0)
-        entropy_T = entropy_T.masked_fill_(ignored_T, 0.0)
-        ctx.save_for_backward(hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T, *(stash or ()))
+        logprob_T, logsumexp_T = reference.finish_stats(stats)
+        ctx.save_for_backward(hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T)
         ctx.head = head
-        ctx.set_materialize_grads(False)
-        return logprob_T, entropy_T
+        return logprob_T.masked_fill_(ignored_T, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprob_T, grad_entropy_T):
-        hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T, entropy_T, *stash = ctx.saved_tensors
-        if not ctx.head.return_entropy:
-            grad_entropy_T = None
-        if grad_logprob_T is None:
-            grad_logprob_T = torch.zeros_like(logsumexp_T)
-        rows_N = _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T)
-        columns = (column_T, logsumexp_T, grad_logprob_T, entropy_T, grad_entropy_T)
-        rows = RowGradients(*(x if x is None else x[rows_N] for x in columns))
-        stash = Stash(*stash) if stash else None
-        grad_hidden_NH, grad_weight_VH = _fold_chunks(ctx, hidden_TH, weight_VH, rows_N, rows, stash)
+    def backward(ctx, grad_T):
+        hidden_TH, weight_VH, column_T, ignored_T, logsumexp_T = ctx.saved_tensors
+        # All tokens of a clipped sequence have coefficient 0: often most of a batch. The one host synchronisation here.
+        rows_N = ((grad_T != 0) & ~ignored_T).nonzero()[:, 0]
+        rows = RowGradients(column_T[rows_N], logsumexp_T[rows_N], grad_T[rows_N])
+        grad_hidden_NH, grad_weight_VH = _fold_chunks(ctx, hidden_TH, weight_VH, rows_N, rows)
         if grad_hidden_NH is not None and len(rows_N) < len(hidden_TH):
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None
 
 
 def _merge_over_group(stats: LogitStats, group: dist.ProcessGroup) -> LogitStats:
-    mine_4T = torch.stack(stats)
-    all_R4T = mine_4T.new_empty((group.size(), *mine_4T.shape))
-    dist.all_gather(list(all_R4T), mine_4T, group=group)
-    return reference.merge_stats([LogitStats(*shard_4T) for shard_4T in all_R4T])
-
-
-def _rows_with_gradient(grad_logprob_T, grad_entropy_T, ignored_T) -> torch.Tensor:
-    """Rows that backward must touch. All tokens of a clipped sequence have coefficient 0: often most of a batch."""
-    needed_T = grad_logprob_T != 0
-    if grad_entropy_T is not None:
-        needed_T = needed_T | (grad_entropy_T != 0)
-    return (needed_T & ~ignored_T).nonzero()[:, 0]
+    mine_3T = torch.stack(stats)
+    all_R3T = mine_3T.new_empty((group.size(), *mine_3T.shape))
+    dist.all_gather(list(all_R3T), mine_3T, group=group)
+    return reference.merge_stats([LogitStats(*shard_3T) for shard_3T in all_R3T])
 
 
 def _fold_chunks(
-    ctx, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows_N: torch.Tensor, rows: RowGradients, stash: Stash | None
+    ctx, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows_N: torch.Tensor, rows: RowGradients
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradient of the logits, one bounded chunk at a time, folded into (grad_hidden [N, H], grad_weight [V, H])."""
     head, backend, dtype = ctx.head, ctx.head.backend, reference.compute_dtype(weight_VH.dtype)
@@ -103,11 +79,8 @@ def _fold_chunks(
     for start in range(0, len(rows_N) if head.num_columns else 0, step):
         chunk = slice(start, start + step)
         hidden_CH = hidden_TH[rows_N[chunk]]
-        chunk_rows = RowGradients(*(x if x is None else x[chunk] for x in rows))
-        if stash is None:
-            gradient_CV = backend.logit_gradient(hidden_CH, vocabulary_VH, head.inverse_temperature, chunk_rows)
-        else:
-            gradient_CV = backend.stash_gradient(stash, rows_N[chunk], head.inverse_temperature, chunk_rows)
+        chunk_rows = RowGradients(*(column_N[chunk] for column_N in rows))
+        gradient_CV = backend.logit_gradient(hidden_CH, vocabulary_VH, head.inverse_temperature, chunk_rows)
         if wants_hidden:
             grad_hidden_NH[chunk] = _product(gradient_CV, vocabulary_VH, dtype)
         if wants_weight:

@@ -4,10 +4,11 @@ import torch
 import torch.distributed as dist
 
 from hacpo_kernels import checks, reference
+from hacpo_kernels.autograd import Head, LinearLogprob
 from hacpo_kernels.backends import choose_backend
-from hacpo_kernels.head import Head, LinearLogprob
+from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.linear_logprob import DTYPES
-from hacpo_kernels.objective_stats import ObjectiveStats
+from hacpo_kernels.objective_stats import SequenceTerms
 
 
 def linear_logprob(
@@ -20,12 +21,10 @@ def linear_logprob(
     temperature: float = 1.0,
     ignore_index: int = -100,
     group: dist.ProcessGroup | None = None,
-    return_entropy: bool = False,
     reduce_hidden_grad: bool = True,
     fuse_main_grad: bool = False,
-    stash: bool = False,
     backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Log-probs of `target` under softmax(hidden @ weight^T / temperature), without ever holding the logits.
 
     hidden        [T, H] float; with sequence parallelism, gathered
@@ -34,17 +33,15 @@ def linear_logprob(
     vocab_size    the vocabulary without padding over all shards: rows at or past it are never part of the softmax.
                   Default: all rows of all shards
     group         the tensor-parallel group over which the vocabulary is sharded, None when it is not. One all-gather
-                  of 4 numbers per token, merged in rank order: all ranks return the same bits
+                  of 3 numbers per token, merged in rank order: all ranks return the same bits
     reduce_hidden_grad   sum the gradient of hidden over `group` here (hidden is replicated). False when a
                   reduce-scatter of sequence parallelism follows
     fuse_main_grad   add the weight gradient to `weight.main_grad` in float32, as Megatron's
-                  gradient_accumulation_fusion does, and hand autograd a placeholder
+                  gradient_accumulation_fusion does, and hand autograd a placeholder: otherwise the gradient of a bf16
+                  weight is rounded to bf16 on its way
 
-    stash         keep exp(logit - max) of the forward, T * V_local numbers in the dtype of hidden (float32 on the
-                  reference path), and save backward the recomputation: a quarter of the arithmetic of the head
-
-    Returns nats [T], float32 (float64 for float64 inputs), differentiable in hidden and weight; with `return_entropy`
-    also the entropy of the softmax [T]. Raises ValueError on arguments that do not fit (checks.py).
+    Returns nats [T], float32 (float64 for float64 inputs), differentiable in hidden and weight.
+    Raises ValueError on arguments that do not fit (checks.py).
     """
     num_shards = 1 if group is None else group.size()
     if vocab_size is None:
@@ -61,24 +58,21 @@ def linear_logprob(
         group=group if num_shards > 1 else None,
         reduce_hidden_grad=reduce_hidden_grad,
         fuse_main_grad=fuse_main_grad,
-        return_entropy=return_entropy,
-        stash=stash and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
     )
     target = target.to(hidden.device, torch.int64, non_blocking=True)
     column_T = target - vocab_start
     column_T = column_T.masked_fill((column_T < 0) | (column_T >= head.num_columns), -1)
-    logprob_T, entropy_T = LinearLogprob.apply(hidden, weight, column_T, target == ignore_index, head)
-    return (logprob_T, entropy_T) if return_entropy else logprob_T
+    return LinearLogprob.apply(hidden, weight, column_T, target == ignore_index, head)
 
 
 def segment_sum(token_logprob: torch.Tensor, cu_seqlens: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Sum of token_logprob [T] over every segment of cu_seqlens [B + 1], float64 [B]: a context-parallel share."""
+    """Sum of token_logprob [T] over every segment of cu_seqlens [B + 1], float64 [B]."""
     checks.check_segments(token_logprob, cu_seqlens)
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
     return choose_backend(backend, token_logprob, checks.LOGPROBS).segment_sum(token_logprob, cu_seqlens)
 
 
-def sequence_objective(
+def packed_objective(
     token_logprob: torch.Tensor,
     cu_seqlens: torch.Tensor,
     source_logprob: torch.Tensor,
@@ -86,60 +80,32 @@ def sequence_objective(
     is_self: torch.Tensor,
     *,
     update_index: int,
+    bounds: Bounds,
     length: torch.Tensor | None = None,
-    total: torch.Tensor | None = None,
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
-    delta: float = 0.2,
-    delta_step: float = 0.025,
-    alpha: float = 1.0,
-    log_ratio_clamp: float = 20.0,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, ObjectiveStats]:
+) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
     """HACPO's loss of packed sequences (reference.objective_from_mean has the formula), without a host sync on CUDA.
 
     token_logprob   [T] nats under the learner now; cu_seqlens [B + 1] starts of the sequences, the last entry T
     source_logprob  [B] mean log-prob under the source; advantage [B] with omega in it; is_self [B] bool
+    update_index    m, the updates already made in this step
     length          [B] what the sum of each sequence is divided by; default: its number of tokens
-    total           [B] float64 sums over all context-parallel ranks (segment_sum, then all-reduce), with `length` the
-                    whole lengths; token_logprob is then only what the gradient flows to
 
-    Returns (loss_B, coefficient_B, stats): coefficient_B = d loss_b / d token_logprob_t for every token t of b.
+    Returns (loss_B, coefficient_B, terms): coefficient_B = d loss_b / d token_logprob_t for every token t of b.
     `loss_B` is differentiable in token_logprob through exactly that. Mean and source_logprob are compared in the
     dtype of `source_logprob`, so that an unchanged policy has ratio 1 to the last bit. A sequence without tokens (or
     of length 0) has loss and coefficient 0. Raises ValueError on arguments that do not fit (checks.py).
     """
     checks.check_segments(token_logprob, cu_seqlens)
     num_sequences = len(cu_seqlens) - 1
-    bounds = {
-        "eps_low": eps_low,
-        "eps_high": eps_high,
-        "delta": delta,
-        "delta_step": delta_step,
-        "alpha": alpha,
-        "log_ratio_clamp": log_ratio_clamp,
-    }
-    checks.check_objective(
-        num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length, bounds
-    )
-    if total is not None:
-        checks.check_tensor("total", total, (num_sequences,), (torch.float64,), token_logprob)
-        if length is None:
-            raise ValueError("total is given without length; expected the token counts over all ranks with it")
+    checks.check_objective(num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length)
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
     length = length if length is None else length.to(token_logprob.device, non_blocking=True)
-    loss_B, coefficient_B, stats = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
-        token_logprob.detach(),
-        cu_seqlens,
-        source_logprob,
-        advantage,
-        is_self,
-        length,
-        total,
-        update_index=update_index,
-        **bounds,
+    loss_B, coefficient_B, ratio_B, weight_B = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
+        token_logprob.detach(), cu_seqlens, source_logprob, advantage, is_self, length, update_index, bounds
     )
-    return _PackedLoss.apply(token_logprob, loss_B, coefficient_B, cu_seqlens), coefficient_B, stats
+    terms = SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
+    return _PackedLoss.apply(token_logprob, loss_B, coefficient_B, cu_seqlens), coefficient_B, terms
 
 
 def objective_from_mean(
@@ -149,33 +115,20 @@ def objective_from_mean(
     is_self: torch.Tensor,
     *,
     update_index: int,
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
-    delta: float = 0.2,
-    delta_step: float = 0.025,
-    alpha: float = 1.0,
-    log_ratio_clamp: float = 20.0,
-) -> tuple[torch.Tensor, torch.Tensor, ObjectiveStats]:
-    """The sequence-level part of sequence_objective, from mean log-probs [B] in nats per token, on any device.
+    bounds: Bounds,
+) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
+    """The sequence-level part of packed_objective, from mean log-probs [B] in nats per token, on any device.
 
-    Returns (loss_B, grad_B, stats), grad_B = d loss_B / d seq_logprob; not part of an autograd graph. Raises ValueError
-    on arguments that do not fit.
+    Returns (loss_B, grad_B, terms), grad_B = d loss_B / d seq_logprob, both in the dtype of `seq_logprob`; not part of
+    an autograd graph. Raises ValueError on arguments that do not fit.
     """
-    bounds = {
-        "eps_low": eps_low,
-        "eps_high": eps_high,
-        "delta": delta,
-        "delta_step": delta_step,
-        "alpha": alpha,
-        "log_ratio_clamp": log_ratio_clamp,
-    }
     checks.check_tensor("seq_logprob", seq_logprob, (None,), checks.LOGPROBS)
-    checks.check_objective(
-        len(seq_logprob), seq_logprob, source_logprob, advantage, is_self, update_index, None, bounds
+    checks.check_objective(len(seq_logprob), seq_logprob, source_logprob, advantage, is_self, update_index, None)
+    loss_B, ratio_B, weight_B = reference.objective_from_mean(
+        seq_logprob.detach(), source_logprob, advantage, is_self, update_index, bounds
     )
-    return reference.objective_from_mean(
-        seq_logprob.detach(), source_logprob, advantage, is_self, update_index=update_index, **bounds
-    )
+    loss_B, grad_B = loss_B.to(seq_logprob.dtype), (-weight_B * advantage.double()).to(seq_logprob.dtype)
+    return loss_B, grad_B, SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
 
 
 class _PackedLoss(torch.autograd.Function):
