@@ -57,7 +57,9 @@ class Trainer:
         if num_dropped:
             self.folder.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
         reward = config.reward
-        self.judge = stack.enter_context(Judge(reward.kind, reward.num_workers, reward.timeout_s, reward.require_stop))
+        self.judge = stack.enter_context(
+            Judge(reward.kind, reward.num_workers, reward.timeout_s, reward.require_stop, options=reward.options)
+        )
         self.capability = CapabilityTracker(len(config.agents), config.algorithm)
         with self._phase("load"):
             self.agent = Agent(config.agents[self.place.agent], self.place, config)

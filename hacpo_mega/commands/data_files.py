@@ -66,10 +66,11 @@ def convert(files: Sequence[Path], out: Path, evaluation_files: Sequence[Path]) 
     return Findings((f"{out}: {len(kept)} problems; {left_out}",), is_sound=True)
 
 
-def grade(file: Path, out: Path, judge: Judge) -> Findings:
+def grade(file: Path, out: Path, judge: Judge, is_explained: bool = False) -> Findings:
     """Grades a file of answers; how many got which verdict, how fast, and which rows could not be read."""
-    graded = grade_file(file, out, judge)
+    graded = grade_file(file, out, judge, is_explained=is_explained)
     counts = [f"{verdict.name.lower()}: {graded.num_by_verdict[verdict]}" for verdict in sorted(graded.num_by_verdict)]
-    lines = [*counts, f"{graded.answers_per_s:.0f} answers per second; one verdict per line in {out}"]
+    lines = [*counts, f"{graded.speed}; one verdict per line in {out}"]
+    lines += [graded.unjudged] if graded.unjudged else []
     lines += [describe(graded.problems)] if graded.problems else []
-    return Findings(tuple(lines), is_sound=not graded.problems)
+    return Findings(tuple(lines), is_sound=not graded.problems and not graded.unjudged)

@@ -212,13 +212,14 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """Who judges an answer, and how long one judgement may take before its worker is killed.
+    """Who judges an answer, and how many CPU seconds one judgement may take before its worker is killed.
 
-    `kind` is "math", "math_any", "arithmetic", "exact", or a grader of your own as "module:function"
-    (grading/judge.py). With `require_stop` an answer that did not end by itself has no answer.
+    `kind` is one of grading/kinds.py ("math", "number", "program", ...), or a grader of your own as "module:function";
+    `options` are what it offers to be set. With `require_stop` an answer that did not end by itself has no answer.
     """
 
     kind: str = "math"
+    options: dict[str, bool | int | float | str] = {}
     timeout_s: float = Field(5.0, gt=0.0)
     num_workers: Count = 1
     require_stop: bool = False

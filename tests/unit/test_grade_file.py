@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
-from hacpo_mega.commands.grade import grade_file
+from hacpo_mega.cli import app
+from hacpo_mega.commands.grade import grade_file, judge_options
 from hacpo_mega.grading.graders import arithmetic, exact, length_penalised, requiring_format
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Verdict
@@ -49,7 +51,8 @@ def test_every_row_has_its_line(tmp_path):
         (9, "pred", "is a list, needs text"),
         (10, "stop", "is 'tired', needs one of eos, length, abort"),
     ]
-    assert found.answers_per_s > 0
+    assert found.counts.num_answers == 5
+    assert "CPU seconds per 1,000 answers" in found.speed and found.unjudged is None
 
 
 def test_an_unjudged_answer_has_no_reward(tmp_path):
@@ -59,8 +62,8 @@ def test_an_unjudged_answer_has_no_reward(tmp_path):
         "reward = length_penalised(Number(), 1, 5)\n"
     )
     with Judge(f"{tmp_path / 'mine.py'}:reward", num_workers=1) as judge:
-        grade_file(file, tmp_path / "out.jsonl", judge)
-        assert "'no number' has no number" in judge.take_report().first_error
+        found = grade_file(file, tmp_path / "out.jsonl", judge)
+    assert found.unjudged.startswith("1 unjudged, the fault of the judge; the first error: ValueError: the gold answer")
     assert graded(tmp_path / "out.jsonl") == [
         {"line": 1, "verdict": "error", "reward": None},
         {"line": 2, "verdict": "wrong", "reward": 0.5},  # 3 characters, half way from 1 to 5
@@ -86,6 +89,35 @@ def test_more_rows_than_one_batch_and_a_file_without_any(tmp_path):
         assert grade_file(tmp_path / "none.jsonl", tmp_path / "out2.jsonl", judge).problems[0].what == "has no rows"
         absent = grade_file(tmp_path / "absent.jsonl", tmp_path / "out3.jsonl", judge)
         assert absent.problems[0].what == "does not exist"
+
+
+def test_verdicts_are_explained_on_request(tmp_path):
+    rows = [
+        {"gold": "200", "pred": "so \\boxed{201 J}"},
+        {"gold": "7", "pred": ["no text"]},
+        {"gold": "7", "pred": "7"},
+    ]
+    file, out = lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    arguments = ["grade", str(file), "--out", str(out), "--reward", "number", "--option", "rel_tol=0.01", "--explain"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output  # one row cannot be read
+    first, bad, last = graded(out)
+    assert first["reward"] == 1.0 and first["explanation"] == {
+        "extracted": "201 J",
+        "parsed_answer": 201.0,
+        "parsed_gold": 200.0,
+        "rule": "|answer - gold| <= max(0.01 |gold|, 0)",
+    }
+    assert "explanation" not in bad
+    assert last["explanation"]["extracted"] == "7"
+
+
+def test_options_of_a_judge_are_numbers_truths_or_text():
+    pairs = ["a=1", "b=0.5", "c=true", "d=x=y", "e=null", "f="]
+    assert judge_options(pairs) == {"a": 1, "b": 0.5, "c": True, "d": "x=y", "e": "null", "f": ""}
+    for pair in ("rel_tol", "=1"):
+        with pytest.raises(ValueError, match="has no value; write KEY=VALUE"):
+            judge_options([pair])
 
 
 def test_penalties_compose():

@@ -73,11 +73,11 @@ def test_every_gold_working_is_correct_and_every_other_result_wrong():
             assert {j.reward for j in judge.judge(prompts, golds, [t + "0" for t in texts], stops)} == {0.0}
 
 
-def test_a_thousand_arithmetic_answers_take_no_time():
+def test_comparing_text_starts_no_process(new_workers):
     with Judge("arithmetic") as judge:
         verdicts(judge, ["7+5=12,4+8+1=13;132"] * 1000, gold="132")
-        assert judge.counts.num_answers == 1000
-        assert judge.counts.wall_s < 0.1
+        assert (judge.counts.num_answers, judge.counts.num_distinct) == (1000, 1)
+        assert not new_workers()
 
 
 @pytest.mark.parametrize(
