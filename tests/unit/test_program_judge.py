@@ -73,8 +73,8 @@ def test_limits(isolated):
 
 def test_a_fork_bomb_is_limited_and_ends_with_the_program(isolated):
     """RLIMIT_NPROC holds for root too, since a program of root's runs as nobody in a user namespace."""
-    fork = "for i in range(4):\\n  try: os.fork()\\n  except OSError: pass\\n"
-    bomb = f"import os, time\\n{fork}os.write(1, b'x')\\ntime.sleep(1)"
+    fork = "for i in range(4):\n  try: os.fork()\n  except OSError: pass\n"
+    bomb = f"import os, time\n{fork}os.write(1, b'x')\ntime.sleep(1)"
     ending, printed, _ = ran(isolated, bomb)
     assert ending == "exit status 0"
     assert 2 <= len(printed) <= 8  # of 16 that were asked for
@@ -119,14 +119,14 @@ def test_files_of_the_machine_are_out_of_reach(isolated, tmp_path):
 
 def test_a_program_has_no_rights_and_sees_no_process(isolated):
     code = (
-        "import ctypes, os\\nlibc = ctypes.CDLL(None)\\nprint(os.getuid(), libc.unshare(0x10000000), "
-        "libc.mount(b'none', b'/tmp', b'tmpfs', 0, b''), libc.chroot(b'.'))\\n"
-        "seen = sorted(int(p) for p in os.listdir('/proc') if p.isdigit())\\n"
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nprint(os.getuid(), libc.unshare(0x10000000), "
+        "libc.mount(b'none', b'/tmp', b'tmpfs', 0, b''), libc.chroot(b'.'))\n"
+        "seen = sorted(int(p) for p in os.listdir('/proc') if p.isdigit())\n"
         "print(seen in ([1, 2], []), dict(os.environ).get('PYTHONPATH'))"
     )
     assert ran(isolated, code)[1] == "1000 -1 -1 -1\nTrue None\n"
     for victim in (1, os.getpid()):
-        said = ran(isolated, f"import os\\nos.kill({victim}, 9)")[2]
+        said = ran(isolated, f"import os\nos.kill({victim}, 9)")[2]
         assert "PermissionError" in said or "ProcessLookupError" in said  # of init it is not the owner
 
 
