@@ -395,5 +395,6 @@ def test_a_worker_survives_an_interrupt_of_the_group(new_workers):
 
 @pytest.mark.parametrize("module", ["math_grader", "graders"])
 def test_built_in_graders_import_no_model_library(module):
-    code = f"import hacpo_mega.grading.{module}, sys; print({{'torch', 'transformers', 'vllm', 'numpy'}} & set(sys.modules))"
+    heavy = {"torch", "transformers", "vllm", "numpy"}
+    code = f"import hacpo_mega.grading.{module}, sys; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
