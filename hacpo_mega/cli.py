@@ -258,16 +258,19 @@ def convert(
 def grade(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
     out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
-    reward: Annotated[str, typer.Option(help="math, math_any, arithmetic, exact, or module:function.")] = "math",
+    reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
     workers: Annotated[int, typer.Option(min=1)] = 2,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one judgement; its worker is killed then.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
+    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_mega.commands.grade import grade as grade_answers
+    from hacpo_mega.commands.grade import judge_options
     from hacpo_mega.grading.judge import Judge
 
-    with Judge(reward, workers, timeout_s) as judge:
-        _print_findings(grade_answers(file, out, judge))
+    with Judge(reward, workers, timeout_s, options=judge_options(option or [])) as judge:
+        _print_findings(grade_answers(file, out, judge, explain))
 
 
 def _print_findings(*findings: "Findings") -> None:

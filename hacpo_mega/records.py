@@ -6,6 +6,7 @@ A TokenSequence is what a model reads and what of it counts; a Sample adds what 
 """
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,11 @@ class Stop(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What the judge said. TIMEOUT and ERROR say nothing about the answer: it is unjudged, not wrong."""
+    """What the judge said.
+
+    TIMEOUT and ERROR earn 0 where the answer is their cause, else a policy could learn to cause them; where the judge
+    is, the answer is unjudged and its reward is NaN.
+    """
 
     CORRECT = 0
     WRONG = 1
@@ -30,9 +35,11 @@ class Verdict(enum.IntEnum):
     TIMEOUT = 3
     ERROR = 4
 
-    @property
-    def is_judged(self) -> bool:
-        return self in (Verdict.CORRECT, Verdict.WRONG, Verdict.NO_ANSWER)
+    def allows(self, reward: float) -> bool:
+        """Whether a reward can go with this verdict: nothing but 0 or NaN where the grader reached no end."""
+        if self in (Verdict.TIMEOUT, Verdict.ERROR):
+            return math.isnan(reward) or reward == 0.0
+        return not math.isnan(reward)
 
 
 @dataclass(frozen=True)
@@ -88,13 +95,17 @@ class Judgement(NamedTuple):
     verdict: Verdict
     reward: float
 
+    @property
+    def is_judged(self) -> bool:
+        return not math.isnan(self.reward)
+
 
 @dataclass(frozen=True)
 class Trajectory:
     """A judged and scored rollout.
 
     `mean_logprob` (fp32 nats) is over the `num_scored` tokens that the source's own loss would train: without the final
-    EOS when `eos_in_loss` is off. `reward` is NaN exactly when the verdict is unjudged.
+    EOS when `eos_in_loss` is off. `reward` is NaN exactly when the answer is unjudged.
     """
 
     agent: int
@@ -105,8 +116,12 @@ class Trajectory:
     num_scored: int
 
     def __post_init__(self) -> None:
-        assert np.isnan(self.reward) == (not self.verdict.is_judged), (self.reward, self.verdict)
+        assert self.verdict.allows(self.reward), (self.verdict, self.reward)
         assert 0 <= self.num_scored <= len(self.rollout.token_ids), self.num_scored
+
+    @property
+    def is_judged(self) -> bool:
+        return not math.isnan(self.reward)
 
 
 @dataclass(frozen=True)

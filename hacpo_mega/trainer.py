@@ -4,6 +4,7 @@ Every process of the job runs it, in lockstep, each for the agent, lane and cell
 (cluster/place.py). What a step measured is added up in logbook/step_metrics.py.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Self
@@ -17,7 +18,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.logbook.alarms import OmegaAlarm
+from hacpo_mega.logbook.alarms import JudgeAlarm, OmegaAlarm
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
@@ -60,15 +61,13 @@ class Trainer:
                 num_tokens = longest_encoding(codecs)
                 self.sampler, num_dropped = training_sampler(config, num_tokens)
                 self.held_out = held_out_prompts(config, num_tokens)
-                reward = config.reward
-                self.judge = stack.enter_context(
-                    Judge(reward.kind, reward.num_workers, reward.timeout_s, reward.require_stop)
-                )
+                # every key of [reward] is an argument of the judge
+                self.judge = stack.enter_context(Judge(**config.reward.model_dump()))
                 self.agent = Agent(config.agents[self.place.agent], self.place, config)
             if num_dropped:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
-            self.omega_alarm = OmegaAlarm(self.names)
+            self.omega_alarm, self.judge_alarm = OmegaAlarm(self.names), JudgeAlarm()
             self.view_rules = ViewRules(
                 sources=codecs,
                 shares_answers=config.algorithm.shares_answers,
@@ -172,6 +171,9 @@ class Trainer:
         """Adds a step to the metrics: each leader speaks for its cell, rank 0 for what is the same everywhere."""
         if self.place.is_leader:
             add_answers(self.metrics, self.agent.name, trajectories)
+            judged = self.judge.take_report()
+            for warning in self.judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
+                print(f"{self.place.coordinate}: {warning}", file=sys.stderr, flush=True)
             add_view(self.metrics, self.agent.name, view)
             for m, update in enumerate(updates):
                 add_update(self.metrics, update, m, self.place.agent, self.names, self.config.algorithm)

@@ -7,7 +7,7 @@ side. Not here: reading the command line, and the graders themselves (judge.py).
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hacpo_mega.data.files import (
     replacing,
     value_problem,
 )
-from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 ROWS_AT_A_TIME = 2048
@@ -38,7 +38,23 @@ class GradedFile:
 
     num_by_verdict: dict[Verdict, int]
     problems: tuple[DataProblem, ...]
-    answers_per_s: float
+    counts: JudgeCounts
+    first_error: str | None
+
+    @property
+    def speed(self) -> str:
+        """How fast it went, as words: wall time of the judge, CPU time of the graders."""
+        number, seconds, cpu_s = self.counts.num_answers, self.counts.wall_s, self.counts.cpu_s
+        if not number or not seconds:
+            return "no answer judged"
+        return f"{number / seconds:.0f} answers per second, {1000 * cpu_s / number:.2f} CPU seconds per 1,000 answers"
+
+    @property
+    def unjudged(self) -> str | None:
+        """How many answers the judge failed on, and what it said first; None when there are none."""
+        if not self.counts.num_unjudged:
+            return None
+        return f"{self.counts.num_unjudged} unjudged, the fault of the judge; the first error: {self.first_error}"
 
 
 @dataclass(frozen=True)
@@ -50,9 +66,17 @@ class _Row:
     stop: Stop
 
 
-def grade_file(file: Path, out: Path, judge: Judge, gold_field: str = "gold", pred_field: str = "pred") -> GradedFile:
+def grade_file(
+    file: Path,
+    out: Path,
+    judge: Judge,
+    gold_field: str = "gold",
+    pred_field: str = "pred",
+    is_explained: bool = False,
+) -> GradedFile:
     """Judges every row of `file` and writes {"line", "verdict", "reward"} to `out`; a bad row has "problem" instead.
 
+    With `is_explained` a line has "explanation" too: what was extracted, how both sides were read, which rule decided.
     Optional fields: `prompt`, for a grader that wants it, and `stop` ("eos", "length", "abort"; eos when absent). The
     reward of an unjudged answer is null. What cannot be read is in `problems`, with its line; nothing is raised for it.
     ValueError when `out` is the file itself.
@@ -63,22 +87,36 @@ def grade_file(file: Path, out: Path, judge: Judge, gold_field: str = "gold", pr
     with replacing(out) as lines:
         for rows in _batches(file, gold_field, pred_field):
             good = [row for row in rows if isinstance(row, _Row)]
-            judgements = iter(_judged(good, judge))
+            judged = iter(_judged(good, judge, is_explained))
             for row in rows:
-                judgement = next(judgements) if isinstance(row, _Row) else None
-                lines.write(json.dumps(_reply(row, judgement)) + "\n")
+                judgement, explanation = next(judged) if isinstance(row, _Row) else (None, None)
+                shown = {"explanation": explanation} if is_explained and judgement is not None else {}
+                lines.write(json.dumps(_reply(row, judgement) | shown, default=str) + "\n")
                 verdicts.update([] if judgement is None else [judgement.verdict])
             problems += [row for row in rows if isinstance(row, DataProblem)]
     if not verdicts and not problems:
         problems.append(DataProblem(file, None, None, "has no rows"))
-    seconds = judge.counts.wall_s
-    return GradedFile(dict(verdicts), tuple(problems), judge.counts.num_answers / seconds if seconds else 0.0)
+    return GradedFile(dict(verdicts), tuple(problems), judge.counts, judge.take_report().first_error)
 
 
-def _judged(rows: list[_Row], judge: Judge) -> list[Judgement]:
-    return judge.judge(
-        [row.prompt for row in rows], [row.gold for row in rows], [row.pred for row in rows], [row.stop for row in rows]
-    )
+def judge_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """Options of a judge from KEY=VALUE texts; a value is a number, true, false, or text. ValueError without a "="."""
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not key or not sign:
+            raise ValueError(f"option {pair!r} of the judge has no value; write KEY=VALUE, such as rel_tol=0.01")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        found[key] = parsed if isinstance(parsed, bool | int | float) else value
+    return found
+
+
+def _judged(rows: list[_Row], judge: Judge, is_explained: bool) -> list[Explained]:
+    fields = [[getattr(row, name) for row in rows] for name in ("prompt", "gold", "pred", "stop")]
+    return judge.judge_and_explain(*fields) if is_explained else [(found, {}) for found in judge.judge(*fields)]
 
 
 def _reply(row: _Row | DataProblem, judgement: Judgement | None) -> dict[str, Any]:
@@ -117,15 +155,16 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, pred_fi
     return _Row(line, str(record.get("prompt") or ""), gold_text(gold), gold_text(pred), STOPS[stop])
 
 
-def grade(file: Path, out: Path, judge: Judge) -> Findings:
+def grade(file: Path, out: Path, judge: Judge, is_explained: bool = False) -> Findings:
     """Grades a file of answers; how many got which verdict, how fast, and which rows could not be read.
 
     ValueError when there is no such file, or `out` is the same.
     """
     if not file.is_file():
         raise ValueError(f"{file}: {'is a folder' if file.is_dir() else 'does not exist'}")
-    graded = grade_file(file, out, judge)
+    graded = grade_file(file, out, judge, is_explained=is_explained)
     counts = [f"{verdict.name.lower()}: {graded.num_by_verdict[verdict]}" for verdict in sorted(graded.num_by_verdict)]
-    lines = [*counts, f"{graded.answers_per_s:.0f} answers per second; one verdict per line in {out}"]
+    lines = [*counts, f"{graded.speed}; one verdict per line in {out}"]
+    lines += [graded.unjudged] if graded.unjudged else []
     lines += [describe(graded.problems)] if graded.problems else []
-    return Findings(tuple(lines), is_sound=not graded.problems)
+    return Findings(tuple(lines), is_sound=not graded.problems and not graded.unjudged)

@@ -1,6 +1,6 @@
 """Names that a configuration may say and that other rooms give a meaning to, with what must be known of them here.
 
-`grading/graders.py` has a grader for every reward kind and `data/tasks.py` makes the prompts of every skill; tests hold
+`grading/kinds.py` has a grader for every reward kind and `data/tasks.py` makes the prompts of every skill; tests hold
 that they agree with these lists.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-REWARD_KINDS = ("arithmetic", "exact", "numeric", "math", "math_any")
+REWARD_KINDS = ("math", "math_any", "number", "choice", "json", "program", "exact", "arithmetic")
 
 Skill = Literal["add", "sub", "mul", "srt"]
 

@@ -37,13 +37,15 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """Who judges an answer, and how long one judgement may take."""
+    """Who judges an answer, and how much one judgement may cost."""
 
     kind: str = "math"
-    """The grader: math (last boxed answer), math_any (an answer anywhere), arithmetic, exact, numeric, or a function of
-    yours as module:function or file.py:function."""
+    """The grader: math (last boxed answer), math_any (an answer anywhere), number, choice, json, program, exact,
+    arithmetic, or a function of yours as module:function or file.py:function."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """What the grader offers to be set, such as {rel_tol = 0.01} of number; docs/data.md lists them."""
     timeout_s: Annotated[float, Field(strict=True, gt=0.0, le=3600.0)] = 5.0
-    """Seconds that one judgement may take; then its worker is killed and the answer counts in no mean."""
+    """CPU seconds of one judgement; an answer that needs more is wrong, where its gold can be judged in them."""
     num_workers: Count = 1
     """Grading processes of each cell."""
     require_stop: Flag = False

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.records import Verdict
-
 SETTINGS = "settings.json"
 
 
@@ -42,11 +40,7 @@ class Answer:
 
     @property
     def is_judged(self) -> bool:
-        return Verdict[self.verdict.upper()].is_judged
-
-    @property
-    def is_correct(self) -> bool:
-        return self.verdict == Verdict.CORRECT.name.lower()
+        return self.reward is not None
 
 
 Key = tuple[str, int]

@@ -117,7 +117,13 @@ class _Run:
         settings = self.settings
         self.place.enter_phase("load", f"of {settings.model}")
         if self.place.is_leader:
-            judge = Judge(settings.reward, self._num_judges, settings.reward_timeout_s, settings.require_stop)
+            judge = Judge(
+                settings.reward,
+                self._num_judges,
+                settings.reward_timeout_s,
+                settings.require_stop,
+                options=settings.reward_options,
+            )
             self.judge = self._stack.enter_context(judge)
         self.engine = Engine(
             settings.model,

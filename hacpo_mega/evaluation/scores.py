@@ -1,12 +1,13 @@
 """Statistics of k judged answers per problem, and what their error is over problems. Pure functions, no files.
 
-    avg@k    mean share of correct answers: the expected accuracy of one answer
-    best@k   share of problems with a correct one among their k answers
-    pass@k   the same for k of n answers, without bias: 1 - C(n - c, k) / C(n, k)   (Chen et al. 2021, eq. 1)
+    avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer
+    best@k   mean of the highest reward among the k answers to a problem
+    pass@k   share of problems with a correct answer (reward 1) among k of n, without bias:
+             1 - C(n - c, k) / C(n, k)   (Chen et al. 2021, eq. 1)
     maj@k    share of problems whose most frequent final answer is correct
 
-An answer without a verdict (time-out, error) is in no statistic, since it says nothing about the model; a problem
-without any judged answer is left out. Not here: what is correct (grading/judge.py).
+An unjudged answer (a fault of the judge) is in no statistic, since it says nothing about the model; a problem without
+any judged answer is left out. Not here: what is correct (grading/judge.py).
 """
 
 from collections import Counter
@@ -26,15 +27,20 @@ RESAMPLES_AT_ONCE = 100
 class Answers:
     """The judged answers to one problem, in the order they were drawn.
 
+    rewards  from 0 to 1; an answer is correct with 1
     votes   the final answer of each as text, None where there is none. Equal texts are one candidate of maj@k, and so
             are all correct ones however they are written
     """
 
-    correct: tuple[bool, ...]
+    rewards: tuple[float, ...]
     votes: tuple[str | None, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.correct) == len(self.votes) > 0, (len(self.correct), len(self.votes))
+        assert len(self.rewards) == len(self.votes) > 0, (len(self.rewards), len(self.votes))
+
+    @property
+    def correct(self) -> tuple[bool, ...]:
+        return tuple(reward >= 1.0 for reward in self.rewards)
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,13 @@ class Estimate:
 
 
 def average(answers: Answers) -> float:
-    """The share of correct answers."""
-    return fmean(answers.correct)
+    """The mean reward."""
+    return fmean(answers.rewards)
 
 
 def best(answers: Answers) -> float:
-    """1 when any answer is correct."""
-    return float(any(answers.correct))
+    """The highest reward."""
+    return float(max(answers.rewards))
 
 
 def pass_at(k: int, answers: Answers) -> float:

@@ -33,6 +33,7 @@ class EvaluationSettings:
     benchmarks: tuple[Benchmark, ...]
     prompting: Prompting = field(default_factory=Prompting)
     reward: str = "math"
+    reward_options: Mapping[str, Any] = field(default_factory=dict)
     reward_timeout_s: float = 5.0
     require_stop: bool = False
     max_prompt_tokens: int = 1024
@@ -49,6 +50,7 @@ class EvaluationSettings:
             "weights": fingerprint,
             "prompting": asdict(self.prompting),
             "vllm": dict(self.vllm),
+            "reward_options": dict(self.reward_options),
             "benchmarks": [describe_benchmark(benchmark) for benchmark in self.benchmarks],
         }
 
@@ -72,6 +74,7 @@ def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSett
         benchmarks,
         prompting=agent.prompting,
         reward=config.reward.kind,
+        reward_options=config.reward.options,
         reward_timeout_s=config.reward.timeout_s,
         require_stop=config.reward.require_stop,
         max_prompt_tokens=config.rollout.max_prompt_tokens,

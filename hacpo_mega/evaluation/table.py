@@ -37,7 +37,7 @@ class BenchmarkResult:
     """One benchmark: its scores by name, such as "avg@30", and what they rest on.
 
     num_problems      that were asked                num_dropped       over the prompt limit, not asked
-    num_unscored      without any judged answer      num_unjudged      answers without a verdict
+    num_unscored      without any judged answer      num_unjudged      answers without a reward
     no_answer, cut    shares of answers without a final answer, and ended by the length limit
     """
 
@@ -81,7 +81,7 @@ def summarize(
 def judged(answers: Sequence[Answer]) -> Answers | None:
     """The judged answers to one problem, by rollout; None without any."""
     kept = sorted((answer for answer in answers if answer.is_judged), key=lambda answer: answer.rollout)
-    return Answers(tuple(a.is_correct for a in kept), tuple(a.vote for a in kept)) if kept else None
+    return Answers(tuple(a.reward for a in kept), tuple(a.vote for a in kept)) if kept else None
 
 
 def scores_of_problems(problems: Sequence[Answers], num_answers: int) -> dict[str, list[float]]:
@@ -163,15 +163,15 @@ def print_table(evaluation: Evaluation) -> None:
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:
-    """What a reader of the scores must know: dropped problems, answers without a verdict."""
+    """What a reader of the scores must know: dropped problems, unjudged answers."""
     lines = []
     for result in evaluation.benchmarks:
         if result.num_dropped:
             lines.append(f"{result.name}: {result.num_dropped} problems dropped, longer than the prompt limit")
         if result.num_unjudged:
             lines.append(
-                f"{result.name}: {result.num_unjudged} of {result.num_answers} answers have no verdict (time-out or "
-                f"error) and count nowhere; {result.num_unscored} problems are left out"
+                f"{result.name}: {result.num_unjudged} of {result.num_answers} answers are unjudged (a fault of the "
+                f"judge) and count nowhere; {result.num_unscored} problems are left out"
             )
     return lines
 

@@ -11,14 +11,10 @@ parse mathematics are in math_grader.py and run in guarded workers, and so does 
 is reward.kind = "my_rewards.py:reward".
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping
-
-from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_boxed
+from collections.abc import Callable
 
 Grader = Callable[[str, str, str], float | None]
-NUMBER = re.compile(r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def arithmetic(prompt: str, answer: str, gold: str) -> float | None:
@@ -32,24 +28,6 @@ def arithmetic(prompt: str, answer: str, gold: str) -> float | None:
 def exact(prompt: str, answer: str, gold: str) -> float | None:
     """The whole answer is the gold text, white space around either aside."""
     return float(answer.strip() == gold.strip()) if answer.strip() else None
-
-
-def numeric_within(relative: float = 1e-6, absolute: float = 1e-9) -> Grader:
-    """The last number, of the last box if there is one, is within a tolerance of the last number of gold."""
-
-    def numeric(prompt: str, answer: str, gold: str) -> float | None:
-        found, wanted = _last_number(after_thinking(answer)), _last_number(gold_answer(gold))
-        if wanted is None:
-            raise ValueError(f"the gold answer {gold[-80:]!r} has no number in it")
-        return None if found is None else float(math.isclose(found, wanted, rel_tol=relative, abs_tol=absolute))
-
-    return numeric
-
-
-def _last_number(text: str) -> float | None:
-    content = last_boxed(text)
-    numbers = NUMBER.findall(text if content is None else content)
-    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def length_penalised(grader: Grader, free_characters: int, characters_to_zero: int) -> Grader:
@@ -81,8 +59,9 @@ def requiring_format(grader: Grader, pattern: str, reward_without: float = 0.0) 
     return formatted
 
 
-IN_PROCESS: Mapping[str, Grader] = {"arithmetic": arithmetic, "exact": exact, "numeric": numeric_within()}
-GUARDED: Mapping[str, str] = {
-    "math": "hacpo_mega.grading.math_grader:boxed",
-    "math_any": "hacpo_mega.grading.math_grader:anywhere",
-}
+def explain(kind: str, answer: str, gold: str) -> dict[str, str | None]:
+    """What "arithmetic" and "exact" take for the answer, and what they hold it against."""
+    if kind == "arithmetic":
+        result = answer.partition(";")[2] if ";" in answer else None
+        return {"extracted": result, "gold": gold, "rule": "what follows the first ; is the gold text"}
+    return {"extracted": answer.strip(), "gold": gold.strip(), "rule": "the whole answer is the gold text"}

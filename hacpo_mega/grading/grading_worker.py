@@ -1,18 +1,23 @@
 """The program of a grading worker: reads answers from standard input, writes one verdict per line, knows nothing else.
 
 It is started as a fresh interpreter (never forked, so it holds no CUDA context and no locks of the trainer) and imports
-the standard library and its grader alone. The parent (guarded_workers.py) kills it when an answer takes too long; what
-happens here guards against everything that a kill from outside would come too late for:
+the standard library and its grader alone. What happens here guards against everything that a kill by the parent
+(guarded_workers.py) would come too late for, or would do unevenly:
+- time: each answer has an allowance of CPU seconds of this process. The kernel counts them and ends the process with
+  SIGPROF, in the middle of C code too; a busy machine changes nothing about it;
 - memory: RLIMIT_AS turns a giant power into a MemoryError instead of taking the node down;
 - a parent that died: an idle worker reads end-of-file, a thread notices a new parent process, and a grader stuck in C
-  code, where no thread of ours ever runs, spends its CPU allowance and is killed by the kernel;
+  code, where no thread of ours ever runs, spends its CPU allowance;
 - a grader that prints: standard output belongs to the protocol, so a print goes to standard error.
-Protocol, JSON lines: first {"grader", "path", "memory_bytes", "cpu_seconds"} in, {"ready": true} or {"error"} out; then
-a list of [prompt, answer, gold] in, one {"reward": number or null, "error": text or null} out for each, in order.
+Protocol, JSON lines: first {"kind", "grader", "options", "explainer", "path", "memory_bytes", "cpu_s"} in, {"ready":
+true} or {"error"} out; then a list of [prompt, answer, gold, explain] in, and out for each, in order, {"reward": number
+or null, "error": text or null, "is_misuse": bool, "explanation": object or null, "cpu_s": number}.
 """
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -21,36 +26,93 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, SupportsFloat, TextIO
 
 Grader = Callable[[str, str, str], float | None]
+Reply = dict[str, Any]
+MAX_SAID = 500
 
 
-def load_grader(spec: str) -> Grader:
-    """The function that "package.module:function" or "path/to/file.py:function" names."""
+def load_grader(spec: str, options: Mapping[str, Any]) -> Grader:
+    """What "package.module:name" or "path/to/file.py:name" names, with its options bound.
+
+    A function takes (prompt, answer, gold) and its options as keyword-only arguments; a class takes them where it is
+    made, and its objects are called. ValueError for what cannot be called so, and for an option it does not have.
+    """
+    found = load_by_name(spec)
+    if not callable(found):
+        raise ValueError(f"it is a {type(found).__name__}, and a grader is a function (prompt, answer, gold)")
+    _check_options(found, options)
+    grader = found(**options) if isinstance(found, type) else functools.partial(found, **options)
+    try:
+        inspect.signature(grader).bind("", "", "")
+    except TypeError as error:
+        takes = inspect.signature(grader)
+        raise ValueError(f"it takes {takes}, and is called with (prompt, answer, gold): {error}") from error
+    return grader
+
+
+def load_by_name(spec: str) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names."""
     place, _, name = spec.rpartition(":")
     if not place:
         raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
     if place.endswith(".py"):
         description = importlib.util.spec_from_file_location(Path(place).stem, place)
         module = importlib.util.module_from_spec(description)
+        sys.modules[description.name] = module  # a dataclass looks its module up there
         description.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
     return getattr(module, name)
 
 
-def grade(grader: Grader, prompt: str, answer: str, gold: str) -> dict[str, float | str | None]:
-    """One verdict: a reward from 0 to 1, null for a text without an answer, or the error that left it unjudged."""
+def _check_options(found: Callable, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(found).parameters.values()
+    kinds = (inspect.Parameter.KEYWORD_ONLY,)
+    if isinstance(found, type):
+        kinds = (*kinds, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"it has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
+
+
+def grade(grader: Grader, prompt: str, answer: str, gold: str) -> Reply:
+    """One verdict: a reward from 0 to 1, null for a text without an answer, or the error that left it unjudged.
+
+    `is_misuse` marks a return value that no answer excuses: the grader is wrong.
+    """
     try:
         reward = grader(prompt, answer, gold)
     except Exception as error:
-        return {"reward": None, "error": f"{type(error).__name__}: {error}"[:500]}
-    if reward is not None and not (math.isfinite(reward) and 0.0 <= reward <= 1.0):
-        return {"reward": None, "error": f"the grader returned {reward}; a reward is from 0 to 1"}
-    return {"reward": None if reward is None else float(reward), "error": None}
+        return _reply(error=f"{type(error).__name__}: {error}"[:MAX_SAID])
+    if reward is None:
+        return _reply()
+    try:
+        number = float(reward) if isinstance(reward, SupportsFloat) else math.nan  # numpy's scalars are welcome
+    except Exception:
+        number = math.nan
+    if not 0.0 <= number <= 1.0:
+        shown = f"returned {type(reward).__name__} {reward!r}"[:MAX_SAID]
+        return _reply(error=f"the grader {shown}, expected a number in [0, 1] or None", is_misuse=True)
+    return _reply(number)
+
+
+def _reply(reward: float | None = None, error: str | None = None, is_misuse: bool = False) -> Reply:
+    return {"reward": reward, "error": error, "is_misuse": is_misuse, "explanation": None}
+
+
+def explain(grader: Grader, explainer: str | None, kind: str, answer: str, gold: str) -> dict[str, Any]:
+    """How a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold) of that
+    name; nothing where there is neither."""
+    try:
+        if hasattr(grader, "explain"):
+            return grader.explain(answer, gold)
+        return load_by_name(explainer)(kind, answer, gold) if explainer else {}
+    except Exception as error:
+        return {"explanation failed": f"{type(error).__name__}: {error}"[:MAX_SAID]}
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
@@ -59,27 +121,25 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     sys.path[:] = setup["path"]
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     try:
-        grader = load_grader(setup["grader"])
+        grader = load_grader(setup["grader"], setup["options"])
     except Exception as error:
         _say(replies, {"error": f"{type(error).__name__}: {error}"})
         return
     _say(replies, {"ready": True})
     for line in requests:
-        for prompt, answer, gold in json.loads(line):
-            _allow_cpu(setup["cpu_seconds"])
-            verdict = grade(grader, prompt, answer, gold)
-            _say(replies, verdict)
+        for prompt, answer, gold, is_explained in json.loads(line):
+            signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
+            started = time.process_time()
+            reply = grade(grader, prompt, answer, gold)
+            if is_explained:
+                reply["explanation"] = explain(grader, setup["explainer"], setup["kind"], answer, gold)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            _say(replies, reply | {"cpu_s": time.process_time() - started})
 
 
 def _say(replies: TextIO, message: dict) -> None:
-    replies.write(json.dumps(message) + "\n")
+    replies.write(json.dumps(message, default=repr) + "\n")
     replies.flush()
-
-
-def _allow_cpu(seconds: int) -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _leave_with(parent: int) -> None:
@@ -92,6 +152,8 @@ def main() -> None:
     """Serves tasks from standard input until it closes or the parent is gone; what graders print goes to stderr."""
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)

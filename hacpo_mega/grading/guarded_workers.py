@@ -2,44 +2,77 @@
 
 Why not a thread or process pool of the standard library: a thread cannot be killed, SIGALRM works in main threads only,
 and a running task of a ProcessPoolExecutor cannot be reclaimed; in each of these a stuck comparison becomes a silent
-zero. Here a worker that overruns is killed with SIGKILL and replaced, and the one answer it was at is reported as such.
-Not here: what a verdict means for a reward (judge.py) and what the worker does (grading_worker.py).
+zero. Here a worker that overruns its CPU seconds is killed by the kernel (grading_worker.py), and replaced; the one
+answer it was at is reported as such. Tasks go out several in a message and their replies come back one by one, so a
+worker that dies loses no other task. Not here: what a verdict means for a reward (judge.py).
 """
 
 import collections
 import json
 import math
 import selectors
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 PROGRAM = Path(__file__).with_name("grading_worker.py")
 START_TIMEOUT_S = 120.0
+MAX_FAILED_STARTS = 3
+DIED = "the worker died"
 TASKS_PER_MESSAGE = 16
 MEMORY_BYTES = 2 << 30
+# Wall time is no measure of an answer; it ends graders that sleep, however crowded the machine is.
+WALL_FACTOR = 20.0
+WALL_GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one call of a grader sees."""
+    """What one call of a grader sees; with `is_explained` the outcome says how the verdict came about."""
 
     prompt: str
     answer: str
     gold: str
+    is_explained: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer."""
+    """What became of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer.
+
+    `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
+    """
 
     reward: float | None
     error: str | None = None
     timed_out: bool = False
+    is_misuse: bool = False
+    explanation: Mapping[str, Any] | None = None
+    cpu_s: float = 0.0
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the grader reached no end."""
+        return self.timed_out or self.error is not None
+
+
+@dataclass(frozen=True)
+class GraderSpec:
+    """Which grader a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts."""
+
+    kind: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    explainer: str | None = None
+
+
+class _CannotStart(Exception):
+    """Workers die before they are ready, again and again."""
 
 
 class _Worker:
@@ -51,16 +84,21 @@ class _Worker:
             [sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self.tasks: collections.deque[int] = collections.deque()
+        self.num_finished = 0
         self.is_ready = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.unread = b""
         self.write(setup)
 
-    def write(self, message: Any) -> None:
-        """Sends a message to a worker that is reading: it is idle, so the pipe cannot stay full."""
+    def write(self, message: Any) -> bool:
+        """Sends a message to a worker that is reading: it is idle, so the pipe cannot stay full. False: it is gone."""
         data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[self.process.stdin.write(data) :]
+        try:
+            while data:
+                data = data[self.process.stdin.write(data) :]
+        except BrokenPipeError:
+            return False
+        return True
 
     def read(self) -> list[dict[str, Any]] | None:
         """The replies that have arrived; None when the process is gone."""
@@ -82,108 +120,155 @@ class _Worker:
         return self.process.returncode
 
 
-class GuardedWorkers:
-    """`num_workers` processes that all run the grader `spec` ("module:function" or "file.py:function").
+class _Batch:
+    """The tasks of one `run`: which wait, which have an outcome, which had a second try."""
 
-    `timeout_s` is wall time for one answer. The limit of a worker's address space is `memory_bytes`.
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.waiting = collections.deque(range(len(tasks)))
+        self.outcomes: dict[int, Outcome] = {}
+        self._tried_twice: set[int] = set()
+
+    def take_back(self, indices: Iterable[int]) -> None:
+        """Tasks of a worker that is no more wait again, first in line."""
+        self.waiting.extendleft(reversed([*indices]))
+
+    def may_try_again(self, index: int, num_finished: int) -> bool:
+        """Whether a worker's state may be to blame: what it had judged before can fill its memory. Once per task."""
+        if num_finished == 0 or index in self._tried_twice:
+            return False
+        self._tried_twice.add(index)
+        return True
+
+
+class GuardedWorkers:
+    """`num_workers` processes that all run one grader.
+
+    `timeout_s` is CPU time of the worker for one answer; wall time is limited loosely, to WALL_FACTOR times that and
+    WALL_GRACE_S. The limit of a worker's address space is `memory_bytes`.
     """
 
-    def __init__(self, spec: str, num_workers: int, timeout_s: float, memory_bytes: int = MEMORY_BYTES) -> None:
-        """Starts the workers and waits for them. ValueError when the grader cannot be imported."""
-        self.spec = spec
-        self.timeout_s = timeout_s
+    def __init__(
+        self, grader: GraderSpec, num_workers: int, timeout_s: float, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        """Starts the workers and waits for them.
+
+        ValueError when the grader cannot be loaded, RuntimeError for workers that die before they are ready.
+        """
         self.num_replaced = 0
+        self._grader = grader
+        self._timeout_s = timeout_s
+        self._num_workers = num_workers
         self._setup = {
-            "grader": spec,
+            "kind": grader.kind,
+            "grader": grader.name,
+            "options": dict(grader.options),
+            "explainer": grader.explainer,
             "path": sys.path,
             "memory_bytes": memory_bytes,
-            "cpu_seconds": math.ceil(2 * timeout_s) + 2,
+            "cpu_s": timeout_s,
         }
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
+        self._num_failed_starts = 0
+        self._is_closed = False
         try:
-            for _ in range(num_workers):
-                self._start()
+            self._fill_up()
             while not all(worker.is_ready for worker in self._workers):
-                self._turn([], {}, collections.deque())
+                self._turn(_Batch([]))
+        except _CannotStart as error:
+            self.close()
+            raise RuntimeError(str(error)) from error
         except BaseException:
             self.close()
             raise
 
     def run(self, tasks: Sequence[Task]) -> list[Outcome]:
         """Grades the tasks; the outcomes come in the order of the tasks, whatever happened to the workers."""
-        assert self._workers, "the workers are closed"
-        waiting = collections.deque(range(len(tasks)))
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(tasks):
-            self._turn(tasks, outcomes, waiting)
-        return [outcomes[i] for i in range(len(tasks))]
+        assert not self._is_closed, "the workers are closed"
+        batch = _Batch(tasks)
+        try:
+            self._fill_up()
+            while len(batch.outcomes) < len(tasks):
+                self._turn(batch)
+        except _CannotStart as error:
+            return [batch.outcomes.get(i, Outcome(None, str(error), is_misuse=True)) for i in range(len(tasks))]
+        return [batch.outcomes[i] for i in range(len(tasks))]
 
-    def _turn(self, tasks: Sequence[Task], outcomes: dict[int, Outcome], waiting: collections.deque[int]) -> None:
+    def _turn(self, batch: _Batch) -> None:
         """Hands out work, waits for the first reply or deadline, and deals with it."""
         for worker in list(self._workers):
-            if worker.is_ready and not worker.tasks and waiting:
-                self._hand_out(worker, tasks, waiting)
+            if worker.is_ready and not worker.tasks and batch.waiting:
+                self._hand_out(worker, batch)
         busy = [w for w in self._workers if w.tasks or not w.is_ready]
         patience = max(0.0, min((w.deadline for w in busy), default=0.0) - time.monotonic())
         answered = [key.data for key, _ in self._selector.select(patience)]
         for worker in answered:
-            self._receive(worker, outcomes, waiting)
+            self._receive(worker, batch)
         for worker in busy:
             if worker not in answered and worker in self._workers and time.monotonic() > worker.deadline:
-                self._replace(worker, Outcome(None, timed_out=True), outcomes, waiting)
+                self._replace(worker, Outcome(None, timed_out=True), batch)
 
-    def _hand_out(self, worker: _Worker, tasks: Sequence[Task], waiting: collections.deque[int]) -> None:
-        share = math.ceil(len(waiting) / len(self._workers))
+    def _hand_out(self, worker: _Worker, batch: _Batch) -> None:
+        share = math.ceil(len(batch.waiting) / len(self._workers))
         for _ in range(min(share, TASKS_PER_MESSAGE)):
-            worker.tasks.append(waiting.popleft())
-        worker.deadline = time.monotonic() + self.timeout_s
-        try:
-            worker.write([[tasks[i].prompt, tasks[i].answer, tasks[i].gold] for i in worker.tasks])
-        except BrokenPipeError:  # it died while it was idle, so none of these answers is to blame
-            self._replace(worker, None, {}, waiting)
+            worker.tasks.append(batch.waiting.popleft())
+        worker.deadline = time.monotonic() + self._wall_limit_s
+        asked = [batch.tasks[i] for i in worker.tasks]
+        if not worker.write([[task.prompt, task.answer, task.gold, task.is_explained] for task in asked]):
+            self._replace(worker, None, batch)  # it died while it was idle, so none of these answers is to blame
 
-    def _receive(self, worker: _Worker, outcomes: dict[int, Outcome], waiting: collections.deque[int]) -> None:
+    @property
+    def _wall_limit_s(self) -> float:
+        return WALL_FACTOR * self._timeout_s + WALL_GRACE_S
+
+    def _receive(self, worker: _Worker, batch: _Batch) -> None:
         replies = worker.read()
         if replies is None:
-            self._replace(worker, Outcome(None, error="the worker died"), outcomes, waiting)
+            self._replace(worker, Outcome(None, error=DIED), batch)
             return
         for reply in replies:
-            if worker.is_ready:
-                outcomes[worker.tasks.popleft()] = Outcome(reply["reward"], reply["error"])
-                if reply["error"] is not None and reply["error"].startswith("MemoryError"):
-                    self._replace(worker, None, outcomes, waiting)  # its heap is as good as full
-                    return
-            elif "error" in reply:
-                raise ValueError(f"the grader {self.spec!r} cannot be loaded: {reply['error']}")
-            worker.is_ready = True
-        worker.deadline = time.monotonic() + self.timeout_s
+            if not worker.is_ready and "error" in reply:
+                raise ValueError(f"the grader {self._grader.name!r} cannot be loaded: {reply['error']}")
+            if not worker.is_ready:
+                worker.is_ready, self._num_failed_starts = True, 0
+                continue
+            outcome = Outcome(**reply)
+            if outcome.error is not None and outcome.error.startswith("MemoryError"):
+                self._replace(worker, outcome, batch)  # its heap is as good as full
+                return
+            batch.outcomes[worker.tasks.popleft()] = outcome
+            worker.num_finished += 1
+        worker.deadline = time.monotonic() + self._wall_limit_s
 
-    def _start(self) -> None:
-        worker = _Worker(self._setup)
-        self._workers.append(worker)
-        self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+    def _fill_up(self) -> None:
+        while len(self._workers) < self._num_workers:
+            worker = _Worker(self._setup)
+            self._workers.append(worker)
+            self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
 
-    def _replace(
-        self,
-        worker: _Worker,
-        blame: Outcome | None,
-        outcomes: dict[int, Outcome],
-        waiting: collections.deque[int],
-    ) -> None:
-        """Kills a worker and starts another; its current task gets `blame`, the others wait again, first in line."""
+    def _replace(self, worker: _Worker, blame: Outcome | None, batch: _Batch) -> None:
+        """Ends a worker and starts another; its current task gets `blame` or a second try, the others wait again."""
         self._selector.unregister(worker.process.stdout)
         self._workers.remove(worker)
-        worker.process.kill()
+        if blame is None or blame.error != DIED:
+            worker.process.kill()
         status = worker.end(patience_s=10.0)
         if not worker.is_ready:
-            raise RuntimeError(f"a grading worker for {self.spec!r} did not start (exit status {status})")
-        if worker.tasks and blame is not None:
-            said = f"{blame.error} (exit status {status})" if blame.error else None
-            outcomes[worker.tasks.popleft()] = Outcome(None, said, blame.timed_out)
-        waiting.extendleft(reversed(worker.tasks))
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= MAX_FAILED_STARTS:
+                raise _CannotStart(f"no grading worker for {self._grader.name!r} starts (exit status {status})")
+        elif worker.tasks and blame is not None:
+            if blame.error == DIED:
+                was_out_of_time = status == -signal.SIGPROF
+                said = None if was_out_of_time else f"{DIED} (exit status {status})"
+                cpu_s = self._timeout_s if was_out_of_time else 0.0
+                blame = Outcome(None, said, timed_out=was_out_of_time, cpu_s=cpu_s)
+            if blame.timed_out or not batch.may_try_again(worker.tasks[0], worker.num_finished):
+                batch.outcomes[worker.tasks.popleft()] = blame
+        batch.take_back(worker.tasks)
         self.num_replaced += 1
-        self._start()
+        self._fill_up()
 
     def close(self) -> None:
         """Ends every worker and reaps it: no process and no zombie is left."""
@@ -191,6 +276,7 @@ class GuardedWorkers:
             worker.end(patience_s=0.0 if worker.tasks else 2.0)
         self._workers.clear()
         self._selector.close()
+        self._is_closed = True
 
     def __enter__(self) -> Self:
         return self

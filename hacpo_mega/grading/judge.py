@@ -1,40 +1,77 @@
-"""Who judges: text and gold in, verdict and reward out, with a hang never mistaken for a wrong answer.
+"""Who judges: text and gold in, verdict and reward out; who is to blame for a failure decides what it costs.
 
-A time-out or an error leaves an answer unjudged (reward NaN): a 0 would bias the capability of its agent, and with
-it omega and every advantage (eq. 9 and 10 of the paper).
+An answer on which its grader reaches no end (out of CPU time, out of memory, an error) is wrong and earns 0, or a
+policy could learn such answers as a way out of every group mean. Where the judge is at fault it stays unjudged (reward
+NaN), since a 0 would bias the capability of its agent, and with it omega and every advantage (HACPO, eq. 9). The judge
+is at fault when the gold fails too where it stands as the answer, when no worker can be started, when a grader returns
+what is no reward, and as long as a grader of the user's own has never come to a verdict.
 """
 
 import math
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Self
 
-from hacpo_mega.grading.graders import GUARDED, IN_PROCESS, Grader
-from hacpo_mega.grading.guarded_workers import MEMORY_BYTES, GuardedWorkers, Outcome, Task
+from hacpo_mega.grading.grading_worker import Grader, explain, grade, load_grader
+from hacpo_mega.grading.guarded_workers import MEMORY_BYTES, GraderSpec, GuardedWorkers, Outcome, Task
+from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.records import Judgement, Stop, Verdict
+
+# How many answers a grader of the user's own is tried on before it is known to work at all.
+NUM_TRIED = 8
+NOT_TRIED = "not tried: the grader failed on all answers before"
+NOT_ENDED = Judgement(Verdict.NO_ANSWER, 0.0)
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+Question = tuple[str, str]  # a prompt and its gold
+Explained = tuple[Judgement, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class JudgeCounts:
-    """Totals over the life of a judge; answers per second is num_answers / wall_s."""
+    """Totals over the life of a judge; cpu_s is of the graders, wall_s of the calls.
+
+    num_distinct   what was left to grade after equal (prompt, answer, gold) were put together
+    num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
+    """
 
     num_answers: int = 0
+    num_distinct: int = 0
+    num_unjudged: int = 0
     num_timeouts: int = 0
     num_errors: int = 0
     num_workers_replaced: int = 0
+    cpu_s: float = 0.0
     wall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class JudgeReport:
+    """What went wrong since the last report. `errors` has every distinct text with its number, in order of coming."""
+
+    num_answers: int
+    num_unjudged: int
+    num_timeouts: int
+    errors: Mapping[str, int]
+
+    @property
+    def first_error(self) -> str | None:
+        """The text of the first error; None without any."""
+        return next(iter(self.errors), None)
 
 
 class Judge:
     """Judges answers of one kind.
 
-    `kind` is "math" (last boxed answer against gold), "math_any" (an answer anywhere in the text), "arithmetic",
-    "exact", or "module:function" / "file.py:function", a grader of your own: (prompt, answer, gold) -> reward from 0 to
-    1, or None for no answer. String comparisons run in this process, since they cannot hang and a pipe would cost more
-    than they do; everything else runs in `num_workers` guarded processes, `timeout_s` of wall time for each answer.
-    With `require_stop` an answer that did not end by itself has no answer.
+    `kind` is one of kinds.py ("math", "number", "program", ...) or "module:function" / "file.py:function", a grader of
+    your own; `options` are its keyword-only arguments. Graders linear in the text run in this process, since a pipe
+    would cost more than they do; everything else in `num_workers` guarded processes, with `timeout_s` CPU seconds for
+    each answer. With `require_stop` an answer that did not end by itself has no answer. Equal answers to equal prompts
+    are graded once.
     """
 
     def __init__(
@@ -44,50 +81,128 @@ class Judge:
         timeout_s: float = 5.0,
         require_stop: bool = False,
         memory_bytes: int = MEMORY_BYTES,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
-        """Starts the workers. ValueError for an unknown kind, or a grader that cannot be imported."""
-        if ":" not in kind and kind not in IN_PROCESS and kind not in GUARDED:
-            known = ", ".join([*IN_PROCESS, *GUARDED])
-            raise ValueError(f"reward kind {kind!r} is unknown; known: {known}, or your own as module:function")
+        """Starts the workers. ValueError for an unknown kind or option, or a grader that cannot be loaded."""
         self.kind = kind
         self.require_stop = require_stop
         self.counts = JudgeCounts()
-        self.last_errors: tuple[str, ...] = ()
-        self._grader = IN_PROCESS.get(kind)
-        self._workers = None
-        if self._grader is None:
-            self._workers = GuardedWorkers(GUARDED.get(kind, kind), num_workers, timeout_s, memory_bytes)
+        self._kind = find_kind(kind)
+        self._reported = JudgeCounts()
+        self._errors: Counter[str] = Counter()
+        self._has_worked = not self._kind.is_own
+        self._sound: set[Question] = set()
         self._lock = threading.Lock()
+        self._grader: Grader | None = None
+        self._workers: GuardedWorkers | None = None
+        spec = GraderSpec(kind, self._kind.grader, options, self._kind.explainer)
+        try:
+            if self._kind.is_linear:
+                self._grader = load_grader(spec.name, spec.options)
+            else:
+                self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes)
+        except ValueError as error:
+            raise ValueError(f"reward kind {kind!r}: {error}") from error
 
     def judge(
         self, prompts: Sequence[str], golds: Sequence[str], texts: Sequence[str], stops: Sequence[Stop]
     ) -> list[Judgement]:
-        """One judgement per answer, in order. `last_errors` then says why answers of this call are unjudged."""
+        """One judgement per answer, in order."""
+        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, is_explained=False)]
+
+    def judge_and_explain(
+        self, prompts: Sequence[str], golds: Sequence[str], texts: Sequence[str], stops: Sequence[Stop]
+    ) -> list[Explained]:
+        """Each judgement with what the grader says about it: what it took for the answer, how it read both sides."""
+        return self._judge(prompts, golds, texts, stops, is_explained=True)
+
+    def take_report(self) -> JudgeReport:
+        """What went wrong since the last report, for the console of a step."""
+        with self._lock:
+            now, before = self.counts, self._reported
+            self._reported, errors, self._errors = now, self._errors, Counter()
+        return JudgeReport(
+            num_answers=now.num_answers - before.num_answers,
+            num_unjudged=now.num_unjudged - before.num_unjudged,
+            num_timeouts=now.num_timeouts - before.num_timeouts,
+            errors=errors,
+        )
+
+    def _judge(
+        self,
+        prompts: Sequence[str],
+        golds: Sequence[str],
+        texts: Sequence[str],
+        stops: Sequence[Stop],
+        is_explained: bool,
+    ) -> list[Explained]:
         assert len(prompts) == len(golds) == len(texts) == len(stops), (len(prompts), len(golds), len(texts))
         with self._lock:
             start = time.monotonic()
-            ended = [i for i, stop in enumerate(stops) if stop == Stop.EOS or not self.require_stop]
-            outcomes = self._grade([Task(prompts[i], texts[i], golds[i]) for i in ended])
-            judgements = [Judgement(Verdict.NO_ANSWER, 0.0)] * len(texts)
-            for i, outcome in zip(ended, outcomes):
-                judgements[i] = judgement_of(outcome)
-            self.last_errors = tuple(outcome.error for outcome in outcomes if outcome.error)
-            self._count(judgements, time.monotonic() - start)
-        return judgements
+            asked = [
+                Task(prompt, text, gold, is_explained) if stop == Stop.EOS or not self.require_stop else None
+                for prompt, gold, text, stop in zip(prompts, golds, texts, stops)
+            ]
+            distinct = list(dict.fromkeys(task for task in asked if task is not None))
+            outcomes = dict(zip(distinct, self._outcomes(distinct)))
+            sound = self._sound_among([task for task, outcome in outcomes.items() if outcome.is_failure])
+            judged = [
+                (NOT_ENDED, {"rule": "the answer did not end by itself"} if is_explained else {})
+                if task is None
+                else (judgement_of(outcomes[task], (task.prompt, task.gold) in sound), outcomes[task].explanation or {})
+                for task in asked
+            ]
+            self._errors.update(outcomes[task].error for task in asked if task is not None and outcomes[task].error)
+            self._count([judgement for judgement, _ in judged], outcomes.values(), time.monotonic() - start)
+        return judged
 
-    def _grade(self, tasks: list[Task]) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """One per task. A grader of the user's own that fails on the first few is not tried on the rest."""
+        if self._has_worked:
+            return self._run(tasks)
+        first = self._run(tasks[:NUM_TRIED])
+        self._has_worked = any(not outcome.is_failure for outcome in first)
+        rest = tasks[NUM_TRIED:]
+        return first + (self._run(rest) if self._has_worked else [Outcome(None, NOT_TRIED)] * len(rest))
+
+    def _run(self, tasks: Sequence[Task]) -> list[Outcome]:
         if self._workers is not None:
             return self._workers.run(tasks)
-        return [_in_process(self._grader, task) for task in tasks]
+        return [self._in_process(task) for task in tasks]
 
-    def _count(self, judgements: list[Judgement], seconds: float) -> None:
+    def _in_process(self, task: Task) -> Outcome:
+        start = time.process_time()
+        reply = grade(self._grader, task.prompt, task.answer, task.gold)
+        if task.is_explained:
+            reply["explanation"] = explain(self._grader, self._kind.explainer, self.kind, task.answer, task.gold)
+        return Outcome(**reply, cpu_s=time.process_time() - start)
+
+    def _sound_among(self, failed: Sequence[Task]) -> set[Question]:
+        """The questions of failed tasks whose gold comes to a verdict where it stands as the answer.
+
+        Then the answer is to blame. A kind of this house is asked once per gold; the user's grader at every call, since
+        what it depends on may have broken down after it worked.
+        """
+        if not self._has_worked:
+            return set()
+        if self._kind.is_own:
+            self._sound.clear()
+        unknown = list(dict.fromkeys((task.prompt, task.gold) for task in failed))
+        unknown = [question for question in unknown if question not in self._sound]
+        golds = [Task(prompt, self._kind.gold_as_answer(gold), gold) for prompt, gold in unknown]
+        self._sound |= {q for q, outcome in zip(unknown, self._run(golds)) if not outcome.is_failure}
+        return self._sound
+
+    def _count(self, judgements: Sequence[Judgement], outcomes: Collection[Outcome], seconds: float) -> None:
         verdicts = [judgement.verdict for judgement in judgements]
-        self.counts = replace(
-            self.counts,
+        self.counts = JudgeCounts(
             num_answers=self.counts.num_answers + len(verdicts),
+            num_distinct=self.counts.num_distinct + len(outcomes),
+            num_unjudged=self.counts.num_unjudged + sum(not judgement.is_judged for judgement in judgements),
             num_timeouts=self.counts.num_timeouts + verdicts.count(Verdict.TIMEOUT),
             num_errors=self.counts.num_errors + verdicts.count(Verdict.ERROR),
             num_workers_replaced=self._workers.num_replaced if self._workers else 0,
+            cpu_s=self.counts.cpu_s + sum(outcome.cpu_s for outcome in outcomes),
             wall_s=self.counts.wall_s + seconds,
         )
 
@@ -103,19 +218,14 @@ class Judge:
         self.close()
 
 
-def _in_process(grader: Grader, task: Task) -> Outcome:
-    try:
-        return Outcome(grader(task.prompt, task.answer, task.gold))
-    except ValueError as error:
-        return Outcome(None, error=f"ValueError: {error}")
+def judgement_of(outcome: Outcome, is_gold_sound: bool) -> Judgement:
+    """The verdict on an outcome: a reward below 1 counts as wrong, and keeps its value.
 
-
-def judgement_of(outcome: Outcome) -> Judgement:
-    """The verdict on an outcome: a reward below 1 counts as wrong, and keeps its value."""
-    if outcome.timed_out:
-        return Judgement(Verdict.TIMEOUT, math.nan)
-    if outcome.error is not None:
-        return Judgement(Verdict.ERROR, math.nan)
+    A failure costs the answer its reward when its gold is sound, else it stays unjudged.
+    """
+    if outcome.is_failure:
+        verdict = Verdict.TIMEOUT if outcome.timed_out else Verdict.ERROR
+        return Judgement(verdict, 0.0 if is_gold_sound and not outcome.is_misuse else math.nan)
     if outcome.reward is None:
         return Judgement(Verdict.NO_ANSWER, 0.0)
     return Judgement(Verdict.CORRECT if outcome.reward >= 1.0 else Verdict.WRONG, outcome.reward)

@@ -31,3 +31,20 @@ class OmegaAlarm:
                 f"[{OMEGA_LOW:g}, {OMEGA_HIGH:g}]: advantages are scaled by it. Set algorithm.omega_clip = "
                 f"[{OMEGA_LOW:g}, {OMEGA_HIGH:g}], or start from agents that both solve some of the prompts"
             )
+
+
+class JudgeAlarm:
+    """Says what a grader failed at when it fails for the first time, and again only for another error.
+
+    A grader that always fails would otherwise train nothing, in silence: its answers enter no mean.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def warnings(self, num_unjudged: int, num_answers: int, first_error: str | None) -> Iterator[str]:
+        """A line when `first_error` is a new one; the numbers are those of the same answers."""
+        if first_error is None or first_error in self._told:
+            return
+        self._told.add(first_error)
+        yield f"warning: {num_unjudged} of {num_answers} answers unjudged; the grader's first error: {first_error}"

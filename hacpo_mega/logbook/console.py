@@ -101,6 +101,8 @@ def _format_agent(name: str, values: dict[str, float]) -> str:
         parts.append(f"accuracy {_short(values[f'{prefix}accuracy'])}")
     if f"{prefix}reward_mean" in values:
         parts.append(f"reward {_short(values[f'{prefix}reward_mean'])}")
+    if values.get(f"{prefix}num_unjudged"):
+        parts.append(f"unjudged {values[f'{prefix}num_unjudged'] / values[f'{prefix}num_answers']:.0%}")
     if ratios:
         parts.append(f"ratio {_short(fmean(ratios))}")
     if inside:

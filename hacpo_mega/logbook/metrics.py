@@ -2,7 +2,8 @@
 
 A metric that nobody added in a step is absent from it, not 0. Nothing here knows what a metric means; the names do:
 
-    agent/<name>/reward_mean, answer_tokens_mean, truncated, num_answers, verdict/<verdict>   about its answers
+    agent/<name>/reward_mean, answer_tokens_mean, truncated, verdict/<verdict>                about its answers
+    agent/<name>/num_answers, num_unjudged                                                    about its answers
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/self/ratio_mean, self/clipped                                                own answers in its loss
     agent/<learner>/from/<source>/ratio_mean, below, inside, above, weight_mean, weight_ess   others' answers in it

@@ -19,12 +19,13 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
     """Fresh answers of an agent: reward over judged ones, lengths, how they ended, what the judge said."""
     prefix = f"agent/{name}"
     for trajectory in trajectories:
-        if trajectory.verdict.is_judged:
+        if trajectory.is_judged:
             metrics.add(f"{prefix}/reward_mean", trajectory.reward, 1)
         metrics.add(f"{prefix}/answer_tokens_mean", len(trajectory.rollout.token_ids), 1)
         metrics.add(f"{prefix}/truncated", trajectory.rollout.stop is Stop.LENGTH, 1)
         metrics.add(f"{prefix}/logprob_mean", trajectory.mean_logprob, 1)
     metrics.count(f"{prefix}/num_answers", len(trajectories))
+    metrics.count(f"{prefix}/num_unjudged", sum(not trajectory.is_judged for trajectory in trajectories))
     metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
 
 
@@ -40,7 +41,7 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
 def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement]) -> None:
     """Judged greedy answers: accuracy over all prompts and over each skill. An unjudged answer is not counted."""
     for prompt, judgement in zip(prompts, judgements, strict=True):
-        if not judgement.verdict.is_judged:
+        if not judgement.is_judged:
             continue
         for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
             metrics.add(f"agent/{name}/accuracy{tail}", judgement.reward, 1)

@@ -64,7 +64,7 @@ def learner_view(
             for g, trajectory in enumerate(group):
                 answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tally)
                 if answer_ids is not None:
-                    advantage = float(advantages_PNG[p, j, g]) if trajectory.verdict.is_judged else 0.0
+                    advantage = float(advantages_PNG[p, j, g]) if trajectory.is_judged else 0.0
                     samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, learner, rules))
     return samples, ViewCounts(**tally)
 
@@ -74,10 +74,10 @@ def _answer_ids(
 ) -> np.ndarray | None:
     """The answer in the learner's tokens, or None when it is not trained on; counts which and why."""
     rollout = trajectory.rollout
-    tally["num_unjudged"] += not trajectory.verdict.is_judged
+    tally["num_unjudged"] += not trajectory.is_judged
     # An own answer without a verdict stays, with advantage 0: leaving it out would pack the others differently from
     # when they were scored, and their first ratio would no longer be exactly 1.
-    if not trajectory.verdict.is_judged and not is_self:
+    if not trajectory.is_judged and not is_self:
         return None
     ids = rollout.token_ids if is_self else _in_own_tokens(trajectory, codec, rules, tally)
     tally["num_undecodable"] += not _is_shown(trajectory, rules) or REPLACEMENT in rollout.text

@@ -119,7 +119,7 @@ def answer(problem: str, rollout: int, verdict: str = "correct", **fields) -> An
     return Answer(**table | fields)
 
 
-def test_an_answer_without_a_verdict_counts_nowhere(tmp_path):
+def test_an_unjudged_answer_counts_nowhere(tmp_path):
     benchmark = Benchmark("b", (PromptRow("x", "1", "1"), PromptRow("y", "2", "2"), PromptRow("z", "3", "3")), 3, 1.0)
     file = AnswerFile(tmp_path, "b", 0)
     file.append([answer("x", 2), answer("x", 0, "timeout"), answer("x", 1, "wrong", vote="w")])
@@ -137,8 +137,21 @@ def test_an_answer_without_a_verdict_counts_nowhere(tmp_path):
     assert (result.no_answer, result.cut) == (pytest.approx(3 / 9), pytest.approx(3 / 9))
     assert warnings_of(evaluation) == [
         "b: 4 problems dropped, longer than the prompt limit",
-        "b: 4 of 9 answers have no verdict (time-out or error) and count nowhere; 1 problems are left out",
+        "b: 4 of 9 answers are unjudged (a fault of the judge) and count nowhere; 1 problems are left out",
     ]
+
+
+def test_a_time_out_of_the_answers_own_doing_counts_as_wrong_and_rewards_may_be_shares(tmp_path):
+    benchmark = Benchmark("b", (PromptRow("x", "1", "1"), PromptRow("y", "2", "2")), 2, 1.0)
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("x", 0), answer("x", 1, "timeout", reward=0.0, vote="w")])
+    file.append([answer("y", 0, "wrong", reward=0.75), answer("y", 1, "error", reward=0.0, vote="w")])
+    file.close()
+    (result,) = summarize({"model": "m"}, [benchmark], {"b": 0}, tmp_path, seed=0).benchmarks
+    assert result.scores["avg@2"].value == pytest.approx((1 / 2 + 0.75 / 2) / 2)
+    assert result.scores["best@2"].value == pytest.approx((1 + 0.75) / 2)
+    assert result.scores["maj@2"].value == pytest.approx((1 / 2 + 0) / 2)
+    assert (result.num_unjudged, result.num_unscored) == (0, 0)
 
 
 def test_answers_are_ordered_by_rollout_whoever_wrote_them():

@@ -36,7 +36,8 @@ def trajectories(draw) -> Trajectory:
         draw(st.integers(0, 2**62)), draw(COUNT), ids, draw(st.text(max_size=12)), draw(st.sampled_from(Stop))
     )
     verdict = draw(st.sampled_from(Verdict))
-    reward = draw(st.floats(allow_nan=False)) if verdict.is_judged else math.nan
+    unfinished = verdict in (Verdict.TIMEOUT, Verdict.ERROR)
+    reward = draw(st.sampled_from((0.0, math.nan)) if unfinished else st.floats(allow_nan=False))
     return Trajectory(draw(COUNT), rollout, verdict, reward, draw(st.floats()), draw(st.integers(0, len(ids))))
 
 

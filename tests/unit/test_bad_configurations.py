@@ -23,7 +23,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
-from hacpo_mega.grading.graders import GUARDED, IN_PROCESS
+from hacpo_mega.grading.kinds import KINDS
 
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]
 
@@ -153,7 +153,7 @@ def test_no_value_of_any_key_is_more_than_a_line(here):
 
 
 def test_what_is_declared_for_other_rooms_is_what_they_have():
-    assert set(REWARD_KINDS) == {*IN_PROCESS, *GUARDED}
+    assert tuple(KINDS) == REWARD_KINDS
     for skill, size in SKILLS.items():
         assert len(training_examples(skill)) == size.num_training
         assert len(evaluation_examples(skill, size.num_held_out)) == size.num_held_out

@@ -13,11 +13,12 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.data.tasks import SKILLS, training_examples
-from hacpo_mega.grading import math_grader
+from hacpo_mega.grading import guarded_workers, math_grader
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop, Verdict
 
-CASES = f"{ROOT / 'tests/support/grading_cases.py'}:reward"
+FILE = ROOT / "tests/support/grading_cases.py"
+CASES = f"{FILE}:reward"
 
 
 def verdicts(judge, texts, gold="1"):
@@ -72,11 +73,11 @@ def test_every_gold_working_is_correct_and_every_other_result_wrong():
             assert {j.reward for j in judge.judge(prompts, golds, [t + "0" for t in texts], stops)} == {0.0}
 
 
-def test_a_thousand_arithmetic_answers_take_no_time():
+def test_comparing_text_starts_no_process(new_workers):
     with Judge("arithmetic") as judge:
         verdicts(judge, ["7+5=12,4+8+1=13;132"] * 1000, gold="132")
-        assert judge.counts.num_answers == 1000
-        assert judge.counts.wall_s < 0.1
+        assert (judge.counts.num_answers, judge.counts.num_distinct) == (1000, 1)
+        assert not new_workers()
 
 
 @pytest.mark.parametrize(
@@ -134,29 +135,148 @@ def test_workers_import_no_model_library():
 
 def test_every_way_to_fail_costs_one_answer_and_keeps_the_order(new_workers):
     texts = ["1", "hang", "0.25", "die", "raise", "1", "print", "no answer", "eat memory", "7", "nan", "0"] + ["1"] * 40
-    with Judge(CASES, num_workers=2, timeout_s=1.5) as judge:
-        judgements = judge.judge([""] * len(texts), [""] * len(texts), texts, [Stop.EOS] * len(texts))
+    with Judge(CASES, num_workers=2, timeout_s=1.0) as judge:
+        judgements = judge.judge([""] * len(texts), ["1"] * len(texts), texts, [Stop.EOS] * len(texts))
         assert [j.verdict.name for j in judgements[:12]] == [
             "CORRECT", "TIMEOUT", "WRONG", "ERROR", "ERROR", "CORRECT",
             "CORRECT", "NO_ANSWER", "ERROR", "ERROR", "ERROR", "WRONG",
         ]  # fmt: skip
         assert {j.verdict for j in judgements[12:]} == {Verdict.CORRECT}
-        assert all(math.isnan(j.reward) == (not j.verdict.is_judged) for j in judgements)
-        assert judgements[2].reward == 0.25
-        reasons = "\n".join(judge.last_errors)
+        rewards = [None if math.isnan(j.reward) else j.reward for j in judgements[:12]]
+        # what the answer did to the grader earns 0; what the grader returned in error is unjudged
+        assert rewards == [1.0, 0.0, 0.25, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, None, None, 0.0]
+        report = judge.take_report()
+        assert (report.num_answers, report.num_unjudged, report.num_timeouts) == (52, 2, 1)
+        reasons = "\n".join(report.errors)
         for reason in (
             "worker died (exit status 3)",
             "what the grader was",
             "MemoryError",
-            "returned 7.0",
-            "returned nan",
+            "returned float 7.0, expected a number in [0, 1]",
+            "returned float nan, expected a number in [0, 1]",
         ):
             assert reason in reasons
         assert (judge.counts.num_timeouts, judge.counts.num_errors, judge.counts.num_answers) == (1, 5, 52)
-        assert judge.counts.num_workers_replaced == 3  # hang, die and the full memory
         workers = new_workers()
     assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
+
+
+def test_a_policy_cannot_learn_to_be_unjudged(math_judge):
+    """A tower of powers takes more time than there is, and yet the gold can be judged: the answer is wrong."""
+    with Judge("math", timeout_s=2.0) as judge:
+        texts = ["\\boxed{12^{23^{31^{22}}}}", "\\boxed{18}"]
+        found = judge.judge(["", ""], ["18", "18"], texts, [Stop.EOS] * 2)
+    assert [judgement.reward for judgement in found] == [0.0, 1.0]
+    assert all(judgement.is_judged for judgement in found)
+
+
+def test_a_failure_is_the_judges_when_the_gold_fails_too():
+    with Judge(CASES, timeout_s=1.0) as judge:
+        golds = ["1", "hang", "raise", "die", "0.5"]
+        found = judge.judge([""] * 5, golds, ["hang", "hang", "raise", "die", "die"], [Stop.EOS] * 5)
+        assert [j.verdict.name for j in found] == ["TIMEOUT", "TIMEOUT", "ERROR", "ERROR", "ERROR"]
+        # nothing had worked before this call: the first answers that could prove the grader are the golds' own
+        assert [j.is_judged for j in found] == [False] * 5
+        assert verdicts(judge, ["1"]) == ["CORRECT"]
+        found = judge.judge([""] * 5, golds, ["hang", "hang", "raise", "die", "die"], [Stop.EOS] * 5)
+        assert [j.is_judged for j in found] == [True, False, False, False, True]
+        assert judge.take_report().num_unjudged == 8
+        assert judge.take_report().num_unjudged == 0
+
+
+def test_an_outage_of_the_users_grader_is_no_wrong_answer():
+    with Judge(f"{FILE}:outage") as judge:
+        assert verdicts(judge, ["1", "0.5"]) == ["CORRECT", "WRONG"]
+        found = judge.judge(["", ""], ["2", "2"], ["1", "1 "], [Stop.EOS] * 2)
+        assert [(j.verdict.name, j.is_judged) for j in found] == [("ERROR", False)] * 2
+        assert judge.take_report().first_error == "ConnectionError: no route to the reward service"
+
+
+@pytest.mark.parametrize(
+    "function, error",
+    [
+        ("raises", "RuntimeError: the reward service does not answer"),
+        ("text", "the grader returned str '0.5', expected a number in [0, 1] or None"),
+        ("ends", "the worker died (exit status 7)"),
+    ],
+)
+def test_a_grader_that_always_fails_is_given_up_after_a_few_answers(function, error):
+    with Judge(f"{FILE}:{function}", num_workers=2) as judge:
+        assert set(verdicts(judge, [str(i) for i in range(500)])) == {"ERROR"}
+        report = judge.take_report()
+        assert (report.num_answers, report.num_unjudged) == (500, 500)
+        assert report.errors == {error: 8, "not tried: the grader failed on all answers before": 492}
+        assert report.first_error == error
+        assert judge.counts.num_workers_replaced == (8 if function == "ends" else 0)
+
+
+def test_what_is_no_reward_is_an_error_that_names_it():
+    names = ["half", "text", "two", "minus", "nan", "list", "object", "complex", "arrays", "nothing", "true", "numpy"]
+    with Judge(f"{FILE}:misused") as judge:
+        found = judge.judge([""] * len(names), ["half"] * len(names), names, [Stop.EOS] * len(names))
+        assert [j.verdict.name for j in found] == ["WRONG", *["ERROR"] * 8, "NO_ANSWER", "CORRECT", "WRONG"]
+        assert [j.reward for j in found if j.is_judged] == [0.5, 0.0, 1.0, 0.5]
+        said = list(judge.take_report().errors)
+        assert [text.split("returned ")[1].split(" ")[0] for text in said] == [
+            "str", "float", "int", "float", "list", "object", "complex", "ndarray"
+        ]  # fmt: skip
+        assert judge.counts.num_workers_replaced == 0
+
+
+def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
+    """The second half of the limit is gone when "memory for good" comes again; a new worker has it all."""
+    with Judge(CASES, memory_bytes=3 << 30) as judge:
+        assert verdicts(judge, ["memory for good", "0", "memory for good ", "1"], gold="0")[3] == "CORRECT"
+        texts = ["memory for good"] * 2
+        found = judge.judge(["a", "b"], ["0", "0"], texts, [Stop.EOS] * 2)
+        assert [j.verdict.name for j in found] == ["CORRECT", "CORRECT"]
+
+
+def test_equal_answers_are_graded_once():
+    with Judge(CASES, num_workers=1) as judge:
+        texts = ["count calls", "1", "count calls", "count calls"]
+        found = judge.judge(["p"] * 3 + ["q"], [""] * 4, texts, [Stop.EOS] * 4)
+        assert [j.reward for j in found] == [1.0, 1.0, 1.0, 0.5]
+        assert (judge.counts.num_answers, judge.counts.num_distinct) == (4, 3)
+
+
+def test_a_busy_machine_changes_no_verdict():
+    """Loops on every processor leave a worker a small share of the wall time; its CPU time is its own."""
+    num_loops = 2 * len(os.sched_getaffinity(0))
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_loops)]
+    try:
+        with Judge(CASES, num_workers=2, timeout_s=1.0) as judge:
+            texts = ["half a second", "hang", "half a second"]
+            assert verdicts(judge, ["1"]) == ["CORRECT"]
+            found = judge.judge(["a", "b", "c"], ["1"] * 3, texts, [Stop.EOS] * 3)
+            assert [j.verdict.name for j in found] == ["CORRECT", "TIMEOUT", "CORRECT"]
+            assert judge.counts.wall_s > 1.0
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_a_grader_that_sleeps_is_ended_by_wall_time(monkeypatch):
+    monkeypatch.setattr(guarded_workers, "WALL_GRACE_S", 1.0)
+    with Judge(CASES, timeout_s=0.2) as judge:
+        assert verdicts(judge, ["1", "sleep for ever", "0"], gold="1") == ["CORRECT", "TIMEOUT", "WRONG"]
+        assert judge.counts.num_timeouts == 1
+
+
+def test_workers_that_cannot_be_replaced_leave_answers_unjudged(tmp_path):
+    grader = tmp_path / "grader.py"
+    grader.write_text("import os\ndef reward(p, a, g):\n    return 1.0 if a == 'fine' else os._exit(1)\n")
+    with Judge(f"{grader}:reward") as judge:
+        assert verdicts(judge, ["fine"]) == ["CORRECT"]
+        grader.write_text("import os\nos._exit(5)\n")
+        found = judge.judge([""] * 2, ["fine"] * 2, ["fine", "die"], [Stop.EOS] * 2)
+        assert [j.verdict.name for j in found] == ["CORRECT", "ERROR"]
+        assert "no grading worker for" in judge.take_report().first_error
+        assert not found[1].is_judged
+        grader.write_text("def reward(p, a, g):\n    return 0.25\n")
+        assert verdicts(judge, ["die"]) == ["WRONG"]  # it recovers with the grader
 
 
 def test_native_code_that_never_comes_back_is_killed():
@@ -196,10 +316,9 @@ def test_answers_are_judged_at_the_same_time():
 def test_workers_do_not_outlive_a_killed_parent(doing):
     code = (
         "import sys, psutil; from hacpo_mega.grading.judge import Judge; from hacpo_mega.records import Stop\n"
-        f"judge = Judge({CASES!r}, num_workers=1, timeout_s=1.0)\n"
+        f"judge = Judge({CASES!r}, num_workers=1, timeout_s=5.0)\n"
         "print(psutil.Process().children()[0].pid, flush=True)\n"
         f"texts = [] if {doing!r} == 'idle' else [{doing!r}]\n"
-        "judge._workers.timeout_s = 1000.0\n"
         "judge.judge([''] * len(texts), [''] * len(texts), texts, [Stop.EOS] * len(texts)); sys.stdin.read()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -209,7 +328,7 @@ def test_workers_do_not_outlive_a_killed_parent(doing):
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    deadline = time.monotonic() + 120  # a hang in C ends with its CPU allowance, 2 * 1 + 2 seconds
+    deadline = time.monotonic() + 120  # a hang in C ends with its CPU allowance
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE  # a zombie here belongs to init
@@ -218,7 +337,9 @@ def test_workers_do_not_outlive_a_killed_parent(doing):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("maths", "'maths' is unknown; known: arithmetic, exact, numeric, math, math_any"),
+        ("maths", "'maths' is unknown; known: math, math_any, number, choice, json, program, exact, arithmetic"),
+        (f"{FILE}:two_arguments", r"takes \(answer, gold\), and is called with \(prompt, answer, gold\)"),
+        (f"{FILE}:KEPT", "it is a list, and a grader is a function"),
         ("no_such_module:reward", "cannot be loaded: ModuleNotFoundError"),
         ("hacpo_mega.grading.graders:no_such", "cannot be loaded: AttributeError"),
         ("absent.py:reward", "cannot be loaded: FileNotFoundError"),
@@ -229,6 +350,30 @@ def test_a_kind_that_does_not_exist_is_said_at_once(kind, message, new_workers):
     with pytest.raises(ValueError, match=message):
         Judge(kind)
     assert not new_workers()
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("number", {"rel_toll": 0.1}, "'number': it has no option rel_toll; its options are: rel_tol, abs_tol"),
+        ("number", {"rel_tol": "1"}, r"option rel_tol \('1'\) must be a number from 0, below 1"),
+        ("number", {"abs_tol": -1}, r"option abs_tol \(-1\) must be a number from 0, below inf"),
+        ("exact", {"prompt": "x"}, "no option prompt; its options are: none"),
+        ("math", {"rel_tol": 0.1}, "no option rel_tol; its options are: none"),
+        (f"{FILE}:with_options", {"bonus": 1.0, "malus": 1.0}, "no option malus; its options are: bonus, name"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_said_at_once(kind, options, message, new_workers):
+    with pytest.raises(ValueError, match=message):
+        Judge(kind, options=options)
+    assert not new_workers()
+
+
+def test_options_reach_the_grader():
+    with Judge(f"{FILE}:with_options", options={"bonus": 0.75}) as judge:
+        assert judge.judge([""], [""], [""], [Stop.EOS])[0].reward == 0.75
+    with Judge("number", options={"rel_tol": 0.1}) as judge:
+        assert verdicts(judge, ["\\boxed{1.09}", "1.11"]) == ["CORRECT", "WRONG"]
 
 
 def test_closing_twice_and_nothing_to_judge():
@@ -250,7 +395,6 @@ def test_a_worker_survives_an_interrupt_of_the_group(new_workers):
 
 @pytest.mark.parametrize("module", ["math_grader", "graders"])
 def test_built_in_graders_import_no_model_library(module):
-    code = (
-        f"import hacpo_mega.data.{module}, sys; print({{'torch', 'transformers', 'vllm', 'numpy'}} & set(sys.modules))"
-    )
+    heavy = {"torch", "transformers", "vllm", "numpy"}
+    code = f"import hacpo_mega.grading.{module}, sys; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

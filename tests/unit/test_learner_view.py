@@ -43,10 +43,13 @@ def rules_of(sources, **changes):
     return replace(rules, **changes)
 
 
+UNJUDGED = (Verdict.TIMEOUT, Verdict.ERROR)
+
+
 def trajectory(codec, agent, g, text, stop=Stop.EOS, verdict=Verdict.WRONG, eos_in_loss=True, ids=None):
     ids = np.array(codec.encode_answer(text, stop == Stop.EOS) if ids is None else ids, dtype=np.int32)
     num_scored = trained_tokens(len(ids), stop == Stop.EOS, eos_in_loss)
-    reward = float(verdict == Verdict.CORRECT) if verdict.is_judged else math.nan
+    reward = float(verdict == Verdict.CORRECT) if verdict not in UNJUDGED else math.nan
     return Trajectory(agent, Rollout(4, g, ids, text, stop), verdict, reward, -0.1 * (g + 1), num_scored)
 
 

@@ -1,0 +1,213 @@
+"""The program that runs an untrusted program, once, on one standard input, and ends with everything it started.
+
+It is started as a fresh interpreter by program.py and reads one JSON line:
+    {"program", "stdin", "python", "visible", "cpu_s", "memory_bytes", "num_processes", "disk_bytes", "is_isolated"}
+then it becomes, through namespaces of its own (user, mount, pid, network, ipc, host name):
+- a file tree that holds the folders `visible` (read only: the interpreter and the system libraries), a few devices, and
+  /tmp, a file system in memory of `disk_bytes`, where the program lies and works. Nothing else of the machine is there;
+- no network, not even to itself, and no process of the machine;
+- for root, the user nobody, so that the limit on processes holds: the kernel never limits root's.
+The limits: RLIMIT_CPU and RLIMIT_AS for each process, RLIMIT_NPROC for all of them together, no core files. The program
+runs below an init of its own, and when that ends, by itself or with this process, the kernel ends whatever is left.
+Without `is_isolated` there are the limits and a new session only: files, network and processes of the user are open to
+the program, and a child that leaves the session stays. What all this is not: a wall against a hole in the kernel.
+Exit status: the program's, 128 + n for signal n, SETUP_FAILED when the program was never started (the reason on
+standard error).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+SETUP_FAILED = 121
+NOBODY = 65534
+INSIDE = 1000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
+DEVICES = ("null", "zero", "urandom", "random")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(what: str, function, *arguments) -> None:
+    if function(*arguments) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    _call(
+        f"mount {target}",
+        LIBC.mount,
+        source.encode(),
+        target.encode(),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        data.encode(),
+    )
+
+
+def _die_with_parent(parent: int) -> None:
+    _call("prctl", LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(SETUP_FAILED)
+
+
+def become_alone() -> None:
+    """New namespaces. Inside, INSIDE is this user, or nobody where that is root, who stays 0 to make the file tree."""
+    parent, user, group = os.getppid(), os.getuid(), os.getgid()
+    if user == 0:
+        _unshare_below_root()
+    else:
+        _call("unshare", LIBC.unshare, NAMESPACES)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{INSIDE} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{INSIDE} {group} 1")
+    _die_with_parent(parent)
+
+
+def _unshare_below_root() -> None:
+    """Only a process that stayed outside may give a namespace a second user."""
+    me = os.getpid()
+    is_unshared, say_so = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        os.close(say_so)
+        if os.read(is_unshared, 1):
+            for ids in ("uid_map", "gid_map"):
+                Path(f"/proc/{me}/{ids}").write_text(f"0 0 1\n{INSIDE} {NOBODY} 1")
+        os._exit(0)
+    try:
+        _call("unshare", LIBC.unshare, NAMESPACES)
+        os.write(say_so, b"1")
+    finally:
+        os.close(say_so)
+        os.waitpid(writer, 0)
+
+
+def _become_program() -> None:
+    """Root inside gives up its rights for good; another user loses them with the next execve."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(INSIDE, INSIDE, INSIDE)
+        os.setresuid(INSIDE, INSIDE, INSIDE)
+    _call("prctl", LIBC.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def enter_tree(visible: list[str], disk_bytes: int) -> None:
+    """Makes the file tree in memory and moves into it; the working folder is its /tmp."""
+    _mount("none", "/", "", MS_REC | MS_PRIVATE)
+    root = "/sys"  # a mount point that every machine has and no interpreter lies in
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for folder in visible:
+        _show(Path(folder), Path(root + folder))
+    os.makedirs(f"{root}/dev", exist_ok=True)
+    for device in DEVICES:
+        Path(f"{root}/dev/{device}").touch()
+        _mount(f"/dev/{device}", f"{root}/dev/{device}", "", MS_BIND)
+    os.makedirs(f"{root}/proc", exist_ok=True)
+    with contextlib.suppress(OSError):  # a container may forbid a new /proc; then there is none
+        _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
+    os.makedirs(f"{root}/tmp", exist_ok=True)
+    os.chroot(root)
+    os.chdir("/")
+    _make_read_only()
+    _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=1777")
+    os.chdir("/tmp")
+
+
+def _show(folder: Path, place: Path) -> None:
+    """The folder at its own place in the tree; a link stays a link, since what it leads to is shown too."""
+    if folder.is_symlink():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(folder.readlink())
+    elif folder.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        _mount(str(folder), str(place), "", MS_BIND | MS_REC)
+
+
+def _make_read_only() -> None:
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    _call(
+        "mount_setattr",
+        LIBC.syscall,
+        SYS_MOUNT_SETATTR,
+        AT_FDCWD,
+        b"/",
+        AT_RECURSIVE,
+        attributes,
+        ctypes.sizeof(attributes),
+    )
+
+
+def run_program(order: dict, folder: str) -> int:
+    """Runs the program in `folder` below the limits, and returns its exit status as a shell would."""
+    Path(folder, "main.py").write_text(order["program"], encoding="utf-8", errors="surrogatepass")
+    Path(folder, "stdin").write_text(order["stdin"], encoding="utf-8", errors="surrogatepass")
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(f"{folder}/stdin", os.O_RDONLY), 0)
+            cpu_s = order["cpu_s"]
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["disk_bytes"], order["disk_bytes"]))
+            resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"], order["memory_bytes"]))
+            if order["is_isolated"]:  # elsewhere it would count every process of the user
+                resource.setrlimit(resource.RLIMIT_NPROC, (order["num_processes"], order["num_processes"]))
+                _become_program()
+            environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+            python = order["python"]
+            os.execve(python, [python, "-B", "-s", f"{folder}/main.py"], environment)
+        except (OSError, ValueError) as error:
+            print(f"the program cannot be started: {error}", file=sys.stderr, flush=True)
+        os._exit(SETUP_FAILED)
+    while True:  # an init also collects what the program's children leave behind
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _as_init(order: dict) -> None:
+    """The first process of the new pid namespace; with it end all others."""
+    _call("prctl", LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        enter_tree(order["visible"], order["disk_bytes"])
+    except OSError as error:
+        print(f"no file tree of its own: {error}", file=sys.stderr, flush=True)
+        os._exit(SETUP_FAILED)
+    os._exit(run_program(order, "/tmp"))
+
+
+def main() -> int:
+    """Reads the order, runs the program, and returns its exit status."""
+    order = json.loads(sys.stdin.readline())
+    if not order["is_isolated"]:
+        _die_with_parent(os.getppid())
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            return run_program(order, folder)
+    try:
+        become_alone()
+    except OSError as error:
+        print(f"no namespaces of its own: {error}", file=sys.stderr, flush=True)
+        return SETUP_FAILED
+    init = os.fork()
+    if init == 0:
+        _as_init(order)
+    _, status = os.waitpid(init, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
