@@ -102,7 +102,8 @@ class Config(Section):
     num_steps: Count
     """Steps of the run; each answers, judges, exchanges and trains prompts_per_step prompts."""
     lanes: Count = 1
-    """Data-parallel columns that all agents share; each takes its part of a step's prompts."""
+    """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
+    by rounding alone."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
