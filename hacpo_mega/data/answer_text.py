@@ -14,14 +14,14 @@ SAID = re.compile(r"\banswer(?: is:?|:)\s+(?=\S)", re.IGNORECASE)
 # a command ("\times 10") goes with it
 COMMAND = re.compile(r"\\(?:[a-zA-Z]+(?:\s+(?![a-zA-Z\s]))?|!\s*|[\s\S])")
 NOTHING = frozenset(("\\!", "\\limits", "\\nolimits"))
-SPACES = frozenset(r"\, \; \: \> \  \quad \qquad \$ \( \) \[ \] \displaystyle \textstyle".split(" ")) | {"\\ ", "\\\n"}
+SPACES = frozenset("\\" + name for name in (*",;:> \n$()[]", "quad", "qquad", "displaystyle", "textstyle"))
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*\.?")
 FRACTIONS = ("\\dfrac", "\\tfrac", "\\cfrac")
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|textnormal)\s*\{([^{}]*)\}")
 ONE_SIGN_POWER = re.compile(r"([\^_])\{(\w)\}")
 # "1 2" is not 12 and "\sin x" no command, so a space between two letters or digits stays; "1, 234" is a list
 LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
-LIST_SPACE = re.compile(r"(?<=\d),\s+(?=\d{3}(?!\d))")
+LIST_SPACE = re.compile(r"(?<=\d)\s*,\s+(?=\d{3}(?!\d))")
 LIST_MARK = "\x00"
 
 

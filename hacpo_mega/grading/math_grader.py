@@ -139,8 +139,8 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     """Whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
     tidy_gold, tidy_answer = tidy(gold), tidy(answer)
     plain_gold, plain_answer = plain(tidy_gold), plain(tidy_answer)
-    if plain_gold == plain_answer:
-        return Decision(bool(plain_gold), "the same text", gold, answer)
+    if is_same_text(plain_gold, plain_answer):
+        return Decision(True, "the same text", gold, answer)
     if reason := too_large(tidy_answer, tidy_gold):
         return Decision(False, f"refused: {reason}", gold, answer)
     numbers = _numbers(plain_gold, plain_answer)
@@ -152,6 +152,11 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
         equal = digits == answer_digits and None in (base, answer_base)
         return Decision(equal, "numerals in a base", gold, answer, *map(str, numerals))
     return _compared(tidy_gold, tidy_answer, _parsed(tidy_answer), rules)
+
+
+def is_same_text(gold: str, answer: str) -> bool:
+    """Whether two plain texts are the same and say something."""
+    return gold == answer != ""
 
 
 def box_of(text: str) -> str:

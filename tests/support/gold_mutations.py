@@ -8,33 +8,34 @@ MATRIX = re.compile(r"\\begin\{[a-zA-Z]*(?:matrix|array)\*?\}")
 KINDS = (
     ("matrix", MATRIX),
     ("text", re.compile(r"\s*\\(?:text|mbox|textbf|textnormal|mathrm)\{[^{}]*\}\s*")),
-    ("percent", re.compile(r".*\\?%\s*", re.DOTALL)),
-    ("money", re.compile(r".*\\\$", re.DOTALL)),
-    ("degrees", re.compile(r".*\^\s*(?:\{\\circ\}|\\circ)", re.DOTALL)),
-    ("unit", re.compile(r".*\\(?:text|mbox|textnormal|mathrm)\b", re.DOTALL)),
-    ("integer", re.compile(r"\s*-?\d+\s*|\s*-?\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+\s*")),
+    ("percent", re.compile(r"%")),
+    ("money", re.compile(r"\\\$")),
+    ("degrees", re.compile(r"\^\s*(?:\{\\circ\}|\\circ)")),
+    ("unit", re.compile(r"\\(?:text|mbox|textnormal|mathrm)\b")),
+    ("integer", re.compile(r"\s*-?\d+\s*|\s*-?\d{1,3}(?:,\d{3})+\s*")),
     ("scientific", re.compile(r"\s*-?\d+(?:\.\d+)?e[+-]?\d+\s*")),
-    ("decimal", re.compile(r"\s*-?(?:\d{1,3}(?:,(?:\\!)?\d{3})+|\d*)\.\d+\s*")),
+    ("decimal", re.compile(r"\s*-?(?:\d{1,3}(?:,\d{3})+|\d*)\.\d+\s*")),
     ("numeral in a base", re.compile(r"[0-9A-F]+_(?:\d+|\{\d+\})")),
     ("interval", re.compile(r"(?s)(?=.*(?:\\infty|\\cup|\[)).*[(\[].*,.*[)\]]")),
-    ("inequality", re.compile(r".*(?:<|>|\\leq?\b|\\geq?\b|\\neq?\b)", re.DOTALL)),
-    ("equation", re.compile(r".*=", re.DOTALL)),
+    ("inequality", re.compile(r"<|>|\\leq?\b|\\geq?\b|\\neq?\b")),
+    ("equation", re.compile(r"=")),
     ("tuple", re.compile(r"\s*(?:\\left)?\s*\(.*,.*\)\s*", re.DOTALL)),
-    ("list", re.compile(r".*,", re.DOTALL)),
-    ("fraction", re.compile(r"\s*-?\\[dtc]?frac\s*(?:\d|\{-?\d+\})\s*(?:\d|\{\d+\})\s*|\s*-?\d+/\d+\s*")),
+    ("list", re.compile(r",")),
+    ("fraction", re.compile(r"\s*-?\\[dtc]?frac\s*(?:\d|\{-?\d+\})\s*(?:\d|\{[\d,]+\})\s*|\s*-?\d+/\d+\s*")),
     ("mixed number", re.compile(r"\s*-?\d+\s*\\[dtc]?frac\s*(?:\d|\{\d+\})\s*(?:\d|\{\d+\})\s*")),
 )
+FOUND_ANYWHERE = ("matrix", "percent", "money", "degrees", "unit", "inequality", "equation", "list")
 MARKED_SIZE = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*")
+LIST_OF_HUNDREDS = re.compile(r"\d,\s+\d{3}(?!\d)")  # "81, 256" without its space is another number
 # a space beside one of these signs is typesetting; inside \text, between words and after a command it is not
-LOOSE = re.compile(r" *([-+=(){}\[\],&^_/]|\\\\) *")
+LOOSE = re.compile(r" *([-+=(){}\[\]&^_/]|,(?!\\!|\d{3})|\\\\) *")
 
 
 def kind_of(gold: str) -> str:
     """What a gold answer is, by its text: the first of KINDS, else an expression with or without letters."""
+    gold = gold.replace("\\!", "").replace("{,}", ",")
     for kind, pattern in KINDS:
-        searched = pattern.search(gold) if kind == "matrix" else pattern.match(gold)
-        whole = kind in ("matrix", "percent", "money", "degrees", "unit", "inequality", "equation", "list")
-        if searched and (whole or searched.end() == len(gold)):
+        if pattern.search(gold) if kind in FOUND_ANYWHERE else pattern.fullmatch(gold):
             return kind
     without_commands = re.sub(r"\\[a-zA-Z]+", "", gold)
     return "expression in letters" if re.search(r"[a-zA-Z]", without_commands) else "closed form"
@@ -62,10 +63,10 @@ def rewritten(gold: str) -> dict[str, str]:
         "frac": re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", gold),
         "left and right": _sized(gold),
         "no left and right": MARKED_SIZE.sub("", gold),
-        "spaces": gold if has_words else LOOSE.sub(r" \1 ", gold),
-        "no spaces": gold if has_words else LOOSE.sub(r"\1", gold),
+        "spaces": gold if has_words or MATRIX.search(gold) else LOOSE.sub(r" \1 ", gold),
+        "no spaces": gold if has_words or LIST_OF_HUNDREDS.search(gold) else LOOSE.sub(r"\1", gold),
         "line break": gold.replace(", ", ",\n"),
-        "thin spaces": re.sub(r",\s*(?=\S)", r",\\, ", gold) if kind_of(gold) in ("tuple", "list") else gold,
+        "thin spaces": re.sub(r", (?=\S)", r",\\, ", gold),
         "braces round powers": re.sub(r"\^([0-9a-z])", r"^{\1}", gold),
         "thousands": f"{int(digits):,}" if is_number and gold.isdigit() and gold[0] != "0" else gold,
         "no thousands": ("-" if gold.strip().startswith("-") else "") + digits if is_number else gold,
@@ -76,6 +77,7 @@ def rewritten(gold: str) -> dict[str, str]:
     }
     if MATRIX.search(gold):
         spellings["another bracket"] = gold.replace("pmatrix", "bmatrix")
+        spellings["rows on lines"] = gold.replace("\\\\", "\\\\\n").replace("&", " & ")
     return {name: text for name, text in spellings.items() if name == "itself" or text != gold}
 
 
