@@ -12,7 +12,7 @@ MAX_DIGITS = 40
 MAX_EXPONENT_DIGITS = 4
 # what sympy would calculate, and may never end
 CALCULATION = re.compile(r"\\(?:sum|prod|i*int|oint|lim|limsup|liminf|bmod|pmod|mod|gcd)(?![a-zA-Z])")
-FACTORIAL = re.compile(r"(?:\d{4}|[)}\]!])!(?!=)|\\[dt]?binom\{?[^{}]*\d{4}")
+FACTORIAL = re.compile(r"(?:\d{4}|[)}\]!])!(?!=)|\\[dt]?binom.*(?:\d{4}|\^)")
 DIGITS = re.compile(r"\d+")
 EXPONENT = re.compile(r"\^(?:\{([^{}]*)\}|\(([^()]*)\)|([^\W_]+))|\*\*\(?(\w+)")
 
@@ -29,7 +29,7 @@ def too_large(answer: str, gold: str) -> str | None:
         return "a power in an exponent"
     if _exponent_digits(answer) > max(MAX_EXPONENT_DIGITS, _exponent_digits(gold)):
         return f"an exponent of more than {MAX_EXPONENT_DIGITS} digits"
-    last_side = answer.rpartition("=")[2]
+    last_side = answer[_last_equals(answer) :]
     for unfinished in (CALCULATION, FACTORIAL):
         if (found := unfinished.search(last_side)) and not unfinished.search(gold):
             return f"{found.group()} left to be calculated"
@@ -60,6 +60,15 @@ def powers(text: str) -> int:
             highest = max(highest, sum(is_exponent) + 1)
         previous = sign
     return highest
+
+
+def _last_equals(text: str) -> int:
+    """Where the right side of the last equation starts that is not inside brackets (as in the bounds of a sum)."""
+    depth = place = 0
+    for here, sign in enumerate(text, start=1):
+        depth += (sign in "{([") - (sign in "})]")
+        place = here if sign == "=" and depth == 0 else place
+    return place
 
 
 def _longest_number(text: str) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Expr, UnevaluatedExpr
 
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_mega.grading.answer_limits import too_large
@@ -220,8 +221,25 @@ def _compared(gold: str, answer: str, found: Sequence[Any], rules: MatchRules) -
     return Decision(_are_equal(wanted, found, rules), "math-verify", gold, answer, *read)
 
 
+def are_far_apart(gold: Any, answer: Any, rules: MatchRules) -> bool:
+    """Whether both are numbers in closed form and differ.
+
+    math-verify finds 1e308^{\\infty} equal to every number, and simplifies a difference of numbers, which may have no end.
+    """
+    if not all(isinstance(x, Expr) and x.is_number and not x.has(UnevaluatedExpr) for x in (gold, answer)):
+        return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
+    values = [x.doit().evalf(30) for x in (gold, answer)]
+    if not all(value.is_finite for value in values):
+        return values[0] != values[1]
+    if not all(value.is_Number for value in values):
+        return False
+    return bool(abs(values[0] - values[1]) > 10.0**-rules.decimals * min(1, abs(values[0])))
+
+
 def _are_equal(gold: Sequence[Any], answer: Sequence[Any], rules: MatchRules) -> bool:
     try:
+        if gold and answer and are_far_apart(gold[0], answer[0], rules):
+            return False
         return verify(
             list(gold),
             list(answer),

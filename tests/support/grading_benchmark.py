@@ -14,7 +14,9 @@ import functools
 import json
 import random
 import re
+import resource
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -24,12 +26,15 @@ from pathlib import Path
 from unittest import mock
 
 from gold_mutations import kind_of, rewritten, with_one_digit_changed
+from hostile_answers import GENERATED_GOLD, generated_answers
 from math_verify import parse, verify
 
 from hacpo_mega.data.answer_text import last_boxed
 from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.grading import math_grader
 from hacpo_mega.grading.grading_worker import load_grader
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.records import Stop
 
 Grader = Callable[[str, str, str], float | None]
 MARKED = ("$", "\\[", "\\(", "\\boxed")
@@ -46,6 +51,7 @@ RULES: dict[str, dict[str, Callable]] = {
     "numbers": {GRADER + "read_number": lambda text: None},
     "decimal comma": {GRADER + "read_decimal_comma": lambda text: None},
     "numerals in a base": {GRADER + "read_numeral": lambda text: None},
+    "numbers far apart": {GRADER + "are_far_apart": lambda gold, answer, rules: False},
     "boxes that stand together": {GRADER + "box_of": lambda text: last_boxed(text) or text},
 }
 
@@ -213,6 +219,30 @@ def print_mutations(changed: Tally, same: Tally) -> None:
         print("   ", example)
 
 
+@dataclass(frozen=True)
+class HostileRun:
+    """What generated hostile answers cost their worker, and what they got."""
+
+    verdicts: tuple[str, ...]
+    cpu_s: float
+    peak_bytes: int
+    ran_code: bool
+
+
+def hostile_run(number: int, seed: int = 0) -> HostileRun:
+    """Judges generated answers in one worker, as training does; its CPU time and its peak memory are the kernel's."""
+    with tempfile.TemporaryDirectory() as folder:
+        canary = Path(folder) / "ran"
+        answers = generated_answers(number, seed, str(canary))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        with Judge("math", num_workers=1, timeout_s=5.0) as judge:
+            judged = judge.judge([""] * number, [GENERATED_GOLD] * number, answers, [Stop.EOS] * number)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        verdicts = tuple(judgement.verdict.name for judgement in judged)
+        return HostileRun(verdicts, cpu_s, 1024 * after.ru_maxrss, canary.exists())
+
+
 def run_ablation(data: Path, num_golds: int) -> None:
     """What agrees on labelled pairs, and what a sample of mutations gets wrong, without each rule."""
     cases, golds = labelled_cases(data), golds_of(data, num_golds)
@@ -257,8 +287,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.what == "mutations":
         grader = plain_math_verify if options.plain else math_grader.boxed
         print_mutations(*mutated(grader, golds_of(options.data, options.golds)))
-    else:
+    elif options.what == "ablation":
         run_ablation(options.data, options.golds or 150)
+    else:
+        runs = [hostile_run(options.answers) for _ in range(2)]
+        for run in runs:
+            print(
+                dict(Counter(run.verdicts)), f"{run.cpu_s:.1f} CPU s, {run.peak_bytes >> 20} MiB, code: {run.ran_code}"
+            )
+        print("verdicts that differ:", sum(a != b for a, b in zip(runs[0].verdicts, runs[1].verdicts)))
 
 
 if __name__ == "__main__":
