@@ -224,7 +224,7 @@ def _compared(gold: str, answer: str, found: Sequence[Any], rules: MatchRules) -
 def are_far_apart(gold: Any, answer: Any, rules: MatchRules) -> bool:
     """Whether both are numbers in closed form and differ.
 
-    math-verify finds 1e308^{\\infty} equal to every number, and simplifies a difference of numbers, which may have no end.
+    math-verify finds 1e308^{\\infty} equal to any number, and simplifies a difference of numbers, which may never end.
     """
     if not all(isinstance(x, Expr) and x.is_number and not x.has(UnevaluatedExpr) for x in (gold, answer)):
         return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
