@@ -14,11 +14,13 @@ MAX_EXPONENT_DIGITS = 4
 CALCULATION = re.compile(r"\\(?:sum|prod|i*int|oint|lim|limsup|liminf|bmod|pmod|mod|gcd)(?![a-zA-Z])")
 FACTORIAL = re.compile(r"(?:\d{4}|[)}\]!])!(?!=)|\\[dt]?binom.*(?:\d{4}|\^)")
 DIGITS = re.compile(r"\d+")
-EXPONENT = re.compile(r"\^(?:\{([^{}]*)\}|\(([^()]*)\)|([^\W_]+))|\*\*\(?(\w+)")
+EXPONENT = re.compile(r"\^(?:\{([^{}]*)\}|\(([^()]*)\)|([^\W_]+))")
+POWER_OF_A_POWER = re.compile(r"\^(?:\{[^{}]*\}|\w+)\^")
 
 
 def too_large(answer: str, gold: str) -> str | None:
     """Why a tidy answer is refused against a tidy gold, or None. Linear in the answer."""
+    answer, gold = answer.replace("**", "^"), gold.replace("**", "^")
     if len(answer) > max(MAX_CHARACTERS, 4 * len(gold)):
         return f"longer than {MAX_CHARACTERS} characters"
     if nesting(answer) > max(MAX_NESTING, nesting(gold)):
@@ -46,9 +48,9 @@ def nesting(text: str) -> int:
 
 
 def powers(text: str) -> int:
-    """How many powers stand in each other's exponents: 2 for "2^{3^4}"."""
+    """How many powers stand in each other's exponents: 2 for "2^{3^4}" and "2^3^4"."""
     is_exponent: list[bool] = []  # of every bracket that is open
-    highest = 0
+    highest = 2 if POWER_OF_A_POWER.search(text) else 0
     previous = ""
     for sign in text:
         if sign in "{([":

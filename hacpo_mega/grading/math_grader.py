@@ -28,8 +28,8 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-MARKED = ("$", "\\[", "\\(", "\\boxed", "\\fbox")
-WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+MARKED = re.compile(r"(?<!\\)\$|\\[\[(]")  # where formulas stand between words
+WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
         return decision
     gold = box_of(gold_answer(gold))
     has_words = WORD.search(text)
-    if not has_words or not any(sign in text for sign in MARKED):
+    if not has_words or not MARKED.search(text):
         decision = decide(gold, text, rules)
         if decision.is_equal or not has_words:
             return decision
@@ -186,15 +186,13 @@ def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
 
 
 def _are_close(gold: Fraction, answer: Fraction, rules: MatchRules) -> bool:
-    """Equal, or equal as decimals: half a unit of the last of `decimals`, of gold itself where gold is below 1."""
-    if gold == answer:
-        return True
-    if rules.relative == 0.0 and gold.denominator == answer.denominator == 1:
-        return False
+    """Equal; or within the relative tolerance; or, for a gold that is no whole number, equal to so many decimals.
+
+    Below 0.1 as many significant digits count instead, or every small number would be 0.
+    """
     size = abs(gold)
-    return abs(gold - answer) <= max(
-        min(size, 1) * Fraction(1, 2 * 10**rules.decimals), size * Fraction(rules.relative)
-    )
+    rounding = 0 if gold.denominator == 1 else min(10 * size, 1) / (2 * 10**rules.decimals)
+    return abs(gold - answer) <= max(rounding, size * Fraction(rules.relative))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -233,7 +231,7 @@ def are_far_apart(gold: Any, answer: Any, rules: MatchRules) -> bool:
         return values[0] != values[1]
     if not all(value.is_Number for value in values):
         return False
-    return bool(abs(values[0] - values[1]) > 10.0**-rules.decimals * min(1, abs(values[0])))
+    return bool(abs(values[0] - values[1]) > 10.0**-rules.decimals * min(1, 10 * abs(values[0])))
 
 
 def _are_equal(gold: Sequence[Any], answer: Sequence[Any], rules: MatchRules) -> bool:
