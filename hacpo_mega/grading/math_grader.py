@@ -10,7 +10,7 @@ Golds may be bare ("18", "\\frac{1}{2}"), in dollars, boxed, a whole solution wi
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -63,34 +63,24 @@ class Decision:
 RULES = MatchRules()
 
 
-def boxed(prompt: str, answer: str, gold: str) -> float | None:
+def boxed(prompt: str, answer: str, gold: str, *, relative: float = 0.0) -> float | None:
     """1 when the last box of the text equals gold, 0 when not, None without a box.
 
     Boxes beside each other may also be one answer, a list. What comes before </think> does not count, and a text that
-    opens <think> and never closes it has not answered.
+    opens <think> and never closes it has not answered. With `relative` a number may be off by that share of gold, for
+    benchmarks of measured quantities.
     """
-    decision = decide_boxed(gold, answer)
+    decision = decide_boxed(gold, answer, MatchRules(relative=relative))
     return None if decision is None else float(decision.is_equal)
 
 
-def anywhere(prompt: str, answer: str, gold: str) -> float | None:
+def anywhere(prompt: str, answer: str, gold: str, *, relative: float = 0.0) -> float | None:
     """1 when an answer anywhere in the text equals gold, boxed or not; None for an empty text.
 
-    For grading answers whose writer was asked for no box.
+    For grading answers whose writer was asked for no box; `relative` as in `boxed`.
     """
     text = after_thinking(answer).strip()
-    return float(decide_anywhere(gold, text).is_equal) if text else None
-
-
-def within(relative: float) -> Callable[[str, str, str], float | None]:
-    """`boxed` where a number may be off by a share of gold, for benchmarks of measured quantities."""
-    rules = MatchRules(relative=relative)
-
-    def boxed_within(prompt: str, answer: str, gold: str) -> float | None:
-        decision = decide_boxed(gold, answer, rules)
-        return None if decision is None else float(decision.is_equal)
-
-    return boxed_within
+    return float(decide_anywhere(gold, text, MatchRules(relative=relative)).is_equal) if text else None
 
 
 def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import json
 import random
 import re
 import resource
+import runpy
 import signal
 import tempfile
 import time
@@ -32,7 +33,6 @@ from math_verify import parse, verify
 from hacpo_mega.data.answer_text import last_boxed
 from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.grading import math_grader
-from hacpo_mega.grading.grading_worker import load_grader
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 
@@ -257,6 +257,12 @@ def run_ablation(data: Path, num_golds: int) -> None:
         print(f"| {rule or 'nothing'} | {agree} | {errors} | {cpu:.2f} |", flush=True)
 
 
+def grader_of(spec: str) -> Grader:
+    """The function that FILE.py:function names."""
+    file, _, function = spec.rpartition(":")
+    return runpy.run_path(file)[function]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command; prints tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -267,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plain", action="store_true", help="mutations for math-verify alone")
     parser.add_argument("--other", action="append", default=[], help="NAME=FILE.py:function of another grader of boxes")
     options = parser.parse_args(arguments)
-    others = {name: load_grader(spec) for name, _, spec in (other.partition("=") for other in options.other)}
+    others = {name: grader_of(spec) for name, _, spec in (other.partition("=") for other in options.other)}
     others["strings"] = normalised_strings
     if options.what == "labelled":
         graders = {"ours": math_grader.anywhere, "math-verify": plain_math_verify}

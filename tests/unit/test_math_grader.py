@@ -1,12 +1,13 @@
 """Mathematics: what equals a gold answer and what does not; what is refused unread; where an answer is in a text."""
 
+import functools
 from fractions import Fraction
 
 import pytest
 
 from hacpo_mega.data.answer_text import plain, tidy
 from hacpo_mega.grading.answer_limits import powers, too_large
-from hacpo_mega.grading.math_grader import MatchRules, anywhere, boxed, decide, explain, within
+from hacpo_mega.grading.math_grader import MatchRules, anywhere, boxed, decide, explain
 from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
 
 COLUMN = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
@@ -232,12 +233,14 @@ def test_typesetting_is_removed_and_nothing_else(text, tidied):
 
 
 def test_a_tolerance_belongs_to_the_benchmark():
-    grade = within(0.01)
+    grade = functools.partial(boxed, relative=0.01)
     assert grade("", r"\boxed{1.46e-5}", "1.45e-5") == 1.0
     assert grade("", r"\boxed{1.47e-5}", "1.45e-5") == 0.0
     assert grade("", r"\boxed{100}", "101") == 1.0
     assert grade("", "100", "101") is None
     assert boxed("", r"\boxed{1.46e-5}", "1.45e-5") == 0.0
+    assert anywhere("", "it is 1.46e-5", "1.45e-5", relative=0.01) == 1.0
+    assert anywhere("", "it is 1.46e-5", "1.45e-5") == 0.0
     assert decide(r"\cos^{10}(\frac{\pi}{10})", "0.6054", MatchRules(decimals=4)).is_equal
 
 
