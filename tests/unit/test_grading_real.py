@@ -58,18 +58,28 @@ def judge_all(judge, rows):
     return judge.judge(prompts, golds, texts, [Stop.EOS] * len(rows))
 
 
-@pytest.mark.skipif(not CASES.is_file(), reason=f"the labelled pairs are not at {CASES}")
+labelled_pairs = pytest.mark.skipif(not CASES.is_file(), reason=f"the labelled pairs are not at {CASES}")
+
+
+@labelled_pairs
 def test_labelled_pairs_of_eleven_projects():
-    """On no source fewer than math-verify alone, 1 % of all more; who disagrees is known, with a reason."""
-    cases = labelled_cases(REAL)[::3]
+    """Whoever disagrees is known, with a reason; at least 95 % agree."""
+    cases = labelled_cases(REAL)[::2]
+    ours = labelled(anywhere, cases)
+    assert [example for example in ours.examples if example[:2] not in KNOWN_DISAGREEMENTS] == []
+    assert ours.wrong.total() <= 0.05 * len(cases)
+
+
+@labelled_pairs
+@pytest.mark.slow
+def test_no_source_has_fewer_than_math_verify_alone_and_all_have_a_point_more():
+    cases = labelled_cases(REAL)
     ours, alone = labelled(anywhere, cases), labelled(plain_math_verify, cases)
-    unknown = [example for example in ours.examples if (example[0], example[1]) not in KNOWN_DISAGREEMENTS]
-    assert not unknown
     assert [source for source in ours.total if ours.wrong[source] > alone.wrong[source]] == []
     assert alone.wrong.total() - ours.wrong.total() >= 0.01 * len(cases)
 
 
-@pytest.mark.skipif(not CASES.is_file(), reason=f"the labelled pairs are not at {CASES}")
+@labelled_pairs
 def test_labels_hold_under_the_options_they_were_given_with():
     cases = [json.loads(line) for line in CASES.open()]
     cases = [case for case in cases if {"precision", "allow_set_relation_comp"} & (case.get("options") or {}).keys()]
