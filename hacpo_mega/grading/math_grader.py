@@ -178,10 +178,14 @@ def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
 def _are_close(gold: Fraction, answer: Fraction, rules: MatchRules) -> bool:
     """Equal; or within the relative tolerance; or, for a gold that is no whole number, equal to so many decimals.
 
-    Below 0.1 as many significant digits count instead, or every small number would be 0.
+    Below 0.1 as many significant digits count instead, or every small number would be 0. Two fractions that are no
+    decimals are not rounded.
     """
     size = abs(gold)
-    rounding = 0 if gold.denominator == 1 else min(10 * size, 1) / (2 * 10**rules.decimals)
+    denominators = gold.denominator, answer.denominator
+    has_decimal = any(pow(10, denominator.bit_length(), denominator) == 0 for denominator in denominators)
+    is_rounded = gold.denominator > 1 and has_decimal
+    rounding = min(10 * size, 1) / (2 * 10**rules.decimals) if is_rounded else 0
     return abs(gold - answer) <= max(rounding, size * Fraction(rules.relative))
 
 

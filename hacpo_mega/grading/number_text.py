@@ -15,8 +15,8 @@ POWER_OF_TEN = re.compile(rf"([+-]?)({WHOLE}(?:\.\d*)?|\.\d+)(?:[eE]([+-]?\d{{1,
 BARE_POWER = re.compile(rf"([+-]?){TEN}")
 FRACTION = re.compile(r"([+-]?)(\d+)?\\frac(?: ?(\d)|\{([+-]?\d+)\}) ?(?:(\d)|\{([+-]?\d+)\})")
 SLASH = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
-NUMERAL = re.compile(r"([0-9A-Z]+)_(?:(\d)|\{(\d+)\})")
-BARE_NUMERAL = re.compile(r"[0-9A-Z]*[0-9][0-9A-Z]*")
+NUMERAL = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+)\})")
+BARE_NUMERAL = re.compile(r"-?[0-9A-Z]*[0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?")
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,(?:\d\d|\d{4,})")
 
 
