@@ -1,163 +1,240 @@
 """Graders for mathematics: the answer of a text against gold, by math-verify, in a guarded worker (judge.py).
 
-math-verify's own time limits are off: they need SIGALRM, which only a main thread has, and they turn a hang into "not
-equal". Without them a hang is the guard's business, and it is reported as a time-out.
-An answer that cannot be parsed or compared is wrong; running out of memory is an error, so it is never swallowed here.
+Both sides are tidied and parsed whole by math-verify, as the content of a box. What is decided before that are the
+rules of `decide`; docs/grading.md says what each of them gains on labelled pairs and on golds with one digit changed.
+math-verify's own time limits are off: they need SIGALRM, which only a main thread has, and they
+turn a hang into "not equal". Running out of memory is never swallowed here, for the same reason.
 Golds may be bare ("18", "\\frac{1}{2}"), in dollars, boxed, a whole solution with a box, or end in "#### 18".
 """
 
 import functools
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from typing import Any
 
+from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Equality, Expr, UnevaluatedExpr
-from sympy.core.relational import Relational
+from sympy import Expr, UnevaluatedExpr
 
-from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed
+from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
+from hacpo_mega.grading.answer_limits import too_large
+from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
-MAX_PARSED_CHARACTERS = 2000
-MAX_BOX_CHARACTERS = 1000
-MAX_NESTING = 20
-NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
-TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
-NO_SENTENCE = re.compile(r"[\\<>≠≤≥]")
-MATHEMATICS = ("$", "\\[", "\\(", "\\boxed", "\\begin")
+MAX_TEXT_CHARACTERS = 2000
+LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+MARKED = re.compile(r"(?<!\\)\$|\\[\[(]")  # where formulas stand between words
+WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
 
 @dataclass(frozen=True)
 class MatchRules:
-    """What counts as an answer and as equal.
+    """What counts as equal.
 
-    `latex` and `expressions` are looked for, and in `sentences` without any LaTeX the last number is the answer; floats
-    are rounded to `decimals`; with `relations_are_sets` x < 1 equals its interval.
+    decimals            to how many of them a decimal number must agree
+    relative            how far a number may be from gold, as a share of it (a benchmark's own tolerance)
+    relations_are_sets  x < 1 equals its interval
+    targets             what math-verify looks for in a text without a box
     """
 
-    latex: bool = True
-    expressions: bool = True
-    sentences: bool = True
     decimals: int = 6
+    relative: float = 0.0
     relations_are_sets: bool = False
+    targets: tuple = (LATEX, EXPRESSION)
 
-    @property
-    def targets(self) -> tuple:
-        """What math-verify is to look for. A box comes before anything else in the text."""
-        latex = (LatexExtractionConfig(boxed_match_priority=0),) if self.latex else ()
-        return (*latex, ExprExtractionConfig()) if self.expressions else latex
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether an answer equals gold, the rule that said so, both texts, and what they were read as where they were."""
+
+    is_equal: bool
+    rule: str
+    gold: str = ""
+    answer: str = ""
+    gold_read: str = ""
+    answer_read: str = ""
 
 
 RULES = MatchRules()
-BOX_RULES = MatchRules(sentences=False)  # or "7 or 8" in a box would be both
 
 
-def boxed(prompt: str, answer: str, gold: str) -> float | None:
+def boxed(prompt: str, answer: str, gold: str, *, relative: float = 0.0) -> float | None:
     """1 when the last box of the text equals gold, 0 when not, None without a box.
 
-    What comes before </think> does not count, and a text that opens <think> and never closes it has not answered.
+    Boxes beside each other may also be one answer, a list. What comes before </think> does not count, and a text that
+    opens <think> and never closes it has not answered. With `relative` a number may be off by that share of gold, for
+    benchmarks of measured quantities.
     """
+    decision = decide_boxed(gold, answer, MatchRules(relative=relative))
+    return None if decision is None else float(decision.is_equal)
+
+
+def anywhere(prompt: str, answer: str, gold: str, *, relative: float = 0.0) -> float | None:
+    """1 when an answer anywhere in the text equals gold, boxed or not; None for an empty text.
+
+    For grading answers whose writer was asked for no box; `relative` as in `boxed`.
+    """
+    text = after_thinking(answer).strip()
+    return float(decide_anywhere(gold, text, MatchRules(relative=relative)).is_equal) if text else None
+
+
+def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
+    """How the grader "math" or "math_any" decides: what was extracted, how both sides were read, which rule decided."""
+    text = after_thinking(answer).strip()
+    decision = decide_boxed(gold, answer) if kind == "math" else decide_anywhere(gold, text) if text else None
+    return asdict(decision or Decision(False, "the text has no answer", gold=box_of(gold_answer(gold))))
+
+
+def decide_boxed(gold: str, answer: str, rules: MatchRules = RULES) -> Decision | None:
+    """Whether the last box after the reasoning equals gold; None without one, or while the reasoning goes on."""
     text = after_thinking(answer)
     content = None if "<think>" in text else last_boxed(text)
     if content is None:
         return None
-    if len(content) > max(MAX_BOX_CHARACTERS, len(gold)):  # half of it would be another answer: it is not parsed at all
-        return float(plain(gold_answer(gold)) == plain(content))
-    return float(equal(gold_answer(gold), content, BOX_RULES))
+    gold = box_of(gold_answer(gold))
+    decision = decide(gold, content, rules)
+    joined = box_of(region(text))
+    return decide(gold, joined, rules) if not decision.is_equal and joined != content else decision
 
 
-def anywhere(prompt: str, answer: str, gold: str) -> float | None:
-    """1 when an answer anywhere in the text equals gold as math-verify sees it, boxed or not; None for an empty text.
+def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision:
+    """Whether an answer in a text equals gold: in its boxes, as the whole text, or where math-verify finds one.
 
-    For grading answers whose writer was asked for no box. Neighbouring boxes are one answer, a list.
+    Gold is always read whole; only the text is searched.
     """
-    text = after_thinking(answer).strip()
-    return float(equal(gold_answer(gold), text)) if text else None
-
-
-def equal(gold: str, answer: str, rules: MatchRules = RULES) -> bool:
-    """Whether two answers are the same: as text, as exact whole numbers, else as math-verify sees them."""
-    plain_gold, plain_answer = plain(gold), plain(answer)
-    if plain_gold == plain_answer:
-        return bool(plain_gold)
-    numbers = as_integer(plain_gold), as_integer(plain_answer)
+    decision = decide_boxed(gold, text, rules)
+    if decision is not None:
+        return decision
+    gold = box_of(gold_answer(gold))
+    has_words = WORD.search(text)
+    if not has_words or not MARKED.search(text):
+        decision = decide(gold, text, rules)
+        if decision.is_equal or not has_words:
+            return decision
+    found = _extracted(region(text), rules.targets)
+    read = str(found[-1]) if found else ""
+    if reason := too_large(tidy(read), tidy(gold)):
+        return Decision(False, f"refused: {reason}", gold, read)
+    numbers = read_number(plain(gold)), read_number(plain(read))
     if None not in numbers:
-        return numbers[0] == numbers[1]
-    gold, answer = region(gold), region(answer)
-    if nesting(answer) > max(MAX_NESTING, nesting(gold)):  # the parser is exponential in it, and no answer needs it
-        return False
-    return any(_verified(g, a, rules) for g in _parsed(gold, rules) for a in _parsed(answer, rules))
+        return Decision(_are_close(*numbers, rules), "numbers", gold, read, *map(str, numbers))
+    return _compared(gold, read, found, rules)
+
+
+def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
+    """Whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
+    tidy_gold, tidy_answer = tidy(gold), tidy(answer)
+    plain_gold, plain_answer = plain(tidy_gold), plain(tidy_answer)
+    if is_same_text(plain_gold, plain_answer):
+        return Decision(True, "the same text", gold, answer)
+    if reason := too_large(tidy_answer, tidy_gold):
+        return Decision(False, f"refused: {reason}", gold, answer)
+    numbers = _numbers(plain_gold, plain_answer)
+    if None not in numbers:
+        return Decision(_are_close(*numbers, rules), "numbers", gold, answer, *map(str, numbers))
+    numerals = read_numeral(plain_gold), read_numeral(plain_answer)
+    if None not in numerals:
+        (digits, base), (answer_digits, answer_base) = numerals
+        equal = digits == answer_digits and None in (base, answer_base)
+        return Decision(equal, "numerals in a base", gold, answer, *map(str, numerals))
+    return _compared(tidy_gold, tidy_answer, _parsed(tidy_answer), rules)
+
+
+def is_same_text(gold: str, answer: str) -> bool:
+    """Whether two plain texts are the same and say something."""
+    return gold == answer != ""
+
+
+def box_of(text: str) -> str:
+    """The content of the last boxes of a text, with commas where several stand together; the text without a box."""
+    return extract_boxed_content(text, mode="last") if last_boxed(text) is not None else text
 
 
 def region(text: str) -> str:
     """The part of a long text where its answer is: the last box and a little before it, else its end."""
-    if len(text) <= MAX_PARSED_CHARACTERS:
+    if len(text) <= MAX_TEXT_CHARACTERS:
         return text
     box = last_box(text)
     if box is None:
-        return text[-MAX_PARSED_CHARACTERS:]
-    return text[max(0, box[0] - 200) : box[2] + 1][:MAX_PARSED_CHARACTERS]
+        return text[-MAX_TEXT_CHARACTERS:]
+    return text[max(0, box[0] - 200) : box[2] + 1][:MAX_TEXT_CHARACTERS]
 
 
-def nesting(text: str) -> int:
-    """How deep the brackets of a text are nested."""
-    depth = deepest = 0
-    for sign in text:
-        depth += (sign in "{([") - (sign in "})]")
-        deepest = max(deepest, depth)
-    return deepest
+def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
+    """Both values; beside a number with a decimal point also that of one with a decimal comma (1000,99)."""
+    numbers = read_number(gold), read_number(answer)
+    if numbers[0] is not None and numbers[1] is None and "." in gold:
+        return numbers[0], read_decimal_comma(answer)
+    if numbers[1] is not None and numbers[0] is None and "." in answer:
+        return read_decimal_comma(gold), numbers[1]
+    return numbers
 
 
-def plain(answer: str) -> str:
-    """An answer without what never changes its meaning: its box, dollars, sizes, spaces, a final full stop."""
-    text = answer.strip().rstrip(".").strip()
-    for noise in ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$"):
-        text = text.replace(noise, "")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
-    # "1, 234" is a list and "1,234" a number, so a space after a comma stays
-    return re.sub(r"(?<!,)\s+", "", TEXT_COMMAND.sub(r"\1", text))
+def _are_close(gold: Fraction, answer: Fraction, rules: MatchRules) -> bool:
+    """Equal; or within the relative tolerance; or, for a gold that is no whole number, equal to so many decimals.
+
+    Below 0.1 as many significant digits count instead, or every small number would be 0. Two fractions that are no
+    decimals are not rounded.
+    """
+    size = abs(gold)
+    denominators = gold.denominator, answer.denominator
+    has_decimal = any(pow(10, denominator.bit_length(), denominator) == 0 for denominator in denominators)
+    is_rounded = gold.denominator > 1 and has_decimal
+    rounding = min(10 * size, 1) / (2 * 10**rules.decimals) if is_rounded else 0
+    return abs(gold - answer) <= max(rounding, size * Fraction(rules.relative))
 
 
-def as_integer(text: str) -> int | None:
-    """A plain whole number, thousands commas allowed ("7,000", "27.0", "(073)"); None for anything else."""
-    if text.startswith("(") and text.endswith(")"):
-        text = text[1:-1]
-    if len(text) > 1000 or not text.isascii() or not NUMBER.fullmatch(text):
-        return None
-    number = Fraction(text.replace(",", ""))
-    return int(number) if number.denominator == 1 else None
+@functools.lru_cache(maxsize=4096)
+def _parsed_gold(gold: str) -> tuple:
+    return _parsed(tidy(gold))
 
 
-@functools.lru_cache(maxsize=256)
-def _parsed(answer: str, rules: MatchRules) -> tuple:
-    is_marked = any(sign in answer for sign in MATHEMATICS)
-    forms = (answer,) if is_marked or not rules.latex else (f"\\boxed{{{answer}}}",)
-    if rules.sentences and not is_marked and " " in answer and not NO_SENTENCE.search(answer):
-        forms = (*forms, answer)
-    return tuple(found for form in forms for found in _extracted(form, rules))
+def _parsed(answer: str) -> tuple:
+    return tuple(_extracted(f"\\boxed{{{answer}}}", (LATEX,)))
 
 
-def _extracted(text: str, rules: MatchRules) -> list:
+def _extracted(text: str, targets: tuple) -> list:
     try:
-        return parse(text, rules.targets, parsing_timeout=None, raise_on_error=True)
+        return parse(text, targets, parsing_timeout=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:
         return []
 
 
-def _verified(gold: object, answer: object, rules: MatchRules) -> bool:
+def _compared(gold: str, answer: str, found: Sequence[Any], rules: MatchRules) -> Decision:
+    wanted = _parsed_gold(gold)
+    read = (str(side[0])[:200] if side else "" for side in (wanted, found))
+    return Decision(_are_equal(wanted, found, rules), "math-verify", gold, answer, *read)
+
+
+def are_far_apart(gold: Any, answer: Any, rules: MatchRules) -> bool:
+    """Whether both are numbers in closed form and differ.
+
+    math-verify finds 1e308^{\\infty} equal to any number, and simplifies a difference of numbers, which may never end.
+    """
+    if not all(isinstance(x, Expr) and x.is_number and not x.has(UnevaluatedExpr) for x in (gold, answer)):
+        return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
+    values = [x.doit().evalf(30) for x in (gold, answer)]
+    if not all(value.is_finite for value in values):
+        return values[0] != values[1]
+    if not all(value.is_Number for value in values):
+        return False
+    return bool(abs(values[0] - values[1]) > 10.0**-rules.decimals * min(1, 10 * abs(values[0])))
+
+
+def _are_equal(gold: Sequence[Any], answer: Sequence[Any], rules: MatchRules) -> bool:
     try:
-        if _is_bound(gold) != _is_bound(answer) and (_is_number(gold) or _is_number(answer)):
-            return False  # math-verify takes the right side of x <= 7 and finds it equal to 7
-        if _are_far_apart(gold, answer, 10.0**-rules.decimals):
+        if gold and answer and are_far_apart(gold[0], answer[0], rules):
             return False
         return verify(
-            gold,
-            answer,
+            list(gold),
+            list(answer),
             float_rounding=rules.decimals,
             allow_set_relation_comp=rules.relations_are_sets,
             timeout_seconds=None,
@@ -167,22 +244,3 @@ def _verified(gold: object, answer: object, rules: MatchRules) -> bool:
         raise
     except Exception:
         return False
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Expr) and bool(value.is_number)
-
-
-def _is_bound(value: object) -> bool:
-    """An inequality, or "not equal"."""
-    return isinstance(value, Relational) and not isinstance(value, Equality)
-
-
-def _are_far_apart(gold: object, answer: object, tolerance: float) -> bool:
-    """Whether both are numbers in closed form and differ. sympy would try to simplify their difference, for ever."""
-    if not all(_is_number(x) and not x.has(UnevaluatedExpr) for x in (gold, answer)):
-        return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
-    values = [x.evalf(30) for x in (gold, answer)]
-    if not all(value.is_finite and value.is_Number for value in values):
-        return False
-    return bool(abs(values[0] - values[1]) > tolerance * max(1, abs(values[0])))

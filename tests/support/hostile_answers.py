@@ -1,5 +1,7 @@
 """Answers written to break a grader, with the verdicts that are right for each when the gold answer is 7."""
 
+import random
+
 from hacpo_mega.records import Verdict
 
 WRONG = {Verdict.WRONG}
@@ -77,3 +79,32 @@ def hostile_answers() -> list[tuple[str, set[Verdict]]]:
     return (
         [(f"\\boxed{{{answer}}}", right) for answer, right in boxed] + whole + [(a, NO_ANSWER) for a in WITHOUT_A_BOX]
     )
+
+
+# no generated answer has this value: it is a prime that none of the pieces below makes
+GENERATED_GOLD = "734197"
+NUMBERS = ["8", "-3", "0", "99", "0.5", "1e308", "10^{9}", "2^{2^{2^{2^{2}}}}", "9" * 60, "\\infty", "\\pi", "i", "nan"]
+LETTERS = [*"xn{}$\\\x00\u0417\u2462", "\\alpha", "\\text{seven}", "\\mathbb{R}", "\\emptyset"]
+CODE = [
+    "__import__('os').system('touch {0}')", "open('{0}','w')", "\\input{{{0}}}", "\\immediate\\write18{{touch {0}}}",
+    "exec(\"open('{0}','w')\")", "Symbol('x').__class__.__base__.__subclasses__()", "(lambda: open('{0}','w'))()",
+]  # fmt: skip
+AROUND = r"""
+{0}^{{{1}}} ({0})^{{({1})}} \frac{{{0}}}{{{1}}} \sqrt[{0}]{{{1}}} {0}+{1} {0}{1} {0},{1} ({0},{1}] \log_{{{0}}}{{{1}}}
+\sum_{{n={0}}}^{{{1}}}n^n \int_{{{0}}}^{{{1}}}x^{{x}}dx {0}!+{1}! {0}={1} {0}<{1} \binom{{{0}}}{{{1}}} \sin({0})^{{{1}}}
+\begin{{pmatrix}}{0}&{1}\\{1}\end{{pmatrix}} \left({0}\right){1} \{{{0},{1}\}} {0}\cup{1} \lim_{{n\to({0})}}{1}
+{0}_{{{1}}} {0}\bmod{1} |{0}|{1} {0}:{1} {0}/{1}
+""".split()  # noqa: SIM905
+
+
+def generated_answers(number: int, seed: int, canary: str) -> list[str]:
+    """Boxed answers of random pieces, nested up to six deep; where one runs as code, the file `canary` appears."""
+    generator = random.Random(seed)
+
+    def piece(depth: int) -> str:
+        if depth == 0 or generator.random() < 0.15:
+            kind = generator.choice((NUMBERS, NUMBERS, LETTERS, CODE))
+            return generator.choice(kind).format(canary) if kind is CODE else generator.choice(kind)
+        return generator.choice(AROUND).format(piece(depth - 1), piece(generator.randrange(depth)))
+
+    return [f"\\boxed{{{piece(generator.randrange(1, 7))}}}" for _ in range(number)]

@@ -1,32 +1,54 @@
-"""The judge on public cases: labelled pairs of other projects, golds against themselves, 200 hostile answers, speed."""
+"""The judge on public cases: labelled pairs of other projects, golds against themselves and rewritten, hostile answers.
+
+Samples with a fixed start, so that they cost seconds; `grading_benchmark.py` runs all of it (docs/grading.md).
+"""
 
 import json
-from collections import Counter
 
 import psutil
 import pytest
+from grading_benchmark import (
+    golds_of,
+    gsm8k_cases,
+    hostile_run,
+    labelled,
+    labelled_cases,
+    mutated,
+    plain_math_verify,
+)
 from hostile_answers import hostile_answers
-from repository import ROOT, SHARED
+from labelled_pairs import same
+from repository import SHARED
 
 from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.math_grader import anywhere, boxed
 from hacpo_mega.records import Stop, Verdict
 
 REAL = SHARED / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real mathematics files are not in {REAL}")
-LABELLED = f"{ROOT / 'tests/support/labelled_pairs.py'}:same"
+GSM8K_SOLUTIONS = REAL / "gsm8k/example_model_solutions.jsonl"
+CASES = REAL / "grader_cases.jsonl"
 
 # why a labelled pair is judged otherwise here, by (source, gold, answer)
+LETTERS = "a letter of a multiple choice in a sentence; the choice judge is for them"
+ONE_LINE = "its extraction wants a formula on one line"
 KNOWN_DISAGREEMENTS = {
-    ("huggingface/lighteval", "B"): "a letter of a multiple choice; no such questions here",
-    ("huggingface/lighteval", "D"): "a letter of a multiple choice; no such questions here",
-    ("huggingface/lighteval", "(D) Alina"): "a letter of a multiple choice; no such questions here",
+    ("huggingface/lighteval", "B"): LETTERS,
+    ("huggingface/lighteval", "D"): LETTERS,
+    ("huggingface/lighteval", "(D) Alina"): LETTERS,
+    ("huggingface/lighteval", "$9$"): ONE_LINE,
+    ("huggingface/Math-Verify", "$9$"): ONE_LINE,
+    ("huggingface/Math-Verify", "$x \\in [-2,7]$"): "bounds against a set are refused without an option",
+    ("huggingface/Math-Verify", "$1 - \\frac{1}{\\mathrm{e}}$"): "a wrong label: 1 - 1/e is not 1 + 1/e",
     (
         "huggingface/lighteval",
         "\\boxed{ p = 5, q = 2 \\quad \\text{and} \\quad p = 7, q = 2}",
     ): "two solutions in one list",
+    ("inclusionAI/AReaL", "the answer is sqrt(2)"): "its grader cannot read sqrt(2)",
     ("THUDM/slime", "\\frac{1}{2}"): "its grader wants a reduced fraction",
     ("hendrycks/math", "4, .1, 2"): "its comparison is of strings, so the order of a list matters",
+    ("OpenBMB/OlympiadBench", "\\cos ^{10}(\\frac{\\pi}{10})"): "its problem has a tolerance of 1e-4",
     ("QwenLM/Qwen2.5-Math", "10{,}000"): "a wrong label: 10000 is 10,000",
 }
 
@@ -36,31 +58,62 @@ def judge_all(judge, rows):
     return judge.judge(prompts, golds, texts, [Stop.EOS] * len(rows))
 
 
-@real
-@pytest.mark.slow
+labelled_pairs = pytest.mark.skipif(not CASES.is_file(), reason=f"the labelled pairs are not at {CASES}")
+
+
+@labelled_pairs
 def test_labelled_pairs_of_eleven_projects():
-    """At least 96 % of all agree, 99 % of Math-Verify's and Qwen's; whoever disagrees is known, with the reason."""
-    cases = [json.loads(line) for line in (REAL / "grader_cases.jsonl").open()]
-    text = lambda value: "" if value is None else str(value)  # noqa: E731
-    rows = [(json.dumps(c.get("options")), text(c["gold"]), text(c["pred"])) for c in cases]
-    with Judge(LABELLED, num_workers=2, timeout_s=30.0) as judge:
-        verdicts = [j.verdict for j in judge_all(judge, rows)]
-    total, agree, unknown = Counter(), Counter(), []
-    for case, row, verdict in zip(cases, rows, verdicts):
-        agrees = (verdict == Verdict.CORRECT) == case["equal"]
-        total[case["source"]] += 1
-        agree[case["source"]] += agrees
-        if not agrees and (case["source"], row[1]) not in KNOWN_DISAGREEMENTS:
-            unknown.append((*row, case["equal"], verdict))
-    assert not unknown
-    assert agree.total() / total.total() >= 0.96
-    assert agree["huggingface/Math-Verify"] / total["huggingface/Math-Verify"] >= 0.99
-    qwen = "QwenLM/Qwen2.5-Math"
-    assert agree[qwen] >= 0.99 * (total[qwen] - 1)  # one label of it is wrong by its own source's account
+    """Whoever disagrees is known, with a reason; at least 95 % agree."""
+    cases = labelled_cases(REAL)[::2]
+    ours = labelled(anywhere, cases)
+    assert [example for example in ours.examples if example[:2] not in KNOWN_DISAGREEMENTS] == []
+    assert ours.wrong.total() <= 0.05 * len(cases)
+
+
+@labelled_pairs
+@pytest.mark.slow
+def test_no_source_has_fewer_than_math_verify_alone_and_all_have_a_point_more():
+    cases = labelled_cases(REAL)
+    ours, alone = labelled(anywhere, cases), labelled(plain_math_verify, cases)
+    assert [source for source in ours.total if ours.wrong[source] > alone.wrong[source]] == []
+    assert alone.wrong.total() - ours.wrong.total() >= 0.01 * len(cases)
+
+
+@labelled_pairs
+def test_labels_hold_under_the_options_they_were_given_with():
+    cases = [json.loads(line) for line in CASES.open()]
+    cases = [case for case in cases if {"precision", "allow_set_relation_comp"} & (case.get("options") or {}).keys()]
+    assert len(cases) > 15
+    for case in cases:
+        reward = same(json.dumps(case["options"]), str(case["pred"]), str(case["gold"]))
+        assert (reward == 1.0) == case["equal"], case
 
 
 @real
-@pytest.mark.slow
+def test_rewritten_golds():
+    """A fixed sample of golds: no changed digit is accepted, and no other spelling is refused."""
+    changed, same_answer = mutated(boxed, golds_of(REAL, 90))
+    assert changed.total.total() > 250 and same_answer.total.total() > 400
+    assert changed.examples == []
+    assert same_answer.examples == []
+
+
+@pytest.mark.skipif(not GSM8K_SOLUTIONS.is_file(), reason=f"OpenAI's labelled solutions are not at {GSM8K_SOLUTIONS}")
+def test_labelled_answers_of_gsm8k():
+    tally = labelled(boxed, gsm8k_cases(GSM8K_SOLUTIONS))
+    assert tally.total.total() == 5276
+    assert tally.examples == []
+
+
+def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
+    first, second = hostile_run(100, seed=1), hostile_run(100, seed=1)
+    assert first.verdicts == second.verdicts
+    assert "CORRECT" not in first.verdicts
+    assert not first.ran_code and not second.ran_code
+    assert first.peak_bytes < 2 << 30
+
+
+@real
 def test_golds_are_correct_against_themselves_and_solutions_against_golds():
     names = (
         "math/MATH_original_train.tar.gz", "math/MATH_original_test.tar.gz", "math500/test.jsonl", "gsm8k/train.jsonl",
@@ -69,11 +122,12 @@ def test_golds_are_correct_against_themselves_and_solutions_against_golds():
         "minerva_math/qwen_test.jsonl", "olympiadbench/test.jsonl",
     )  # fmt: skip
     problems = [p for name in names for p in read_dataset(REAL / name).problems]
+    problems = problems[::5]
     rows = [(p.prompt, p.gold, f"Thus $\\boxed{{{p.gold}}}$.") for p in problems]
     rows += [(p.prompt, p.gold, p.solution) for p in problems if "\\boxed" in p.solution]
     with Judge("math", num_workers=2) as judge:
         wrong = [row[1:] for row, j in zip(rows, judge_all(judge, rows)) if j.verdict != Verdict.CORRECT]
-    assert len(rows) > 35_000
+    assert len(rows) > 7_000
     assert wrong == []
 
 
@@ -92,21 +146,6 @@ def test_model_answers_get_the_label_of_their_own_project():
     assert sum((v == Verdict.CORRECT) == label for v, label in zip(verdicts, labels)) >= 0.99 * 800
 
 
-@real
-def test_ten_thousand_ordinary_answers_under_a_minute():
-    problems = read_dataset(REAL / "gsm8k/train.jsonl").problems
-    problems = (problems + problems)[:10_000]
-    right = [i % 3 > 0 for i in range(10_000)]
-    rows = [
-        (p.prompt, p.gold, f"{p.solution.partition('####')[0]} \\boxed{{{p.gold if ok else p.gold + '1'}}}")
-        for p, ok in zip(problems, right)
-    ]
-    with Judge("math", num_workers=2) as judge:
-        verdicts = [j.verdict == Verdict.CORRECT for j in judge_all(judge, rows)]
-        assert judge.counts.wall_s < 60
-    assert verdicts == right
-
-
 @pytest.mark.slow
 def test_hostile_answers_end_in_time_with_the_right_verdict_and_leave_nothing_behind():
     cases = hostile_answers()
@@ -114,7 +153,6 @@ def test_hostile_answers_end_in_time_with_the_right_verdict_and_leave_nothing_be
     before = set(psutil.Process().children())
     with Judge("math", num_workers=2, timeout_s=5.0) as judge:
         verdicts = [j.verdict for j in judge_all(judge, [("", "7", answer) for answer, _ in cases])]
-        assert judge.counts.wall_s < 5.0 * len(cases)
         workers = set(psutil.Process().children()) - before
     wrong = [
         (answer[:60], verdict.name) for (answer, allowed), verdict in zip(cases, verdicts) if verdict not in allowed

@@ -1,0 +1,71 @@
+"""Numbers as mathematicians write them -> exact fractions, without a parser of formulas.
+
+Read are whole and decimal numbers with thousands separated by commas or spaces, fractions, mixed numbers, powers of ten
+and numerals in a base. Anything else is None: whoever asks then needs math-verify. Texts are as `plain` leaves them.
+"""
+
+import re
+from fractions import Fraction
+
+MAX_DIGITS = 1000
+WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+DECIMAL = re.compile(rf"([+-]?)({WHOLE}(?:\.\d*)?|\.\d+)")
+TEN = r"10\^(?:\{([+-]?\d{1,3})\}|([+-]?\d))"
+POWER_OF_TEN = re.compile(rf"([+-]?)({WHOLE}(?:\.\d*)?|\.\d+)(?:[eE]([+-]?\d{{1,3}})|(?:\\times|\\cdot|\*|×|·){TEN})")
+BARE_POWER = re.compile(rf"([+-]?){TEN}")
+FRACTION = re.compile(r"([+-]?)(\d+)?\\frac(?: ?(\d)|\{([+-]?\d+)\}) ?(?:(\d)|\{([+-]?\d+)\})")
+SLASH = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
+NUMERAL = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+)\})")
+BARE_NUMERAL = re.compile(r"-?[0-9A-Z]*[0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?")
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,(?:\d\d|\d{4,})")
+
+
+def read_number(text: str) -> Fraction | None:
+    r"""The value of "7,000", "27.0", "(073)", "-\frac{1}{2}", "2 1/2", "4.5e33" or "4.5\times10^{33}", else None."""
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+        if "," in text:
+            return None  # a pair
+    if len(text) > MAX_DIGITS or not text.isascii():
+        return None
+    if found := DECIMAL.fullmatch(text):
+        return _signed(found[1], Fraction(_digits(found[2])))
+    if found := POWER_OF_TEN.fullmatch(text):
+        return _signed(found[1], Fraction(_digits(found[2])) * _power(found[3] or found[4] or found[5]))
+    if found := BARE_POWER.fullmatch(text):
+        return _signed(found[1], _power(found[2] or found[3]))
+    if found := FRACTION.fullmatch(text):
+        return _mixed(found[1], found[2], found[3] or found[4], found[5] or found[6])
+    if found := SLASH.fullmatch(text):
+        return _mixed(*found.groups())
+    return None
+
+
+def read_numeral(text: str) -> tuple[str, int | None] | None:
+    """Digits and base of "1101_2"; the base is None for bare digits, and all is None for anything else."""
+    if found := NUMERAL.fullmatch(text):
+        return found[1], int(found[2] or found[3])
+    return (text, None) if BARE_NUMERAL.fullmatch(text) else None
+
+
+def read_decimal_comma(text: str) -> Fraction | None:
+    """The value of "1000,99" where the comma is a decimal point: not before three digits, which are thousands."""
+    return Fraction(text.replace(",", ".")) if DECIMAL_COMMA.fullmatch(text) and len(text) <= MAX_DIGITS else None
+
+
+def _digits(text: str) -> str:
+    return "0" + text.replace(",", "").replace(" ", "").rstrip(".")
+
+
+def _power(exponent: str) -> Fraction:
+    return Fraction(10) ** int(exponent)
+
+
+def _signed(sign: str, value: Fraction) -> Fraction:
+    return -value if sign == "-" else value
+
+
+def _mixed(sign: str, whole: str | None, numerator: str, denominator: str) -> Fraction | None:
+    if int(denominator) == 0 or (whole and (int(numerator) < 0 or int(denominator) < 0)):
+        return None
+    return _signed(sign, int(whole or 0) + Fraction(int(numerator), int(denominator)))

@@ -1,0 +1,261 @@
+"""Mathematics: what equals a gold answer and what does not; what is refused unread; where an answer is in a text."""
+
+import functools
+from fractions import Fraction
+
+import pytest
+
+from hacpo_mega.data.answer_text import plain, tidy
+from hacpo_mega.grading.answer_limits import powers, too_large
+from hacpo_mega.grading.math_grader import MatchRules, anywhere, boxed, decide, explain
+from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
+
+COLUMN = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
+
+EQUAL = [
+    # matrices, whole
+    (COLUMN, r"\begin{pmatrix}-2\\-14\\-7\end{pmatrix}"),
+    (COLUMN, r"\begin{bmatrix} -2 \\ -14 \\ -7 \end{bmatrix}"),
+    (r"\begin{pmatrix} 1/2 & 3 \\ 0 & 1 \end{pmatrix}", r"\begin{bmatrix}\frac12&3\\0&1\end{bmatrix}."),
+    # money and units
+    (r"\$18.90", "18.9"),
+    ("18.9", r"\$18.90"),
+    ("12", r"\$12 \text{ each}"),
+    ("10", r"10\text{ units}"),
+    (r"\$2.75", r"$\$2.75$"),
+    # numbers
+    ("5/2", "2 1/2"),
+    (r"2\frac{1}{2}", "2.5"),
+    ("1000.99", "1000,99"),
+    ("1000,99", "1000.99"),
+    ("1,234,567", "1 234 567"),
+    ("11111111100", r"11,\! 111,\! 111,\! 100"),
+    ("10{,}000", "10000"),
+    (r"\frac{1}{3}", "0.333333"),
+    ("27.0", "27"),
+    (".5", r"\frac12"),
+    ("4.5e33", r"4.5 \times 10^{33}"),
+    ("4.5e33", r"4.5\cdot 10^{33}"),
+    ("4.5e33", "4.5e33"),
+    ("4.5e33", r"45 \times 10^{32}"),
+    ("3.0e-9", r"3\times10^{-9}"),
+    ("1101_2", "1101_{2}"),
+    ("1101_2", "1101"),
+    ("0.0011_{2}", "0.0011"),
+    # equations up to a factor, lists without order, spellings
+    ("2x+2y=4", "x+y=2"),
+    ("x=5", "5"),
+    ("1,2,3", "3, 1, 2"),
+    (r"-2, 2", r"\pm 2"),
+    (r"\dfrac{7}{8}", r"\frac{7}{8}."),
+    (r"\left( 4, \frac{\pi}{3} \right)", r"( 4 ,\, \frac{\pi}{3} )"),
+    (r"x^2+2x+1", "(x+1)^2"),
+    (r"x \le 7", r"7 \ge x"),
+    ("answer is 10000", "10^4"),
+    (r"\text{east}", "east"),
+    # a gold that is itself large is answered by its own text
+    (r"2^{3^{4^5}}", r"2^{3^{4^{5}}}"),
+]
+
+DIFFERENT = [
+    (COLUMN, "-7"),
+    (COLUMN, r"\begin{pmatrix} 9 \\ 9 \\ -7 \end{pmatrix}"),
+    (COLUMN, r"\begin{pmatrix} -2 & -14 & -7 \end{pmatrix}"),
+    (COLUMN, r"\begin{pmatrix} -2 \\ -14 \end{pmatrix}"),
+    ("21/2", "2 1/2"),
+    ("12", "1 2"),
+    ("(5,120)", "5120"),
+    ("5120", "(5,120)"),
+    ("1234", "1, 234"),
+    ("1,5", "1.5"),
+    (r"\leftarrow", r"\rightarrow"),
+    ("5x-7y+11z+4=0", "x+y-z+2=0"),
+    ("y=7x+3", "y=2x+3"),
+    ("(5, 4)", "(3, 4)"),
+    ("(1,2)", "(2,1)"),
+    ("10,4,2", "4,12,2"),
+    ("[1,2]", "[1,2)"),
+    ("8", "7 or 8"),
+    ("7", r"x \le 7"),
+    ("7", r"x \ne 7"),
+    ("4.5e33", "4.6e33"),
+    ("4.5e-33", "4.6e-33"),
+    ("1.5e-9", "0"),
+    ("0", "0.0000001"),
+    ("1/3", "0.33"),
+    ("12", "12.0000001"),
+    ("3032_5", "3032_9"),
+    ("1101_2", "13"),
+    ("-37_8", "-37_9"),
+    ("0.0011_{2}", "0.0011_{5}"),
+    (r"\frac{3992004}{3988009}", r"\frac{3992005}{3988009}"),
+    ("10^{10}", "10^{11}"),
+    (r"\text{even}", "neve"),
+    ("734197", r"1e308^{\infty}"),
+    ("5", r"\infty"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize("gold, answer", EQUAL)
+def test_equal(gold, answer):
+    assert boxed("", f"so $\\boxed{{{answer}}}$.", gold) == 1.0
+    assert anywhere("", answer, gold) == 1.0
+
+
+@pytest.mark.parametrize("gold, answer", DIFFERENT)
+def test_different(gold, answer):
+    assert boxed("", f"so $\\boxed{{{answer}}}$.", gold) == 0.0
+    assert not anywhere("", answer, gold)
+
+
+@pytest.mark.parametrize(
+    "gold, text, reward",
+    [
+        ("18", "3 < 4, so the answer is 18", 1.0),
+        ("18", "3 < 4, so there are 18 of them", 1.0),
+        ("4", "3 < 4, so the answer is 18", 0.0),
+        ("(5, 4)", "the pair is $(5,4)$", 1.0),
+        ("(5, 4)", "the pair is $(3,4)$", 0.0),
+        ("y = 7x + 3", "the line is $y = 2x + 3$", 0.0),
+        ("3", "y = 2x + 3", 0.0),
+        ("1,2", r"either \boxed{1} or \boxed{2}", 1.0),
+        ("the answer is 18", "18", 1.0),
+        (r"thus $\boxed{2}, \boxed{3}$", "$2,3$", 1.0),
+        ("18", "I do not know", 0.0),
+        ("18", " ", None),
+    ],
+)
+def test_an_answer_anywhere_against_a_gold_read_whole(gold, text, reward):
+    assert anywhere("", text, gold) == reward
+
+
+@pytest.mark.parametrize(
+    "gold, text, reward",
+    [
+        ("18", r"\boxed{17} no, \boxed{18}", 1.0),
+        ("18", r"\boxed{18} no, \boxed{17}", 0.0),
+        ("1,2", r"$x=\boxed{1}$ and $x=\boxed{2}$", 1.0),
+        ("Natalia sold 9.\n#### 7,000", r"\boxed{7000}", 1.0),
+        (r"hence $\boxed{\frac{1}{2}}$.", r"\boxed{0.5}", 1.0),
+        ("5", r"<think>\boxed{5}</think> it is five", None),
+        ("5", r"<think>perhaps \boxed{5}", None),
+    ],
+)
+def test_the_last_box(gold, text, reward):
+    assert boxed("", text, gold) == reward
+
+
+# each of these keeps a plain math-verify busy for seconds or for ever, or fills its memory
+ENDLESS = [
+    r"12^{23^{31^{22}}}", "9^{9^{9^{9}}}", "2^{10000000000}", "((9!)!)!", "100000!", r"\binom{10^9}{7}",
+    "(" * 40 + "8" + ")" * 40,
+    r"\sum_{k=1}^{9999}k^{k}", r"\int_0^1 \sin(x^x)dx",
+    r"\prod_{k=1}^{999999}k", "8" * 41, "1+" * 300 + "1", "9**9**9**9", "9^9^9^9", "2^99999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ENDLESS)
+def test_endless_answers_are_refused_unread(answer, monkeypatch):
+    monkeypatch.setattr("hacpo_mega.grading.math_grader.parse", lambda *_, **__: pytest.fail("it was parsed"))
+    decision = decide("7", answer)
+    assert not decision.is_equal
+    assert decision.rule.startswith(("refused: ", "numbers"))
+    assert decide(answer, answer).is_equal  # the same text needs no parser
+
+
+def test_what_a_gold_needs_is_not_refused():
+    assert too_large(r"2^{100000}+1", r"2^{100000}") is None
+    assert too_large(r"\sum_{k=1}^n k", r"\sum_{k=1}^n k^2") is None
+    assert too_large("1+" * 300 + "1", "1+" * 100) is None
+    assert too_large(r"\lim_{x\to0}\frac{\sin x}{x}=1", "1") is None  # what is to be calculated is before the answer
+    assert too_large("x != 5", "5") is None
+    assert too_large(r"\binom{10}{3}", "120") is None
+    assert (powers("2^3"), powers("2^{3^4}"), powers("2^{3}^{4}"), powers("x_{a^2}")) == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("7,000", Fraction(7000)),
+        ("27.0", Fraction(27)),
+        ("(073)", Fraction(73)),
+        ("-.5", Fraction(-1, 2)),
+        (r"-\frac{3}{4}", Fraction(-3, 4)),
+        (r"\frac34", Fraction(3, 4)),
+        (r"\frac{-3}{4}", Fraction(-3, 4)),
+        (r"1\frac{3}{4}", Fraction(7, 4)),
+        ("2 1/2", Fraction(5, 2)),
+        ("21/2", Fraction(21, 2)),
+        ("4.5e-3", Fraction(45, 10_000)),
+        (r"4.5\times10^{-3}", Fraction(45, 10_000)),
+        ("10^{3}", Fraction(1000)),
+        ("1 000 000", Fraction(10**6)),
+        ("1 2", None),
+        ("1,23", None),
+        ("12,34,567", None),
+        ("(5,120)", None),
+        ("1/0", None),
+        (r"1\frac{-3}{4}", None),
+        ("x", None),
+        ("", None),
+        ("\u0668", None),
+    ],
+)
+def test_numbers_as_they_are_written(text, value):
+    assert read_number(text) == value
+
+
+def test_numerals_and_decimal_commas():
+    assert read_numeral("1101_2") == ("1101", 2)
+    assert read_numeral("A1_{16}") == ("A1", 16)
+    assert read_numeral("1101") == ("1101", None)
+    assert read_numeral("12units") is None
+    assert read_decimal_comma("1000,99") == Fraction(100_099, 100)
+    assert [read_decimal_comma(text) for text in ("1,5", "1,234", "1, 23", "1,2,3")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "text, tidied",
+    [
+        (r"$\left( 1 ,\, \dfrac{1}{2} \right)$.", r"(1,\frac{1}{2})"),
+        (r"\leftarrow", r"\leftarrow"),
+        (r"1 \\ 2 \\, 3", r"1\\2\\,3"),
+        ("1, 234", "1, 234"),
+        ("1 2", "1 2"),
+        (r"\sin x", r"\sin x"),
+        (r"\$ 5", "5"),
+        (r"2\$3", "2 3"),
+        ("The final answer is: 18.", "18"),
+        (r"\Bigl( x \Bigr)", "(x)"),
+    ],
+)
+def test_typesetting_is_removed_and_nothing_else(text, tidied):
+    assert tidy(text) == tidied
+    assert tidy(tidied) == tidied
+    assert plain(tidied) == plain(text)
+
+
+def test_a_tolerance_belongs_to_the_benchmark():
+    grade = functools.partial(boxed, relative=0.01)
+    assert grade("", r"\boxed{1.46e-5}", "1.45e-5") == 1.0
+    assert grade("", r"\boxed{1.47e-5}", "1.45e-5") == 0.0
+    assert grade("", r"\boxed{100}", "101") == 1.0
+    assert grade("", "100", "101") is None
+    assert boxed("", r"\boxed{1.46e-5}", "1.45e-5") == 0.0
+    assert anywhere("", "it is 100", "101", relative=0.01) == 1.0
+    assert anywhere("", "it is 100", "101") == 0.0
+    assert decide(r"\cos^{10}(\frac{\pi}{10})", "0.6054", MatchRules(decimals=4)).is_equal
+
+
+def test_an_explanation_says_what_was_read_and_which_rule_decided():
+    assert explain("math", r"so \boxed{0.50}", r"\frac12") == {
+        "is_equal": True, "rule": "numbers", "gold": r"\frac12", "answer": "0.50",
+        "gold_read": "1/2", "answer_read": "1/2",
+    }  # fmt: skip
+    found = explain("math", r"\boxed{x(x+1)}", "x^2+x")
+    assert (found["is_equal"], found["rule"], found["gold_read"]) == (True, "math-verify", "x**2 + x")
+    assert explain("math", "no box", "5")["rule"] == "the text has no answer"
+    assert explain("math", r"\boxed{9^{9^{9^9}}}", "5")["rule"] == "refused: a power in an exponent"
+    assert explain("math_any", "it is 5", "5")["is_equal"]
+    assert explain("math_any", "", "5") == explain("math", "", "5")
