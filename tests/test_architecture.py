@@ -4,9 +4,11 @@ Every rule is a function from parsed files to complaints, and every rule is show
 """
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -270,10 +272,25 @@ def files_that_texts_name_exist(sources: Sources) -> Complaints:
     """Prose ages: a file that a docstring, a comment or a document names must be there."""
     known = [path.relative_to(ROOT).as_posix() for path in written_files()]
     for source in sources:
-        for number, line in enumerate(source.text.splitlines(), start=1):
+        for number, line in prose(source):
             for name in NAMED_FILE.findall(line):
                 if not any(f"/{path}".endswith(f"/{name}") for path in known):
                     yield f"{source.path}:{number}: names {name}, which is not in the repository"
+
+
+def prose(source: Source) -> Iterator[tuple[int, str]]:
+    """(line number, text) of what is written for people: comments and docstrings of code, all of a document."""
+    if not source.path.endswith(".py"):
+        yield from enumerate(source.text.splitlines(), start=1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(source.tree):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            first = node.body[0].lineno
+            yield from enumerate(node.body[0].value.value.splitlines(), start=first)
 
 
 def written_files() -> list[Path]:

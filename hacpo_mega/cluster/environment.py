@@ -4,6 +4,7 @@
 (torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 
+import logging
 import os
 import shutil
 import threading
@@ -34,6 +35,8 @@ def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import."""
     for name, value in {**EVERYWHERE, **({} if _has_cuda() else ON_CPU)}.items():
         os.environ.setdefault(name, value)
+    # vLLM reads its level when its first module has already warned.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)

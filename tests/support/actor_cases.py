@@ -37,7 +37,8 @@ GRADIENT_ERROR = 2 * ROUNDING
 
 # Adam whose first step is plain gradient descent: lr / (|g| + eps) with eps this large is GRADIENT_RATE for every g.
 GRADIENT_RATE = 100.0
-DESCENT = OptimizerConfig(lr=GRADIENT_RATE * 1e8, eps=1e8, clip_grad=1e30)
+# No configuration may say such a rate, so it is not asked.
+DESCENT = OptimizerConfig.model_construct(lr=GRADIENT_RATE * 1e8, eps=1e8, clip_grad=1e30)
 
 
 def random_samples(num_prompts: int, seed: int) -> list[Sample]:

@@ -133,7 +133,7 @@ REWARDS = [
     one(
         "a typo",
         "reward.kind='mth'",
-        "reward.kind: 'mth' is unknown; known: arithmetic, exact, numeric, math, math_any",
+        "reward.kind: 'mth' is unknown; known: math, math_any, number, choice, json, ",
     ),
     one("another typo", "reward.kind='math-any'", "did you mean 'math_any'?"),
     one("no kind", "reward.kind=''", "reward.kind: '' is unknown; known: "),
@@ -237,7 +237,7 @@ ROW_CASES = [
 TOKENIZERS = [
     one("no tokenizer", "agents.a.model='{here}/bare'", "agents.a: model folder {here}/bare has no tokenizer (one of "),
     one("no JSON", "agents.a.model='{here}/torn'", "agents.a: {here}/torn/tokenizer_config.json: not valid JSON: "),
-    one("a list", "agents.a.model='{here}/listed'", "tokenizer_config.json: holds a JSON list, needs an object"),
+    one("a list", "agents.a.model='{here}/listed'", "tokenizer_config.json: must hold a JSON object, found a list"),
     one(
         "no template", "agents.a.chat_template=true", "agents.a: chat_template = true, but {here}/a has none, neither "
     ),
@@ -267,7 +267,7 @@ FOLDERS = [
     one("a zero character", r'run_dir="a\u0000b"', "run_dir: needs a path of at most 4095 bytes, 255 in each part, wi"),
     one("a long name", f"run_dir='{'x' * 256}'", "run_dir: needs a path of at most 4095 bytes, 255 in each part"),
 ]  # fmt: skip
-INIT = "agents.a.init={family='qwen3',num_layers=1,hidden_size=32,num_heads=2,num_kv_heads=1,head_dim=16,ffn_size=64,"
+INIT = "agents.a.init={family='qwen3',num_layers=1,hidden_size=32,num_heads=2,num_kv_heads=1,head_dim=32,ffn_size=64,"
 INIT += "tied_embeddings=true,vocabulary=['0'],warm_start={skills={%s}}}"
 WARM_STARTS = [
     one("no skill", INIT % "", "agents.a.init.warm_start.skills: "),

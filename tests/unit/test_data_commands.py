@@ -53,8 +53,8 @@ def test_convert_writes_nothing_from_a_file_with_bad_rows(tmp_path):
     broken.write_text(json.dumps(ROWS[0]) + '\n{"question": "cut')
     process = start_command("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
     text, errors = process.communicate()
-    assert process.returncode == 1, errors
-    assert f"{broken}:2" in text
+    assert process.returncode == 2, text
+    assert f"{broken}:2" in errors
     assert not (tmp_path / "clean.jsonl").exists()
 
 

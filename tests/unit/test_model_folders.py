@@ -137,8 +137,8 @@ def test_a_config_json_that_is_none_is_one_line(folder, text, problem):
 def test_a_folder_without_config_json_and_without_a_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
     assert complaints(folder) == [
-        f"{folder} holds no tokenizer (none of tokenizer.json, tokenizer.model, vocab.json): "
-        "copy it from the model's source"
+        f"model folder {folder} has no tokenizer (one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt, "
+        "spiece.model, tekken.json); copy it from the original"
     ]
     (folder / "config.json").unlink()
     (line,) = complaints(folder)

@@ -63,16 +63,25 @@ def test_loss_and_gradient_equal_autograd_of_the_formula(preset, update_index, a
     torch.testing.assert_close(grad, expected_grad, rtol=(1 + alpha) * 16 * U64, atol=0)
 
 
-def sample(source: int, length: int, is_self: bool) -> Sample:
-    ids = {"prompt_ids": np.zeros(1, np.int32), "answer_ids": np.zeros(length, np.int32), "num_trained": length}
-    numbers = {"advantage": 0.0, "source_logprob": 0.0, "length": float(length)}  # the loss reads them off the tensors
-    return Sample(source=source, is_self=is_self, prompt_index=source, rollout_index=0, **ids, **numbers)
-
-
-def micro_batch(lengths, is_self, advantage, source) -> MicroBatch:
-    """A packed micro-batch as the loss of an update reads it: no tokens, only what is known of its sequences."""
+def micro_batch(lengths, is_self, advantage, source, divisors=None) -> MicroBatch:
+    """A packed micro-batch as the loss of an update reads it: no tokens, only what is known of its samples."""
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     none = torch.zeros(0, dtype=torch.int64)
+    samples = [
+        Sample(
+            prompt_ids=np.zeros(1, np.int32),
+            answer_ids=np.zeros(length, np.int32),
+            num_trained=length,
+            source=b,
+            is_self=is_self[b],
+            prompt_index=b,
+            rollout_index=0,
+            advantage=advantage[b],
+            source_logprob=source[b],
+            length=float((divisors or lengths)[b]),
+        )
+        for b, length in enumerate(lengths)
+    ]
     return MicroBatch(
         tokens_T=none,
         positions_T=none,
@@ -80,11 +89,7 @@ def micro_batch(lengths, is_self, advantage, source) -> MicroBatch:
         rows_R=none,
         targets_R=none,
         row_cu_seqlens_B=starts,
-        advantage_B=torch.tensor(advantage),
-        source_logprob_B=torch.tensor(source),
-        length_B=torch.tensor(lengths).float(),
-        is_self_B=torch.tensor(is_self),
-        samples=tuple(sample(b, length, own) for b, (length, own) in enumerate(zip(lengths, is_self))),
+        sequences=tuple(samples),
     )
 
 
@@ -104,7 +109,7 @@ def test_every_token_gets_its_sequences_coefficient():
 
 def test_ratio_length_source_divides_by_the_sources_count():
     token_logprob = torch.tensor([-0.2, -0.4], requires_grad=True)
-    batch = dataclasses.replace(micro_batch([2], [False], [1.0], [-0.1]), length_B=torch.tensor([4.0]))
+    batch = micro_batch([2], [False], [1.0], [-0.1], divisors=[4.0])
     loss, report = PolicyLoss(0, 1.0, AlgorithmConfig(alpha=0.0), reference={})(token_logprob, batch)
     loss.backward()
     s = math.exp(-0.6 / 4 - -0.1)
