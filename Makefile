@@ -15,10 +15,10 @@ quickstart: env
 	launch/local.sh $(CONFIG)
 	$(BIN)/hacpo-mega report $$($(BIN)/hacpo-mega check $(CONFIG) --run-dir)
 
-# Two workers for two cores; a test that starts processes gives each of them one thread. A file stays on one worker,
-# because its tests share the job that it starts.
+# Two workers for two cores; a test that starts processes gives each of them one thread. tests/conftest.py says which
+# tests stay together on a worker.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The numeric tests as other processors would run them.
 test-portable: env

@@ -136,8 +136,8 @@ def test_own_ratio_is_exactly_one_at_tp2_pp2(on_four_ranks):
 
 def test_learning_rates_by_hand():
     def rates(schedule, warmup, floor):
-        config = OptimizerConfig(lr=8.0, schedule=schedule, warmup_updates=warmup, min_lr_ratio=floor)
-        return [learning_rate(config, update, total_updates=6) for update in range(8)]
+        config = OptimizerConfig(lr=0.5, schedule=schedule, warmup_updates=warmup, min_lr_ratio=floor)
+        return [16 * learning_rate(config, update, total_updates=6) for update in range(8)]  # as if lr were 8
 
     assert rates("constant", 0, 0.0) == [8.0] * 8
     assert rates("constant", 4, 0.0) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0]

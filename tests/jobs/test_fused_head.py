@@ -51,10 +51,10 @@ def unfused_token_logprobs(actor: Actor, hidden_TH: torch.Tensor, batch) -> torc
         return -vocab_parallel_cross_entropy(logits_R1V, batch.targets_R[:, None])[:, 0]
 
 
-def steps_of_layouts(folders, samples):
+def steps_of_layouts(layouts, folders, samples):
     """Per layout and model: (gradient, weights after two Adam updates, scores) of a step in each of the WAYS."""
     found = {}
-    for tp, pp in LAYOUTS:
+    for tp, pp in layouts:
         cell, num_cells = dist.get_rank() // (tp * pp), dist.get_world_size() // (tp * pp)
         mine = [sample for sample in samples if sample.prompt_index % num_cells == cell]
         for name, folder in folders.items():
@@ -89,19 +89,21 @@ def steps(tmp_path_factory):
     folders = {tied: make_model(root / str(tied), "qwen3", tied=tied) for tied in (True, False)}
     drawn = random_samples(3, seed=21)
     samples = with_sources_near(drawn, [-4.9] * len(drawn), seed=22)
-    return run_group(4, steps_of_layouts, folders, samples)
+    on_two = run_group(2, steps_of_layouts, LAYOUTS[:-1], folders, samples)
+    on_four = run_group(4, steps_of_layouts, LAYOUTS[-1:], folders, samples)
+    return {layout: on_four if layout == LAYOUTS[-1] else on_two for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tp, pp", LAYOUTS)
 @pytest.mark.parametrize("way", ["fused", "into main_grad"])
 def test_the_step_is_that_of_the_unfused_head(steps, way, tp, pp, tied):
-    for ways in steps:
+    for ways in steps[tp, pp]:
         found_gradient, found_weights, found_scores = ways[tp, pp, tied][way]
         gradient, weights, scores = ways[tp, pp, tied]["unfused"]
         vocab_size, hidden_size = weights["model.embed_tokens.weight"].shape
         allowed = 2 * (vocab_size + hidden_size) * U32
-        assert abs(found_scores - scores).max(initial=0.0) < allowed * abs(scores).max(initial=0.0)
+        assert abs(found_scores - scores).max() < allowed * abs(scores).max()
         assert relative_error(found_gradient, gradient) < allowed
         # Adam's step is lr g / (|g| + eps): nowhere steeper in g than lr / eps, twice.
         steepest = 2 * ADAM.lr / ADAM.eps * norm(gradient) / norm(weights)

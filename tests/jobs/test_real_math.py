@@ -60,7 +60,7 @@ def test_two_steps_on_real_problems_with_real_tokenizers(tmp_path):
         assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
         fates = ("reencoded", "too_long", "undecodable", "unencodable", "control_tokens", "changed")
         fate = {fate: values[f"agent/{name}/view/num_{fate}"] for fate in fates}
-        assert fate["reencoded"] > 0
+        assert fate["reencoded"] + fate["too_long"] > 8, fate
         # noise holds half characters and control tokens, in own answers too: those are counted, and trained on as ids
         assert 16 <= sum(fate.values()) <= 32, fate
     problems = {json.loads(line)["prompt"] for line in (tmp_path / "math.jsonl").read_text().splitlines()}
