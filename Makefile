@@ -18,7 +18,7 @@ quickstart: env
 # Two workers for two cores; a test that starts processes gives each of them one thread. tests/conftest.py says which
 # tests stay together on a worker.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # The numeric tests as other processors would run them.
 test-portable: env

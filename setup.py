@@ -30,6 +30,6 @@ setup(
     extras_require={
         "cuda": ["vllm>=0.25.1"],
         "te": ["transformer-engine[pytorch]>=2.10"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "ruff"],
     },
 )

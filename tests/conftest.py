@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 FOUR_RANKS = {
     "test_actor",
@@ -32,13 +33,17 @@ if not torch.cuda.is_available():
         del os.environ["TRITON_INTERPRET"]
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (pytest -n) a file stays on one, because its tests share the job that it starts.
+class ByFile(LoadScopeScheduling):
+    """Who runs what under `pytest -n`: a file stays on one worker, because its tests share the job that it starts.
 
     The files that start four ranks share one worker: two such jobs at a time would crowd a machine of two cores, where
     every collective then waits for the scheduler.
     """
-    for item in items:
-        starts_four = item.path.parent.name == "jobs" and item.path.stem in FOUR_RANKS
-        item.add_marker(pytest.mark.xdist_group("four ranks" if starts_four else item.path.stem))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "four ranks" if file.removeprefix("tests/jobs/").removesuffix(".py") in FOUR_RANKS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return ByFile(config, log)

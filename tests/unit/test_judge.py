@@ -359,7 +359,7 @@ def test_a_kind_that_does_not_exist_is_said_at_once(kind, message, new_workers):
         ("number", {"rel_tol": "1"}, r"option rel_tol \('1'\) must be a number from 0, below 1"),
         ("number", {"abs_tol": -1}, r"option abs_tol \(-1\) must be a number from 0, below inf"),
         ("exact", {"prompt": "x"}, "no option prompt; its options are: none"),
-        ("math", {"rel_tol": 0.1}, "no option rel_tol; its options are: none"),
+        ("math", {"rel_tol": 0.1}, "no option rel_tol; its options are: relative"),
         (f"{FILE}:with_options", {"bonus": 1.0, "malus": 1.0}, "no option malus; its options are: bonus, name"),
     ],
 )
