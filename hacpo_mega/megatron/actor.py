@@ -204,12 +204,9 @@ class Actor:
 
     # ---- weights
 
-    def weights(self, *, tied_head: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell.
-
-        `tied_head` repeats a tied embedding as lm_head.weight (reshard.full_tensors says who needs that).
-        """
-        return full_tensors(self.model, tied_head=tied_head)
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
+        return full_tensors(self.model)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes."""

@@ -20,13 +20,12 @@ from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import slots_of, sources_of, write_back
 from hacpo_mega.models.folder import read_config, with_dtype
 from hacpo_mega.models.segments import Slot, Source, shard_shape
-from hacpo_mega.models.weight_files import HEAD, INDEX, SINGLE
+from hacpo_mega.models.weight_files import INDEX, SINGLE
 
 BUCKET_BYTES = 1 << 30
 FILE_BYTES = 5 << 30
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
-EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,17 @@ class _Bucket:
     slots: tuple[Slot, ...]
 
 
-def full_tensors(
-    model: torch.nn.Module, *, bucket_bytes: int = BUCKET_BYTES, tied_head: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(model: torch.nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor (name, full tensor in the model's dtype), in one order on every rank of the cell.
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
-    are alive at a time, and a tensor is the taker's to keep. With `tied_head` a tied model yields its embedding as
-    lm_head.weight too, right after: vLLM on the CPU packs the head by itself and would keep the old one.
+    are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name.
     """
     bare = unwrapped(model)
     parameters = dict(bare.named_parameters())
     for bucket in _buckets(bare, bucket_bytes):
         shards_RN = _travel(bucket, bare, parameters)
-        for name, tensor in _unpack(bucket, bare, shards_RN):
-            yield name, tensor
-            if tied_head and bare.architecture.tied and name == EMBEDDING:
-                yield HEAD, tensor
+        yield from _unpack(bucket, bare, shards_RN)
 
 
 def save_hf(

@@ -125,7 +125,7 @@ def run_case(export: Path, folder: Path, tp: int, pp: int, overrides: dict) -> d
     if cell == 0:
         save_hf(model, folder, export, torch.float32, bucket_bytes=60_000, file_bytes=100_000)
     logits = pipeline(model, forward_only=True)
-    gradients = gradients_by_name(model, tied_head=False)
+    gradients = gradients_by_name(model)
     expected_place = (
         parallel_state.get_pipeline_model_parallel_rank() * tp + parallel_state.get_tensor_model_parallel_rank()
     )
@@ -170,7 +170,7 @@ def shard_of_logits(hidden_TH: torch.Tensor, model: torch.nn.Module) -> torch.Te
     return logits_TV.masked_fill(padding_V, float("-inf"))
 
 
-def gradients_by_name(model: torch.nn.Module, *, tied_head: bool) -> dict[str, torch.Tensor]:
+def gradients_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Megatron's own data parallelism and gradient reduction; the gradients leave the way weights do."""
     with megatron_platform():
         wrapped = DistributedDataParallel(
@@ -181,7 +181,7 @@ def gradients_by_name(model: torch.nn.Module, *, tied_head: bool) -> dict[str, t
         finalize_model_grads([wrapped], None)
         for parameter in model.parameters():
             parameter.data.copy_(parameter.main_grad)
-        return dict(full_tensors(model, bucket_bytes=40_000, tied_head=tied_head))
+        return dict(full_tensors(model, bucket_bytes=40_000))
 
 
 @pytest.mark.slow
