@@ -27,7 +27,6 @@ FILE_BYTES = 5 << 30
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
-
 @dataclass(frozen=True)
 class _Bucket:
     """Neighbouring slots of one pipeline stage that travel together."""
