@@ -92,6 +92,7 @@ class _Run:
         self.num_dropped = {b.name: len(b.rows) - len(self.kept[b.name]) for b in settings.benchmarks}
         self._stack = stack
         self._num_judges = num_judges
+        self._judges: dict[float, Judge] = {}
 
     def answer_everything(self) -> None:
         """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
@@ -116,15 +117,6 @@ class _Run:
     def _start(self) -> None:
         settings = self.settings
         self.place.enter_phase("load", f"of {settings.model}")
-        if self.place.is_leader:
-            judge = Judge(
-                settings.reward,
-                self._num_judges,
-                settings.reward_timeout_s,
-                settings.require_stop,
-                options=settings.reward_options,
-            )
-            self.judge = self._stack.enter_context(judge)
         self.engine = Engine(
             settings.model,
             max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
@@ -134,6 +126,21 @@ class _Run:
             options=settings.vllm,
         )
         self._stack.callback(self.engine.close)
+
+    def _judge_of(self, benchmark: Benchmark) -> Judge:
+        """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
+        settings = self.settings
+        relative = benchmark.relative if settings.reward in ("math", "math_any") else 0.0
+        if relative not in self._judges:
+            judge = Judge(
+                settings.reward,
+                self._num_judges,
+                settings.reward_timeout_s,
+                settings.require_stop,
+                options=({"relative": relative} if relative else {}) | dict(settings.reward_options),
+            )
+            self._judges[relative] = self._stack.enter_context(judge)
+        return self._judges[relative]
 
     def _answer(self, benchmark: Benchmark, requests: Sequence[Request]) -> None:
         with ExitStack() as stack:
@@ -145,7 +152,7 @@ class _Run:
                 batch = requests[start : start + ANSWERS_PER_WRITE]
                 completions = self._draw(benchmark, batch)
                 if file is not None:
-                    file.append(self._judged(batch, completions))
+                    file.append(self._judged(self._judge_of(benchmark), batch, completions))
 
     def _draw(self, benchmark: Benchmark, batch: Sequence[Request]) -> list[Completion]:
         return self.engine.generate(
@@ -155,9 +162,9 @@ class _Run:
             temperature=benchmark.temperature,
         )
 
-    def _judged(self, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
+    def _judged(self, judge: Judge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
-        judgements = self.judge.judge(
+        judgements = judge.judge(
             [request.row.text for request in batch],
             [request.row.gold for request in batch],
             texts,

@@ -35,8 +35,10 @@ from hacpo_mega.evaluation.scores import (
 )
 from hacpo_mega.evaluation.settings import EvaluationSettings, ask, benchmarks_of, settings_for
 from hacpo_mega.evaluation.table import judged, summarize, warnings_of
+from hacpo_mega.grading.judge import Judge
 from hacpo_mega.models.folder import check_positions
 from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 REAL = SHARED / "data"
@@ -253,6 +255,16 @@ def test_a_suite_names_all_files_that_are_missing(tmp_path):
     with pytest.raises(ValueError, match="lacks 5 of 7 benchmarks") as error:
         find_suite(PAPER_SUITE, tmp_path)
     assert "gsm8k" not in str(error.value) and "olympiadbench: none of" in str(error.value)
+
+
+def test_physical_quantities_of_minerva_may_be_rounded_and_no_other_benchmark():
+    tolerances = {entry.name: entry.relative for entry in PAPER_SUITE if entry.relative}
+    assert tolerances == {"minerva_math": 1e-5}
+    answers = [r"\boxed{4.50003 \times 10^{33}}", r"\boxed{4.501e33}"]
+    with Judge("math", options={"relative": tolerances["minerva_math"]}) as tolerant, Judge("math") as exact:
+        asked = (["?"] * 2, ["4.5e33"] * 2, answers, [Stop.EOS] * 2)
+        assert [judgement.reward for judgement in tolerant.judge(*asked)] == [1.0, 0.0]
+        assert [judgement.reward for judgement in exact.judge(*asked)] == [0.0, 0.0]
 
 
 def test_the_suite_is_the_papers():
