@@ -108,6 +108,9 @@ def enter_tree(visible: list[str], disk_bytes: int) -> None:
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     root = "/sys"  # a mount point that every machine has and no interpreter lies in
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    # Before what is shown: an interpreter may lie below the machine's /tmp, and a later mount would hide it.
+    os.makedirs(f"{root}/tmp")
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=1777")
     for folder in visible:
         _show(Path(folder), Path(root + folder))
     os.makedirs(f"{root}/dev", exist_ok=True)
@@ -117,11 +120,10 @@ def enter_tree(visible: list[str], disk_bytes: int) -> None:
     os.makedirs(f"{root}/proc", exist_ok=True)
     with contextlib.suppress(OSError):  # a container may forbid a new /proc; then there is none
         _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
-    os.makedirs(f"{root}/tmp", exist_ok=True)
     os.chroot(root)
     os.chdir("/")
-    _make_read_only()
-    _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=1777")
+    _set_mount("/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, AT_RECURSIVE)
+    _set_mount("/tmp", 0, MOUNT_ATTR_RDONLY, 0)
     os.chdir("/tmp")
 
 
@@ -135,18 +137,10 @@ def _show(folder: Path, place: Path) -> None:
         _mount(str(folder), str(place), "", MS_BIND | MS_REC)
 
 
-def _make_read_only() -> None:
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    _call(
-        "mount_setattr",
-        LIBC.syscall,
-        SYS_MOUNT_SETATTR,
-        AT_FDCWD,
-        b"/",
-        AT_RECURSIVE,
-        attributes,
-        ctypes.sizeof(attributes),
-    )
+def _set_mount(path: str, sets: int, clears: int, flags: int) -> None:
+    attributes = (ctypes.c_uint64 * 4)(sets, clears, 0, 0)
+    size = ctypes.sizeof(attributes)
+    _call("mount_setattr", LIBC.syscall, SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, size)
 
 
 def run_program(order: dict, folder: str) -> int:
