@@ -86,17 +86,19 @@ def test_nothing_is_left_running(isolated, monkeypatch):
     daemon = f"import os, time\nmark = {mark!r}\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(1000)\n"
     assert ran(isolated, daemon + "print(1)")[:2] == ("exit status 0", "1\n")
     assert ran(isolated, daemon + "time.sleep(1000)")[0] == "out of wall time"
-    left = [p for p in psutil.process_iter() if p.name().startswith("python") and is_of(p, "main.py")]
+    left = [process for process in psutil.process_iter() if is_running(process, "main.py")]
     deadline = time.monotonic() + 30
     while left and time.monotonic() < deadline:
-        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        left = [process for process in left if is_running(process, "main.py")]
         time.sleep(0.1)
     assert not left
 
 
-def is_of(process, name):
+def is_running(process, name):
+    """Whether a Python runs `name` of some /tmp; one that ends while it is looked at does not."""
     try:
-        return any(part.endswith(f"/tmp/{name}") for part in process.cmdline())
+        is_alive = process.name().startswith("python") and process.status() != psutil.STATUS_ZOMBIE
+        return is_alive and any(part.endswith(f"/tmp/{name}") for part in process.cmdline())
     except psutil.Error:
         return False
 
