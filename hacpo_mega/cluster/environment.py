@@ -36,7 +36,7 @@ def prepare_environment() -> None:
     for name, value in {**EVERYWHERE, **({} if _has_cuda() else ON_CPU)}.items():
         os.environ.setdefault(name, value)
     # vLLM reads its level when its first module has already warned.
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)

@@ -31,7 +31,7 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        # Longer than the ring of watchdog.py needs: a rank that the launcher ends first could not say who failed.
+        # The launcher ends the others by SIGTERM, which watchdog.py heeds after the ring has named who failed.
         monitor_interval=2.0,
     )
     try:
