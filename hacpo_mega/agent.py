@@ -36,16 +36,16 @@ class Agent:
         self._seed = config.seed
         self._rollout = config.rollout
         self._algorithm = config.algorithm
-        self._prompts_per_update = config.training.prompts_per_update
+        self._prompts_per_update = config.prompts_per_update
+        self._answers_per_prompt = config.answers_per_prompt
         self._cells = config.lanes * spec.cells_per_lane
         self._engines_per_cell = place.rank_map.agents[place.agent].engines_per_cell
-        num_updates = config.training.prompts_per_step // config.training.prompts_per_update
         self.actor = Actor(
             spec.model,
             tp=spec.tp,
             pp=spec.pp,
             optimizer=spec.optimizer,
-            total_updates=num_updates * config.num_steps,
+            total_updates=config.updates_per_step * config.num_steps,
             max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
             max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
             temperature=config.rollout.temperature,
@@ -68,7 +68,7 @@ class Agent:
         # The engine started on random weights (reading the folder twice would double the start of a large model).
         self.publish_weights()
         self._weight = sample_weight(
-            self._prompts_per_update, config.rollout.rollouts_per_prompt, len(config.agents), config.algorithm
+            self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
 
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
@@ -76,7 +76,7 @@ class Agent:
 
         Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
-        places = [(prompt, g) for prompt in prompts for g in range(self._rollout.rollouts_per_prompt)]
+        places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
         rollouts = self._answer(places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature)
@@ -116,7 +116,7 @@ class Agent:
         """
         texts = {prompt.index: prompt.text for prompt in prompts}
         sequences = [self._sequence(texts[rollout.prompt_index], rollout) for rollout in rollouts]
-        per_update = self._prompts_per_update // self._cells * self._rollout.rollouts_per_prompt
+        per_update = self._prompts_per_update // self._cells * self._answers_per_prompt
         scores = [
             float(score)
             for start in range(0, len(sequences), per_update)

@@ -12,7 +12,7 @@ from typing import Self
 from torch import Tensor
 
 from hacpo_mega.agent import Agent
-from hacpo_mega.algorithm import CapabilityTracker, capability_ratios, hacpo_advantages
+from hacpo_mega.algorithm import CapabilityTracker, advantages_of, capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -101,11 +101,11 @@ class Trainer:
             scores = self.agent.score(mine, rollouts)
         with self._phase("exchange"):
             trajectories = self._trajectories(rollouts, judgements, scores)
-            pool = exchange(trajectories, prompts, self.place, self.config.rollout.rollouts_per_prompt)
+            pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
             self.capability.update(*self._means_over_lanes(pool))
             capability_N = self.capability.values()
-            advantages_PNG = hacpo_advantages(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
+            advantages_PNG = advantages_of(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
             samples, view = learner_view(
                 pool.part(my_share), advantages_PNG[my_share], self.place.agent, self.agent.codec, self.view_rules
             )
@@ -180,7 +180,7 @@ class Trainer:
         if self.place.coordinate.global_rank == 0:
             omega_NN = capability_ratios(capability_N, self.config.algorithm.omega_clip)
             add_capability(self.metrics, self.names, capability_N, omega_NN)
-            if self.config.algorithm.shares_answers:
+            if self.config.algorithm.uses_capability:
                 for warning in self.omega_alarm.warnings(omega_NN):
                     self.console.say(warning)
 

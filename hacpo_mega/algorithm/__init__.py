@@ -2,14 +2,23 @@
 
 from hacpo_mega.algorithm.advantage import hacpo_advantages
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios
-from hacpo_mega.algorithm.objective import kl_penalty, objective_bounds, sample_weight, sequence_objective
+from hacpo_mega.algorithm.methods import advantages_of
+from hacpo_mega.algorithm.objective import (
+    kl_penalty,
+    objective_bounds,
+    sample_weight,
+    sequence_objective,
+    token_objective,
+)
 
 __all__ = [
     "CapabilityTracker",
+    "advantages_of",
     "capability_ratios",
     "hacpo_advantages",
     "kl_penalty",
     "objective_bounds",
     "sample_weight",
     "sequence_objective",
+    "token_objective",
 ]

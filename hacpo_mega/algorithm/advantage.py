@@ -5,7 +5,9 @@ sigma[p]     = sample std of all N G rewards of the prompt
 A_b[p, j, g] = (R[p, j, g] - mu_b[p]) / (sigma[p] + eps)
 learner k:     own answers A_k;  answers of j: omega(j, k) * A_x with x = j ("source") or k ("learner").
 
-The capability coefficient omega(j, k) is applied here, so the objective never sees capability.
+The capability coefficient omega(j, k) is applied here, so the objective never sees capability. The paper's ablations
+are the same with omega = 1 in the baseline (Table 2), in the coefficient (Table 3), or in both: naive sharing.
+Not here: the rivals' advantages (rivals.py).
 """
 
 import torch
@@ -20,27 +22,43 @@ def hacpo_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, co
 
     rewards_PNG   [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
     capability_N  [N], P_hat > 0
-    Under `method = "gspo"` the group of a prompt is the learner's own G answers, and all others get 0.
+    A method that shares nothing has the learner's own G answers as the group of a prompt, and all others get 0.
     Raises ValueError for shapes that do not fit.
     """
+    rewards_PNG = checked_rewards(rewards_PNG, capability_N, learner)
+    if not config.shares_answers:
+        return own_advantages(rewards_PNG, learner, config)
+    return _shared_advantages(rewards_PNG, capability_N.detach().cpu(), learner, config)
+
+
+def checked_rewards(rewards_PNG: Tensor, capability_N: Tensor, learner: int) -> Tensor:
+    """The rewards as float64 on the CPU. ValueError for shapes that do not fit each other."""
     num_agents = rewards_PNG.shape[1] if rewards_PNG.ndim == 3 else -1
     if num_agents < 1 or tuple(capability_N.shape) != (num_agents,) or not 0 <= learner < num_agents:
         raise ValueError(
             f"rewards_PNG must be [P, N, G] with capability_N [N] and 0 <= learner < N, found rewards "
             f"{tuple(rewards_PNG.shape)}, capability {tuple(capability_N.shape)}, learner {learner}"
         )
-    rewards_PNG = rewards_PNG.detach().to("cpu", torch.float64)
-    if not config.shares_answers:
-        own_P1G = rewards_PNG[:, learner : learner + 1]
-        advantages_PNG = torch.zeros_like(rewards_PNG)
-        advantages_PNG[:, learner : learner + 1] = _shared_advantages(own_P1G, torch.ones(1), 0, config)
-        return advantages_PNG
-    return _shared_advantages(rewards_PNG, capability_N.detach().cpu(), learner, config)
+    return rewards_PNG.detach().to("cpu", torch.float64)
+
+
+def own_advantages(rewards_PNG: Tensor, agent: int, config: AlgorithmConfig) -> Tensor:
+    """The advantage of an agent's answers in the group of its own G answers, as GRPO and GSPO have it; 0 for others'.
+
+    float64 [P, N, G].
+    """
+    advantages_PNG = torch.zeros_like(rewards_PNG)
+    mine = slice(agent, agent + 1)
+    advantages_PNG[:, mine] = _shared_advantages(rewards_PNG[:, mine], torch.ones(1), 0, config)
+    return advantages_PNG
 
 
 def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
     omega_NN = capability_ratios(capability_N, config.omega_clip)
-    baseline_PN = joint_baselines(rewards_PNG, omega_NN, config.baseline_guard)
+    plain_NN = torch.ones_like(omega_NN)
+    baseline_omega_NN = omega_NN if config.capability_baseline else plain_NN
+    loss_omega_NN = omega_NN if config.omega_in_loss else plain_NN
+    baseline_PN = joint_baselines(rewards_PNG, baseline_omega_NN, config.baseline_guard)
     if config.cross_baseline == "learner":
         baseline_PN = baseline_PN[:, learner : learner + 1].expand_as(baseline_PN)
 
@@ -48,7 +66,7 @@ def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, 
     scale_P11 = (deviation_P + config.advantage_eps)[:, None, None]
     advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
     # omega(k, k) = 1, so the own column is unchanged: one expression for own and cross answers.
-    advantages_PNG = omega_NN[:, learner][None, :, None] * advantages_PNG
+    advantages_PNG = loss_omega_NN[:, learner][None, :, None] * advantages_PNG
 
     silent_PNG = rewards_PNG.isnan()
     if config.uniform_group_is_zero:

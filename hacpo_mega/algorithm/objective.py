@@ -5,14 +5,20 @@ own    L = - min( s A, clip(s, 1 - eps_low, 1 + eps_high) A )
 cross  L = - c sg[c]^alpha (omega A),  c = clip(s, low(m), 1),  low(m) = min(1, 1 - delta + m delta_step)
 c^alpha is the exponential importance weight, low(m) the stepwise clip at the m-th update of a step.
 
+The other methods have the same objective of own answers, except grpo, whose ratio is one per token (`token_objective`):
+gspo, gspo_x2   nothing else                                                  naive   L = own, for others' answers too
+f_tis           L = - sg[min(s, C)] A log-prob, 0 where A < 0 and log s < -g  sgt     L = - A mean_logprob_learner
+
 The arithmetic itself is `hacpo_kernels.reference.objective_from_mean`, which the Triton kernel is held to, and the band
 is `hacpo_kernels.Bounds`. Here are the configuration's numbers for them, the objective of whole sequences, the weight
 of a sample, and the optional KL to the frozen initial policy. An update applies the same objective to packed tokens
 (policy_loss.py).
 """
 
+import math
+
 import torch
-from hacpo_kernels import Bounds, ObjectiveStats, objective_from_mean, objective_stats
+from hacpo_kernels import Bounds, ObjectiveStats, SequenceTerms, objective_from_mean, objective_stats
 from torch import Tensor
 
 from hacpo_mega.config import AlgorithmConfig
@@ -20,13 +26,18 @@ from hacpo_mega.config import AlgorithmConfig
 
 def objective_bounds(config: AlgorithmConfig) -> Bounds:
     """The bounds of a run, as its configuration has them."""
+    has_band = config.cross_clip != "none"
     return Bounds(
         eps_low=config.eps_low,
         eps_high=config.eps_high,
-        delta=config.delta,
-        delta_step=config.delta_step,
-        alpha=config.alpha,
         log_ratio_clamp=config.log_ratio_clamp,
+        cross=config.cross_objective,
+        delta=config.delta if has_band else 1.0,
+        delta_step=config.delta_step if has_band else 0.0,
+        high=1.0 if has_band else math.inf,
+        alpha=config.alpha,
+        ratio_cap=config.ratio_cap,
+        divergence_limit=config.divergence_limit,
     )
 
 
@@ -50,6 +61,47 @@ def sequence_objective(
         seq_logprob_B, source_logprob_B, advantage_B, is_self_B, update_index=update_index, bounds=bounds
     )
     return loss_B, grad_B, objective_stats(terms)
+
+
+def token_objective(
+    token_logprob_R: Tensor,
+    old_logprob_R: Tensor,
+    advantage_B: Tensor,
+    row_cu_seqlens_B: Tensor,
+    config: AlgorithmConfig,
+) -> tuple[Tensor, SequenceTerms]:
+    """GRPO's loss of own answers, one ratio per token (DeepSeekMath, arXiv 2402.03300, eq. 3, without its KL):
+
+        L_b = - 1/|b| sum_t min( r_t A_b, clip(r_t, 1 - eps_low, 1 + eps_high) A_b ),  r_t = exp(logprob_t - old_t)
+
+    token_logprob_R   nats [R] under the learner now, differentiable; the rows of answer b are
+                      row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
+    old_logprob_R     nats [R] under the policy that sampled, before the step's first update
+    advantage_B       [B], of the own group
+    Returns (loss_B, terms): of an answer, `terms` has the mean ratio of its tokens and, as its weight, the mean ratio
+    of those that are not clipped. What differs from `hacpo`: alone, and the clip acts on tokens. Where the texts
+    differ, a token of an answer weighs 1/|b| (GRPO), not 1/tokens of the batch (DAPO, arXiv 2503.14476), whose wider
+    upper clip is the default here.
+    """
+    length_B = row_cu_seqlens_B.diff()
+    owner_R = torch.repeat_interleave(length_B.long())
+    length_B = length_B.clamp(min=1)
+    bound = config.log_ratio_clamp
+    ratio_R = (token_logprob_R - old_logprob_R).clamp(-bound, bound).exp()
+    clipped_R = ratio_R.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
+    advantage_R = advantage_B[owner_R]
+    loss_R = -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
+
+    def mean_B(value_R: Tensor) -> Tensor:
+        return value_R.new_zeros(len(length_B)).index_add(0, owner_R, value_R) / length_B
+
+    loss_B = mean_B(loss_R)
+    trained_R = torch.where(ratio_R * advantage_R > clipped_R * advantage_R, 0.0, ratio_R)
+    with torch.no_grad():
+        ratio_B = mean_B(ratio_R.double()).masked_fill(row_cu_seqlens_B.diff() == 0, torch.nan)
+        weight_B = mean_B(trained_R.double())
+    is_self_B = torch.ones_like(advantage_B, dtype=torch.bool)
+    return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, advantage_B, is_self_B)
 
 
 def sample_weight(num_prompts: int, num_rollouts: int, num_agents: int, config: AlgorithmConfig) -> float:

@@ -124,12 +124,14 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
     yield "held-out accuracy at the end", _accuracy(agent.accuracy_end)
     yield "training data", ", ".join(f"`{file.name}`" for file in config.data.files) or f"{config.data.generator}, made"
     yield "reward", f"`{config.reward.kind}`"
-    yield "method", f"{algorithm.method}, preset {algorithm.preset}, advantage of others by {algorithm.cross_baseline}"
-    yield "alpha, delta, delta_step", f"{algorithm.alpha:g}, {algorithm.delta:g}, {algorithm.delta_step:g}"
+    yield "method", f"{algorithm.method}, preset {algorithm.preset}"
+    if algorithm.method == "hacpo":
+        yield "advantage of others' answers", f"by the baseline of their {algorithm.cross_baseline}"
+        yield "alpha, delta, delta_step", f"{algorithm.alpha:g}, {algorithm.delta:g}, {algorithm.delta_step:g}"
     yield "own clip", f"{algorithm.eps_low:g} below, {algorithm.eps_high:g} above"
     yield "learning rate", f"{agent.agent.optimizer.lr:g}, {agent.agent.optimizer.schedule}"
-    yield "prompts per step, per update", f"{config.training.prompts_per_step}, {config.training.prompts_per_update}"
-    yield "answers per prompt", f"{config.rollout.rollouts_per_prompt} at temperature {config.rollout.temperature:g}"
+    yield "prompts per step, per update", f"{config.training.prompts_per_step}, {config.prompts_per_update}"
+    yield "answers per prompt", f"{config.answers_per_prompt} at temperature {config.rollout.temperature:g}"
     yield "longest prompt, answer", f"{config.rollout.max_prompt_tokens}, {config.rollout.max_answer_tokens} tokens"
     yield "seed", str(config.seed)
 

@@ -1,12 +1,14 @@
 """The [algorithm] table: every choice that the paper (arXiv 2603.02604) and its authors' public code make, by name.
 
-Equation numbers are the paper's. Not here: the equations themselves (the package `algorithm`).
+Equation numbers are the paper's. Not here: what the methods are (methods.py) and the equations themselves (the package
+`algorithm`).
 """
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hacpo_mega.config.methods import METHODS, CrossObjective, MethodName, unread_options
 from hacpo_mega.config.section import Count, Flag, Positive, PositiveOrZero, Section, Share, ShareBelowOne
 
 # What a preset sets otherwise than the defaults, which are the paper's text.
@@ -27,10 +29,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class AlgorithmConfig(Section):
-    """HACPO (arXiv 2603.02604), and the same agents without it, as options by name."""
+    """HACPO (arXiv 2603.02604), its rivals and its ablations, as options by name."""
 
-    method: Literal["hacpo", "gspo"] = "hacpo"
-    """Who trains on what: `hacpo` on the answers of all agents, `gspo` each agent on its own alone, as the baseline."""
+    method: MethodName = "hacpo"
+    """How agents learn: alone (`grpo`, `gspo`, `gspo_x2` with twice the answers and updates), or from everybody's
+    answers (`naive`, `sgt`, `f_tis`, `hacpo`); an option that the method does not read is refused."""
     preset: Literal["paper", "authors"] = "paper"
     """Whose choices hold for the options of this table that are not given: the paper's text or its authors' code."""
 
@@ -52,6 +55,12 @@ class AlgorithmConfig(Section):
     uniform_group_is_zero: Flag = True
     """Whether a prompt whose answers all have one reward gives advantage 0; else an omega other than 1 makes a signal
     out of answers of which none is better than another."""
+    capability_baseline: Flag = True
+    """Whether rewards are weighed with omega in the baseline (eq. 10); off: the plain mean of the prompt's answers
+    (Table 2 of the paper, without capability-aware advantages)."""
+    omega_in_loss: Flag = True
+    """Whether the advantage of another agent's answer is multiplied by omega (eq. 10); off: Table 3 of the paper,
+    without the capability coefficient."""
     baseline_guard: Flag = False
     """Whether a baseline above 1, which no reward can reach, is replaced by the agent's own mean on that prompt."""
     advantage_eps: PositiveOrZero = 1e-6
@@ -68,6 +77,17 @@ class AlgorithmConfig(Section):
     """Others' answers: only those with a ratio from 1 - delta to 1 train in the first update of a step (eq. 50)."""
     delta_step: Share = 0.025
     """By how much that lower end rises with every further update of the same step; 0 keeps it where it is."""
+    cross_clip: Literal["band", "own", "none"] = "band"
+    """How others' answers are clipped: to the band of delta (eq. 50), as own answers are (eq. 47), or not at all
+    (Figure 4 of the paper)."""
+    band: Literal["fixed", "calibrated"] = "fixed"
+    """Where the band begins: at 1 - delta, or, beyond the paper, for every pair of agents where a share band_share of
+    the useful answers of the steps before lies inside it."""
+    band_share: Annotated[float, Field(strict=True, gt=0.0, lt=1.0)] = 0.8
+    """Calibrated band: the share of others' answers with a positive advantage and a ratio of at most 1 that it holds in
+    the first update of a step."""
+    band_smoothing: ShareBelowOne = 0.8
+    """Calibrated band: weight of the old lower end beside the one that the last step's answers ask for."""
     alpha: PositiveOrZero = 1.0
     """Others' answers: exponent of the importance weight ratio^alpha; 0 weighs all of them alike."""
     log_ratio_clamp: Annotated[float, Field(strict=True, gt=0.0, le=80.0)] = 20.0
@@ -81,12 +101,30 @@ class AlgorithmConfig(Section):
     kl_on: Literal["own", "all"] = "own"
     """Which answers that KL divergence counts: the learner's own, or everybody's."""
 
+    # The rivals
+    success_reward: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
+    """Of sgt: the reward from which on an answer is a verified success."""
+    transfer_weight: Positive = 1.0
+    """Of sgt: weight of a peer's verified answer, as the advantage of an own answer weighs."""
+    ratio_cap: Positive = 2.0
+    """Of f_tis: upper end of the importance weight of another agent's answer (C of its equation)."""
+    divergence_limit: PositiveOrZero = 0.2
+    """Of f_tis: another agent's answer with a negative advantage is left out where its source finds it likelier than
+    the learner by more than this, nats per token (the text's g, a sum over tokens, is 50)."""
+    answer_group: Literal["author", "all"] = "author"
+    """Of f_tis: whose answers to a prompt an answer's advantage is measured against: its author's, or everybody's."""
+
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(preset := given.get("preset", "paper"), str):
+    def _fill_from_method_and_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
             return given
-        return {**PRESETS.get(preset, {}), **given}
+        method, preset = given.get("method", "hacpo"), given.get("preset", "paper")
+        if not isinstance(method, str) or not isinstance(preset, str) or method not in METHODS:
+            return given
+        chosen = {**PRESETS.get(preset, {}), **METHODS[method].sets}
+        _refuse_unread(method, given, chosen)
+        return {**chosen, **given}
 
     @model_validator(mode="after")
     def _ordered_bounds(self) -> Self:
@@ -101,4 +139,34 @@ class AlgorithmConfig(Section):
     @property
     def shares_answers(self) -> bool:
         """Whether a learner trains on the answers of other agents."""
-        return self.method == "hacpo"
+        return METHODS[self.method].cross is not None
+
+    @property
+    def uses_capability(self) -> bool:
+        """Whether omega changes an advantage."""
+        return self.method == "hacpo" and (self.capability_baseline or self.omega_in_loss)
+
+    @property
+    def is_token_level(self) -> bool:
+        """Whether the ratio is one per token (grpo) instead of one per answer."""
+        return self.method == "grpo"
+
+    @property
+    def cross_objective(self) -> CrossObjective:
+        """Which objective others' answers have."""
+        if self.cross_clip == "own":
+            return "own"
+        return METHODS[self.method].cross or "own"
+
+
+def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -> None:
+    """ValueError for options that `method` does not read, unless they say what holds anyway (a resolved file does)."""
+    known = AlgorithmConfig.model_fields
+    for name in unread_options(method, frozenset(given) & frozenset(known)):
+        anyway = chosen.get(name, known[name].default)
+        if given[name] != anyway and not (isinstance(anyway, tuple) and given[name] == list(anyway)):
+            readers = [other for other, what in METHODS.items() if name in what.reads]
+            raise ValueError(
+                f"{name} = {given[name]!r}: method {method!r} does not read it. Leave it out, or choose a method that "
+                f"does: {', '.join(readers)}"
+            )

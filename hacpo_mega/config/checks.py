@@ -11,6 +11,7 @@ from pathlib import Path
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.choices import SKILLS
 from hacpo_mega.config.input_checks import input_problems
+from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.architecture import Architecture
@@ -21,7 +22,7 @@ from hacpo_mega.models.weight_files import weight_problems
 
 def find_problems(config: Config) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
-    problems = [*_names(config), *_batches(config), *_generator(config), *input_problems(config)]
+    problems = [*_names(config), *_method(config), *_batches(config), *_generator(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         found = _agent(agent, longest)
@@ -41,9 +42,17 @@ def _names(config: Config) -> Iterator[str]:
         yield f"agents: the name {name!r} occurs {names.count(name)} times; every agent needs its own"
 
 
+def _method(config: Config) -> Iterator[str]:
+    """Whether the method can do anything with this number of agents."""
+    name = config.algorithm.method
+    if METHODS[name].needs_peers and len(config.agents) == 1:
+        yield f"algorithm.method: {name!r} learns from other agents, and there is one. Nearest: 'gspo', for one alone"
+
+
 def _batches(config: Config) -> Iterator[str]:
     training, lanes = config.training, config.lanes
     step, update = training.prompts_per_step, training.prompts_per_update
+    per_update = METHODS[config.algorithm.method].updates
     if step % update:
         yield (
             f"training.prompts_per_step ({step}) must be a multiple of training.prompts_per_update ({update}). "
@@ -51,11 +60,12 @@ def _batches(config: Config) -> Iterator[str]:
         )
     for agent in config.agents:
         cells = lanes * agent.cells_per_lane
-        if update % cells:
+        if update % (cells * per_update):
+            of_method = f" x {per_update} of method {config.algorithm.method!r}" if per_update > 1 else ""
             yield (
                 f"training.prompts_per_update ({update}) must be a multiple of lanes x cells_per_lane of agent "
-                f"{agent.name} ({lanes} x {agent.cells_per_lane} = {cells}). "
-                f"Nearest: {nearest_multiples(update, cells)}"
+                f"{agent.name}{of_method} ({lanes} x {agent.cells_per_lane}{f' x {per_update}' if of_method else ''} = "
+                f"{cells * per_update}). Nearest: {nearest_multiples(update, cells * per_update)}"
             )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     if longest > training.max_tokens_per_microbatch:

@@ -10,7 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.checks import find_problems
+from hacpo_mega.config.methods import METHODS, unread_options
 from hacpo_mega.config.schema import Config
 
 LONGEST_VALUE = 80  # characters of a value that a line shows
@@ -33,7 +35,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """Reads, overrides and checks a configuration.
 
     An override is `section.key=value` with a TOML value; an agent is addressed by name, `*` means all of them:
-    `agents.qwen.tp=2`, `agents.*.optimizer.lr=1e-6`. A value that is no TOML is taken as a string.
+    `agents.qwen.tp=2`, `agents.*.optimizer.lr=1e-6`. A value that is no TOML is taken as a string. An override of
+    algorithm.method takes the file's options for another method out.
     Relative paths count from the current folder. Raises ValueError with one line per problem.
     """
     path = Path(path)
@@ -43,8 +46,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML configuration") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
+    in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:
         _apply(table, override)
+    _drop_options_of_another_method(table, in_file, overrides)
     try:
         config = Config.model_validate(table)
     except ValidationError as error:
@@ -67,6 +72,19 @@ def _apply(table: dict[str, Any], override: str) -> None:
     *way, last = key.split(".")
     for place in _places(table, way, override):
         place[last] = value
+
+
+def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], overrides: Iterable[str]) -> None:
+    """Where an override chooses the method, what the file set for its own method goes, unless the new one reads it too.
+
+    So one file serves for every method. An option that an override gives itself stays, and is refused if it is unread.
+    """
+    given = {override.partition("=")[0] for override in overrides}
+    if "algorithm.method" not in given or (method := table["algorithm"]["method"]) not in METHODS:
+        return
+    for name in unread_options(method, frozenset(in_file & set(AlgorithmConfig.model_fields))):
+        if f"algorithm.{name}" not in given:
+            del table["algorithm"][name]
 
 
 def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import Skill
+from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Section
 
 
@@ -56,7 +57,7 @@ class RolloutConfig(Section):
     """How answers are sampled: by every agent, several to every prompt."""
 
     rollouts_per_prompt: Count = 8
-    """Answers of each agent to each prompt (G of the paper)."""
+    """Answers of each agent to each prompt (G of the paper); the method gspo_x2 takes twice as many."""
     temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
     """Divides the logits that answers are sampled from, and those that log-probs are of; vLLM takes 0.01 to 2."""
     max_prompt_tokens: Count = 1024
@@ -74,7 +75,8 @@ class TrainingConfig(Section):
     prompts_per_step: Count = 128
     """Prompts that are answered in one step, over all lanes; a multiple of prompts_per_update."""
     prompts_per_update: Count = 64
-    """Prompts whose answers train one optimizer update, over all lanes; a multiple of lanes x cells_per_lane."""
+    """Prompts whose answers train one optimizer update, over all lanes; a multiple of lanes x cells_per_lane. The
+    method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
 
@@ -118,6 +120,21 @@ class Config(Section):
     """How many prompts and tokens are trained at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How often and on what the agents are measured."""
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Answers of each agent to each prompt (G): rollout.rollouts_per_prompt, times the method's factor."""
+        return self.rollout.rollouts_per_prompt * METHODS[self.algorithm.method].answers
+
+    @property
+    def prompts_per_update(self) -> int:
+        """Prompts of an optimizer update, over all lanes: training.prompts_per_update, by the method's factor."""
+        return self.training.prompts_per_update // METHODS[self.algorithm.method].updates
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of each agent in a step."""
+        return self.training.prompts_per_step // self.prompts_per_update
 
     @property
     def longest_answer(self) -> int:

@@ -28,9 +28,8 @@ def training_sampler(config: Config, num_tokens: Callable[[str], int]) -> tuple[
     for skill in config.data.skills if by_skill else (None,):
         needed = config.training.prompts_per_step // (len(config.data.skills) if by_skill else 1)
         _require_enough(rows, kept, needed, skill, config.rollout.max_prompt_tokens, num_tokens)
-    training = config.training
     sampler = PromptSampler(
-        kept, config.seed, training.prompts_per_step, training.prompts_per_update, balance_skills=by_skill
+        kept, config.seed, config.training.prompts_per_step, config.prompts_per_update, balance_skills=by_skill
     )
     return sampler, len(rows) - len(kept)
 

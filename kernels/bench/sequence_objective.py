@@ -24,7 +24,18 @@ SHAPES = {
     "targets": [(32, 600), (256, 1000), (2048, 1000), (16384, 1000)],
 }
 
-BOUNDS = Bounds(eps_low=3e-4, eps_high=4e-4, delta=0.2, delta_step=0.025, alpha=1.0, log_ratio_clamp=20.0)
+BOUNDS = Bounds(
+    eps_low=3e-4,
+    eps_high=4e-4,
+    log_ratio_clamp=20.0,
+    cross="band",
+    delta=0.2,
+    delta_step=0.025,
+    high=1.0,
+    alpha=1.0,
+    ratio_cap=2.0,
+    divergence_limit=0.2,
+)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def packed_objective(
     update_index: int,
     bounds: Bounds,
     length: torch.Tensor | None = None,
+    low: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
     """HACPO's loss of packed sequences (reference.objective_from_mean has the formula), without a host sync on CUDA.
@@ -90,6 +91,7 @@ def packed_objective(
     source_logprob  [B] mean log-prob under the source; advantage [B] with omega in it; is_self [B] bool
     update_index    m, the updates already made in this step
     length          [B] what the sum of each sequence is divided by; default: its number of tokens
+    low             [B] float64, where the band of others' answers begins; default: bounds.low(update_index)
 
     Returns (loss_B, coefficient_B, terms): coefficient_B = d loss_b / d token_logprob_t for every token t of b.
     `loss_B` is differentiable in token_logprob through exactly that. Mean and source_logprob are compared in the
@@ -98,11 +100,18 @@ def packed_objective(
     """
     checks.check_segments(token_logprob, cu_seqlens)
     num_sequences = len(cu_seqlens) - 1
-    checks.check_objective(num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length)
+    checks.check_objective(num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length, low)
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
     length = length if length is None else length.to(token_logprob.device, non_blocking=True)
     loss_B, coefficient_B, ratio_B, weight_B = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
-        token_logprob.detach(), cu_seqlens, source_logprob, advantage, is_self, length, update_index, bounds
+        token_logprob.detach(),
+        cu_seqlens,
+        source_logprob,
+        advantage,
+        is_self,
+        length,
+        _lower_end(low, update_index, bounds),
+        bounds,
     )
     terms = SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
     return _PackedLoss.apply(token_logprob, loss_B, coefficient_B, cu_seqlens), coefficient_B, terms
@@ -116,6 +125,7 @@ def objective_from_mean(
     *,
     update_index: int,
     bounds: Bounds,
+    low: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
     """The sequence-level part of packed_objective, from mean log-probs [B] in nats per token, on any device.
 
@@ -123,12 +133,16 @@ def objective_from_mean(
     an autograd graph. Raises ValueError on arguments that do not fit.
     """
     checks.check_tensor("seq_logprob", seq_logprob, (None,), checks.LOGPROBS)
-    checks.check_objective(len(seq_logprob), seq_logprob, source_logprob, advantage, is_self, update_index, None)
+    checks.check_objective(len(seq_logprob), seq_logprob, source_logprob, advantage, is_self, update_index, None, low)
     loss_B, ratio_B, weight_B = reference.objective_from_mean(
-        seq_logprob.detach(), source_logprob, advantage, is_self, update_index, bounds
+        seq_logprob.detach(), source_logprob, advantage, is_self, _lower_end(low, update_index, bounds), bounds
     )
     loss_B, grad_B = loss_B.to(seq_logprob.dtype), (-weight_B * advantage.double()).to(seq_logprob.dtype)
     return loss_B, grad_B, SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
+
+
+def _lower_end(low: torch.Tensor | None, update_index: int, bounds: Bounds) -> torch.Tensor | float:
+    return bounds.low(update_index) if low is None else low
 
 
 class _PackedLoss(torch.autograd.Function):

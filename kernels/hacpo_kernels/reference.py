@@ -3,7 +3,8 @@
 linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split into the part one vocabulary shard can
                     do (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
 packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
-                    (others' answers: stepwise band and exponential factor), once and for both backends to be held to.
+                    (others' answers: stepwise band and exponential factor), or what a rival trains others' answers
+                    with (`Bounds.cross`), once and for both backends to be held to.
 
 Not here: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
 (linear_logprob.py, sequence_objective.py). Everything computes in float32 or, when the inputs are float64, in float64.
@@ -135,37 +136,61 @@ def objective_from_mean(
     source_logprob_B: torch.Tensor,
     advantage_B: torch.Tensor,
     is_self_B: torch.Tensor,
-    update_index: int,
+    low_B: torch.Tensor | float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """HACPO's loss of every sequence from its mean log-prob (nats per token), all tensors [B].
+    """The loss of every sequence from its mean log-prob (nats per token), all tensors [B].
 
     Returns (loss_B, ratio_B, weight_B), float64: the ratio s, and w with d loss_B / d seq_logprob_B = -w A.
-    `advantage_B` is A, with omega in it already.
+    `advantage_B` is A, with omega in it already; `low_B` is where the band begins, for
+    each sequence or for all.
     """
     difference_B = seq_logprob_B.double() - source_logprob_B.double()
     ratio_B = difference_B.clamp(-bounds.log_ratio_clamp, bounds.log_ratio_clamp).exp()
     advantage_B = advantage_B.double()
 
-    # eq. 47, own answers: L = -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)
-    plain_B = ratio_B * advantage_B
-    clipped_B = ratio_B.clamp(bounds.own_low, bounds.own_high) * advantage_B
-    own_loss_B = -torch.minimum(plain_B, clipped_B)
-    # At a tie both branches are s A, so the gradient is that of the unclipped one.
-    own_weight_B = torch.where(plain_B > clipped_B, 0.0, ratio_B)
-
-    # eq. 50, others' answers: L = -c sg[c]^alpha (omega A), c = clip(s, low(m), 1)
-    low = bounds.low(update_index)
-    band_B = ratio_B.clamp(low, 1.0)
-    factor_B = band_B.pow(bounds.alpha)
-    cross_loss_B = -band_B * factor_B * advantage_B
-    cross_weight_B = torch.where((ratio_B >= low) & (ratio_B <= 1.0), ratio_B * factor_B, 0.0)
-
-    loss_B = torch.where(is_self_B, own_loss_B, cross_loss_B)
-    weight_B = torch.where(is_self_B, own_weight_B, cross_weight_B)
+    loss_B, weight_B = _own_objective(ratio_B, advantage_B, bounds)
+    if bounds.cross != "own":
+        mean_B = seq_logprob_B.double()
+        cross_loss_B, cross_weight_B = _cross_objective(mean_B, difference_B, ratio_B, advantage_B, low_B, bounds)
+        loss_B = torch.where(is_self_B, loss_B, cross_loss_B)
+        weight_B = torch.where(is_self_B, weight_B, cross_weight_B)
     weight_B = torch.where(difference_B.abs() > bounds.log_ratio_clamp, 0.0, weight_B)
     # A NaN in comes out as NaN: where() on a comparison with NaN would have made a silent 0 of it.
     return loss_B, ratio_B, torch.where(difference_B.isnan(), torch.nan, weight_B)
+
+
+def _own_objective(
+    ratio_B: torch.Tensor, advantage_B: torch.Tensor, bounds: Bounds
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """eq. 47: L = -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), and its weight."""
+    plain_B = ratio_B * advantage_B
+    clipped_B = ratio_B.clamp(bounds.own_low, bounds.own_high) * advantage_B
+    # At a tie both branches are s A, so the gradient is that of the unclipped one.
+    return -torch.minimum(plain_B, clipped_B), torch.where(plain_B > clipped_B, 0.0, ratio_B)
+
+
+def _cross_objective(
+    mean_B: torch.Tensor,
+    difference_B: torch.Tensor,
+    ratio_B: torch.Tensor,
+    advantage_B: torch.Tensor,
+    low_B: torch.Tensor | float,
+    bounds: Bounds,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What others' answers are trained with: `Bounds.cross` says which equation is which."""
+    if bounds.cross == "likelihood":
+        return -mean_B * advantage_B, torch.ones_like(ratio_B)
+    if bounds.cross == "truncated":
+        # -sg[min(s, C)] A log-prob has this gradient; its value is reported as the plain weighted advantage.
+        is_dropped_B = (advantage_B < 0) & (difference_B < -bounds.divergence_limit)
+        weight_B = torch.where(is_dropped_B, 0.0, ratio_B.clamp(max=bounds.ratio_cap))
+        return -weight_B * advantage_B, weight_B
+    # eq. 50: L = -c sg[c]^alpha (omega A), c = clip(s, low(m), 1)
+    band_B = ratio_B.clamp(min=low_B).clamp(max=bounds.high)
+    factor_B = band_B.pow(bounds.alpha)
+    is_inside_B = (ratio_B >= low_B) & (ratio_B <= bounds.high)
+    return -band_B * factor_B * advantage_B, torch.where(is_inside_B, ratio_B * factor_B, 0.0)
 
 
 def packed_objective(
@@ -175,7 +200,7 @@ def packed_objective(
     advantage_B: torch.Tensor,
     is_self_B: torch.Tensor,
     length_B: torch.Tensor | None,
-    update_index: int,
+    low_B: torch.Tensor | float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """objective_from_mean on packed tokens: (loss_B, d loss_B / d token_logprob, ratio_B, weight_B).
@@ -192,9 +217,7 @@ def packed_objective(
     length_B = length_B.masked_fill(empty_B, 1.0)
     # Rounded as the source's scalar was when it travelled: an unchanged policy has ratio 1 to the last bit.
     mean_B = (segment_sum(token_logprob_T, cu_seqlens) / length_B).to(source_logprob_B.dtype)
-    loss_B, ratio_B, weight_B = objective_from_mean(
-        mean_B, source_logprob_B, advantage_B, is_self_B, update_index, bounds
-    )
+    loss_B, ratio_B, weight_B = objective_from_mean(mean_B, source_logprob_B, advantage_B, is_self_B, low_B, bounds)
     loss_B, weight_B = loss_B.masked_fill(empty_B, 0.0), weight_B.masked_fill(empty_B, 0.0)
     coefficient_B = -weight_B * advantage_B.double() / length_B
     dtype = token_logprob_T.dtype

@@ -7,7 +7,18 @@ from hacpo_kernels import Bounds
 from kernel_cases import DEVICE, UNIT
 
 # The paper's numbers (AlgorithmConfig has them as defaults; the kernels have none).
-BOUNDS = Bounds(eps_low=3e-4, eps_high=4e-4, delta=0.2, delta_step=0.025, alpha=1.0, log_ratio_clamp=20.0)
+BOUNDS = Bounds(
+    eps_low=3e-4,
+    eps_high=4e-4,
+    log_ratio_clamp=20.0,
+    cross="band",
+    delta=0.2,
+    delta_step=0.025,
+    high=1.0,
+    alpha=1.0,
+    ratio_cap=2.0,
+    divergence_limit=0.2,
+)
 # No ratio of a batch is nearer than this to a border, where its gradient jumps: far more than a float32 mean is off.
 MARGIN = 1e-5
 

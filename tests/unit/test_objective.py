@@ -118,8 +118,16 @@ def test_ratio_length_source_divides_by_the_sources_count():
 
 
 def test_the_bounds_are_those_of_the_configuration():
-    bounds = {"eps_low": 0.1, "eps_high": 0.2, "delta": 0.3, "delta_step": 0.04, "alpha": 2.5, "log_ratio_clamp": 6.0}
-    assert dataclasses.asdict(objective_bounds(AlgorithmConfig(**bounds))) == bounds
+    own = {"eps_low": 0.1, "eps_high": 0.2, "log_ratio_clamp": 6.0}
+    band = {"delta": 0.3, "delta_step": 0.04, "alpha": 2.5}
+    found = dataclasses.asdict(objective_bounds(AlgorithmConfig(**own, **band)))
+    assert found == {**own, **band, "cross": "band", "high": 1.0, "ratio_cap": 2.0, "divergence_limit": 0.2}
+    open_band = {"delta": 1.0, "delta_step": 0.0, "high": math.inf}
+    assert dataclasses.asdict(objective_bounds(AlgorithmConfig(**own, **band, cross_clip="none"))) == found | open_band
+    rival = objective_bounds(AlgorithmConfig(method="f_tis", ratio_cap=3.0, divergence_limit=0.7))
+    assert (rival.cross, rival.ratio_cap, rival.divergence_limit) == ("truncated", 3.0, 0.7)
+    assert objective_bounds(AlgorithmConfig(method="sgt")).cross == "likelihood"
+    assert objective_bounds(AlgorithmConfig(method="naive")).cross == "own"
 
 
 def test_weight_of_a_sample():

@@ -1,0 +1,21 @@
+"""One door to the advantages of every method (`algorithm.method`; config/methods.py lists what each is)."""
+
+from torch import Tensor
+
+from hacpo_mega.algorithm.advantage import checked_rewards, hacpo_advantages
+from hacpo_mega.algorithm.rivals import f_tis_advantages, sgt_advantages
+from hacpo_mega.config import AlgorithmConfig
+
+
+def advantages_of(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
+    """The advantage with which `learner` trains on every answer; 0 for one that it does not train on.
+
+    rewards_PNG   [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
+    capability_N  [N], P_hat > 0; only hacpo reads it
+    Returns float64 [P, N, G]. Raises ValueError for shapes that do not fit.
+    """
+    if config.method == "sgt":
+        return sgt_advantages(checked_rewards(rewards_PNG, capability_N, learner), learner, config)
+    if config.method == "f_tis":
+        return f_tis_advantages(checked_rewards(rewards_PNG, capability_N, learner), config)
+    return hacpo_advantages(rewards_PNG, capability_N, learner, config)

@@ -1,0 +1,46 @@
+"""The advantages of two later rivals: what a learner makes of its peers' answers without omega.
+
+sgt, success-gated transfer (Mutual RL, arXiv 2605.07244): own answers as GSPO; where the learner failed every one of
+its own answers to a prompt, the peers' verified ones are followed, each with the weight of an own answer of advantage
+`transfer_weight`. The text calls this a score direction: no ratio, no clip. It leaves open what counts as success
+among graded rewards (`success_reward`) and how strong the pull is.
+
+f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers are trained on with a truncated weight.
+An answer is measured against the group of its author ("vertical" in the text, its default), or against everybody's.
+Its filter looks at the ratio, so it is part of the objective (objective.py). The text is token-level; here one ratio
+belongs to an answer, as in every method but grpo.
+
+Both differ from `hacpo` in that capability plays no part. Not here: their objectives.
+"""
+
+import torch
+from torch import Tensor
+
+from hacpo_mega.algorithm.advantage import own_advantages
+from hacpo_mega.config import AlgorithmConfig
+
+
+def sgt_advantages(rewards_PNG: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
+    """Own answers: their advantage in the own group. A peer's answer j, g to prompt p:
+
+        A[p, j, g] = transfer_weight  if R[p, j, g] >= success_reward > max_g R[p, learner, g], else 0
+
+    rewards_PNG float64 [P, N, G], NaN where unjudged; float64 [P, N, G]. A prompt to which the learner has no judged
+    answer was not failed: nothing is known of it.
+    """
+    own_PG = rewards_PNG[:, learner]
+    has_failed_P = (own_PG.nan_to_num(nan=-torch.inf) < config.success_reward).all(dim=1) & ~own_PG.isnan().all(dim=1)
+    is_followed_PNG = (rewards_PNG >= config.success_reward) & has_failed_P[:, None, None]
+    # the learner's own answers to a failed prompt are no successes, so this names peers' answers alone
+    return own_advantages(rewards_PNG, learner, config) + config.transfer_weight * is_followed_PNG.double()
+
+
+def f_tis_advantages(rewards_PNG: Tensor, config: AlgorithmConfig) -> Tensor:
+    """(R - mean) / (std + eps) over the answers of the author (`answer_group = "author"`) or of all agents ("all").
+
+    rewards_PNG float64 [P, N, G], NaN where unjudged; float64 [P, N, G], the same for every learner.
+    """
+    num_prompts, num_agents, _ = rewards_PNG.shape
+    if config.answer_group == "author":
+        return sum(own_advantages(rewards_PNG, agent, config) for agent in range(num_agents))
+    return own_advantages(rewards_PNG.reshape(num_prompts, 1, -1), 0, config).reshape(rewards_PNG.shape)

@@ -1,0 +1,76 @@
+"""The methods of `algorithm.method`: what each learns from, what it sets itself, and which options it reads.
+
+A method is a preset of the one loop, never a second one. `algorithm/` has what differs between them as pure functions.
+
+    grpo      each agent alone: token-level ratio, clip .2 / .28 (DeepSeekMath, arXiv 2402.03300; DAPO, 2503.14476)
+    gspo      each agent alone: sequence ratio, clip 3e-4 / 4e-4 (arXiv 2507.18071)
+    gspo_x2   gspo with twice the answers to a prompt and half the prompts in an update: as many answers per update
+    naive     all answers, one plain group over them, no omega, own clip for everybody's answers
+    sgt       own answers as gspo; a peer's verified answers where the learner failed itself (arXiv 2605.07244)
+    f_tis     all answers, each judged in its author's group, truncated importance weights (arXiv 2605.22537)
+    hacpo     all four mechanisms (arXiv 2603.02604)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MethodName = Literal["grpo", "gspo", "gspo_x2", "naive", "sgt", "f_tis", "hacpo"]
+# Which objective others' answers have: `hacpo_kernels.Bounds.cross` says what each is.
+CrossObjective = Literal["band", "own", "truncated", "likelihood"]
+
+# Options that every method reads.
+COMMON = frozenset(
+    {"method", "preset", "eps_low", "eps_high", "log_ratio_clamp", "eos_in_loss", "kl_coef", "advantage_eps"}
+    | {"uniform_group_is_zero", "aggregation"}
+)
+# Options of every method that trains on others' answers.
+SHARING = frozenset({"ratio_length", "kl_on"})
+# What HACPO's mechanisms are set by.
+MECHANISMS = frozenset(
+    {"cross_baseline", "capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
+    | {"capability_floor_per_step", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"}
+    | {"delta", "delta_step", "alpha", "cross_clip", "band", "band_share", "band_smoothing"}
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method is, beside its functions.
+
+    sets                what it sets otherwise than a preset; a run's own options come last
+    reads               the options that it reads beside COMMON; any other is refused
+    needs_peers         whether it is nothing for an agent alone
+    cross               which objective others' answers have; None where nothing is shared, "band" follows `cross_clip`
+    answers, updates    factors of rollout.rollouts_per_prompt and of the updates in a step
+    """
+
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    needs_peers: bool = False
+    cross: CrossObjective | None = None
+    answers: int = 1
+    updates: int = 1
+
+
+METHODS: Mapping[str, Method] = {
+    "grpo": Method(sets={"eps_low": 0.2, "eps_high": 0.28}),
+    "gspo": Method(),
+    "gspo_x2": Method(answers=2, updates=2),
+    "naive": Method(
+        # HACPO with its four mechanisms off: that is all that naive sharing is.
+        sets={"capability_baseline": False, "omega_in_loss": False, "alpha": 0.0, "cross_clip": "own"},
+        reads=SHARING,
+        needs_peers=True,
+        cross="own",
+    ),
+    "sgt": Method(reads=SHARING | {"success_reward", "transfer_weight"}, needs_peers=True, cross="likelihood"),
+    "f_tis": Method(reads=SHARING | {"ratio_cap", "divergence_limit", "answer_group"}, needs_peers=True,
+                    cross="truncated"),
+    "hacpo": Method(reads=SHARING | MECHANISMS, cross="band"),
+}  # fmt: skip
+
+
+def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> list[str]:
+    """Which of the options `names` a method does not read, in alphabetical order."""
+    return sorted(set(names) - COMMON - METHODS[method].reads)
