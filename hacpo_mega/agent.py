@@ -16,7 +16,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey
-from hacpo_mega.records import Completion, Prompt, Rollout, Sample, Stop, TokenSequence, UpdateStats
+from hacpo_mega.records import Completion, Prompt, Rollout, Sample, Score, Stop, TokenSequence, UpdateStats
 from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.samples.learner_view import trained_tokens
@@ -108,8 +108,8 @@ class Agent:
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop)
 
-    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[tuple[float, int]]:
-        """(mean log-prob, tokens it is over) of own rollouts under the actor as it is before any update of this step.
+    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Score]:
+        """Log-probs of own rollouts under the actor as it is before any update of this step.
 
         `rollouts` are those of `roll_out`, in its order. They are scored update by update, as `learn` will pack them,
         so that the first update repeats these forwards bit by bit.
@@ -117,12 +117,11 @@ class Agent:
         texts = {prompt.index: prompt.text for prompt in prompts}
         sequences = [self._sequence(texts[rollout.prompt_index], rollout) for rollout in rollouts]
         per_update = self._prompts_per_update // self._cells * self._answers_per_prompt
-        scores = [
-            float(score)
+        return [
+            score
             for start in range(0, len(sequences), per_update)
             for score in self.actor.score(sequences[start : start + per_update])
         ]
-        return [(score, sequence.num_trained) for score, sequence in zip(scores, sequences, strict=True)]
 
     def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
         num_trained = trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)

@@ -174,12 +174,29 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What an actor says of an answer, in nats.
+
+    mean_logprob      over its trained tokens, rounded to fp32; 0 without a trained token
+    token_logprobs    the log-probs it is the mean of, float32 [num_trained]
+    """
+
+    mean_logprob: float
+    token_logprobs: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert (self.token_logprobs.dtype, self.token_logprobs.ndim) == (np.float32, 1), self.token_logprobs
+
+
+@dataclass(frozen=True)
 class Sample(TokenSequence):
     """A trajectory as one learner sees it: its own tokens, its own advantage.
 
     advantage         omega already applied (HACPO, eq. 10 and 50)
     source_logprob    the source's mean log-prob (nats), constant in the loss
     length            the token count the learner's log-prob sum is divided by (`ratio_length`)
+    old_logprobs      own answers: of each trained token, by the actor before the step's first update, float32
+                      [num_trained] nats; None for others' answers, whose source has other tokens
     """
 
     source: int
@@ -189,6 +206,11 @@ class Sample(TokenSequence):
     advantage: float
     source_logprob: float
     length: float
+    old_logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.old_logprobs is None or self.old_logprobs.shape == (self.num_trained,), self.old_logprobs.shape
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
 from hacpo_mega.policy_loss import ratios_by_key
-from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange
-from hacpo_mega.samples.learner_view import ViewRules, learner_view
+from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
 
 
@@ -106,8 +106,14 @@ class Trainer:
             self.capability.update(*self._means_over_lanes(pool))
             capability_N = self.capability.values()
             advantages_PNG = advantages_of(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
+            own_scores = scores_by_answer(rollouts, scores)
             samples, view = learner_view(
-                pool.part(my_share), advantages_PNG[my_share], self.place.agent, self.agent.codec, self.view_rules
+                pool.part(my_share),
+                advantages_PNG[my_share],
+                self.place.agent,
+                self.agent.codec,
+                self.view_rules,
+                own_scores,
             )
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
         with self._phase("learn"):  # update m = 0, 1, ...: the cross band tightens with every one
@@ -146,14 +152,21 @@ class Trainer:
         )
 
     def _trajectories(
-        self, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[tuple[float, int]]
+        self, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score]
     ) -> list[Trajectory]:
         """Judged and scored rollouts of this cell, on its leader, who sends them."""
         if not self.place.is_leader:
             return []
         return [
-            Trajectory(self.place.agent, rollout, judgement.verdict, judgement.reward, logprob, num_scored)
-            for rollout, judgement, (logprob, num_scored) in zip(rollouts, judgements, scores, strict=True)
+            Trajectory(
+                agent=self.place.agent,
+                rollout=rollout,
+                verdict=judgement.verdict,
+                reward=judgement.reward,
+                mean_logprob=score.mean_logprob,
+                num_scored=len(score.token_logprobs),
+            )
+            for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
         ]
 
     def _means_over_lanes(self, pool: Pool) -> tuple[Tensor, Tensor]:

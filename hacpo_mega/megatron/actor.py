@@ -35,7 +35,7 @@ from hacpo_mega.megatron.schedule import (
 )
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.records import MicroBatch, Sample, TokenSequence, UpdateStats
+from hacpo_mega.records import MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
@@ -92,29 +92,25 @@ class Actor:
 
     # ---- scoring
 
-    def score(self, sequences: Sequence[TokenSequence]) -> np.ndarray:
-        """Mean log-prob over the trained tokens, float32 nats [len(sequences)], on all ranks of the cell.
+    def score(self, sequences: Sequence[TokenSequence]) -> list[Score]:
+        """Log-probs of the trained tokens of every sequence and their mean, on all ranks of the cell.
 
         The sum is divided as the objective divides it, in the same arithmetic: scored with the own answers of one
         update, before it, an answer's ratio in that update is exactly 1. Without trained tokens the score is 0, the
         empty sum.
         """
-        scores = np.zeros(len(sequences), dtype=np.float32)
+        scores = [Score(0.0, np.zeros(0, dtype=np.float32))] * len(sequences)
         for batch, logprob_R in self._forward(sequences):
-            length_B = batch.row_cu_seqlens_B.diff().double()
-            mean_B = (segment_sum(logprob_R, batch.row_cu_seqlens_B).cpu() / length_B).float()
-            for place, value in zip(_places(sequences, batch), mean_B.tolist(), strict=True):
-                scores[place] = value
+            length_B = batch.row_cu_seqlens_B.diff()
+            mean_B = (segment_sum(logprob_R, batch.row_cu_seqlens_B).cpu() / length_B.double()).float()
+            parts = logprob_R.cpu().split(length_B.tolist())
+            for place, mean, part in zip(_places(sequences, batch), mean_B.tolist(), parts, strict=True):
+                scores[place] = Score(mean, part.numpy())
         return scores
 
     def token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-prob of every trained token of every sequence, float32 [num_trained] each, on all ranks of the cell."""
-        found = [np.zeros(0, dtype=np.float32)] * len(sequences)
-        for batch, logprob_R in self._forward(sequences):
-            parts = logprob_R.cpu().split(batch.row_cu_seqlens_B.diff().tolist())
-            for place, part in zip(_places(sequences, batch), parts, strict=True):
-                found[place] = part.numpy()
-        return found
+        return [score.token_logprobs for score in self.score(sequences)]
 
     def _forward(self, sequences: Sequence[TokenSequence]) -> list[tuple[MicroBatch, torch.Tensor]]:
         """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""

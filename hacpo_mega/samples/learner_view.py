@@ -10,16 +10,19 @@ Not here: the advantages themselves (algorithm/) and which samples share an upda
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Stop, Trajectory, ViewCounts
+from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Score, Stop, Trajectory, ViewCounts
 from hacpo_mega.samples.tokenizers import TextCodec
 
 REPLACEMENT = "\ufffd"
+
+AnswerKey = tuple[int, int]  # prompt index, rollout index: an answer of one agent
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,25 @@ def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
     return num_tokens - 1 if ended and not eos_in_loss else num_tokens
 
 
+def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> dict[AnswerKey, Score]:
+    """The scores of a cell's own rollouts, by the answer they are of."""
+    keys = [(rollout.prompt_index, rollout.rollout_index) for rollout in rollouts]
+    return dict(zip(keys, scores, strict=True))
+
+
 def learner_view(
-    pool: Pool, advantages_PNG: torch.Tensor, learner: int, codec: TextCodec, rules: ViewRules
+    pool: Pool,
+    advantages_PNG: torch.Tensor,
+    learner: int,
+    codec: TextCodec,
+    rules: ViewRules,
+    own_scores: Mapping[AnswerKey, Score],
 ) -> tuple[list[Sample], ViewCounts]:
     """The samples of `learner`, ordered by (prompt, source, rollout), and what became of the rest.
 
     `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `codec` is the learner's.
+    `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean
+    of an answer travels.
     """
     tally: Counter[str] = Counter()
     samples = []
@@ -65,7 +81,8 @@ def learner_view(
                 answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tally)
                 if answer_ids is not None:
                     advantage = float(advantages_PNG[p, j, g]) if trajectory.is_judged else 0.0
-                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, learner, rules))
+                    own = own_scores[prompt.index, trajectory.rollout.rollout_index] if j == learner else None
+                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, own, rules))
     return samples, ViewCounts(**tally)
 
 
@@ -142,20 +159,19 @@ def _sample(
     trajectory: Trajectory,
     answer_ids: np.ndarray,
     advantage: float,
-    learner: int,
+    own: Score | None,
     rules: ViewRules,
 ) -> Sample:
     rollout = trajectory.rollout
     num_trained = trained_tokens(len(answer_ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
-    is_self = trajectory.agent == learner
     # an own ratio is only 1 before the first update if both sides average over the same tokens
-    assert not is_self or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
+    assert own is None or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
     assert np.isfinite(advantage), (prompt, trajectory.agent, rollout.rollout_index)
     assert np.isfinite(trajectory.mean_logprob), (prompt, trajectory.agent, rollout.rollout_index)
     length = num_trained if rules.ratio_length == "own" else trajectory.num_scored
     return Sample(
         source=trajectory.agent,
-        is_self=is_self,
+        is_self=own is not None,
         prompt_index=prompt.index,
         rollout_index=rollout.rollout_index,
         prompt_ids=prompt_ids,
@@ -164,4 +180,5 @@ def _sample(
         advantage=advantage,
         source_logprob=trajectory.mean_logprob,
         length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
+        old_logprobs=None if own is None else own.token_logprobs,
     )

@@ -43,7 +43,8 @@ def test_own_ratio_of_a_steps_first_update_is_exactly_one(folder, max_tokens):
     for step in range(3):
         drawn = random_samples(8, seed=50 + step)
         own = [sample for sample in drawn if sample.is_self]
-        scored = [dataclasses.replace(s, source_logprob=float(m)) for s, m in zip(own, actor.score(own), strict=True)]
+        scores = actor.score(own)
+        scored = [dataclasses.replace(s, source_logprob=x.mean_logprob) for s, x in zip(own, scores, strict=True)]
         cross = [dataclasses.replace(s, source_logprob=-5.0) for s in drawn if not s.is_self]
         first, second = actor.learn(scored + cross, objective), actor.learn(scored + cross, objective)
         ratios = [[float(r.ratio_self_min) for r in stats.reports if r.ratio_self[1] > 0] for stats in (first, second)]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from repository import SHARED
 
-from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict, ViewCounts
-from hacpo_mega.samples.learner_view import ViewRules, learner_view, trained_tokens
+from hacpo_mega.records import Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict, ViewCounts
+from hacpo_mega.samples import learner_view as view
+from hacpo_mega.samples.learner_view import ViewRules, trained_tokens
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 CHARACTERS = tuple("0123456789+-*=,;s")
@@ -61,6 +62,21 @@ def constant(pool, value=0.5):
     return torch.full(pool.rewards_PNG.shape, value, dtype=torch.float64)
 
 
+def own_scores(pool, learner):
+    """A score of every own answer that no other answer has."""
+    return {
+        (prompt.index, g): Score(
+            own.mean_logprob, np.linspace(-0.1, -prompt.index - g, own.num_scored, dtype=np.float32)
+        )
+        for prompt, by_agent in zip(pool.prompts, pool.trajectories_PNG)
+        for g, own in enumerate(by_agent[learner])
+    }
+
+
+def learner_view(pool, advantages_PNG, learner, codec, rules):
+    return view.learner_view(pool, advantages_PNG, learner, codec, rules, own_scores(pool, learner))
+
+
 def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
     """Two agents, two prompts, two answers: written out for learner 0, whose tokenizer has single characters."""
     text = "7+5=12,4+8+1=13;132"
@@ -84,6 +100,11 @@ def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
         assert sample.source_logprob == pytest.approx(-0.1 * (g + 1))
         assert sample.is_self == (j == 0)
         assert sample.num_trained == sample.length == len(expected)
+        if j == 0:
+            score = own_scores(pool, 0)[sample.prompt_index, g]
+            np.testing.assert_array_equal(sample.old_logprobs, score.token_logprobs)
+        else:
+            assert sample.old_logprobs is None, "the source's tokens are not the learner's"
     # "7+5=12,4+" is 9 characters and 7 pairs tokens (=1 and none else), "7+5=12,4+8" one more of each; then g and EOS
     ratios = [11 / 10 if g == 0 else 11 / 9 for g in range(2)]  # ... "+1" is one token where g = 1
     ratios += [12 / 11, 12 / 11]
