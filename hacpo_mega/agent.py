@@ -132,9 +132,12 @@ class Agent:
         """This cell's samples, split into the updates of the step."""
         return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self._cells)
 
-    def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:
-        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks."""
-        loss = PolicyLoss(update_index, self._weight, self._algorithm, self._reference_logprobs(update))
+    def learn(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None) -> UpdateStats:
+        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks.
+
+        `low_N` is where the band of each source begins in a step, None for that of the configuration.
+        """
+        loss = PolicyLoss(update_index, self._weight, self._algorithm, self._reference_logprobs(update), low_N)
         return self.actor.learn(update, loss)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:

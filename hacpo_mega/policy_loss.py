@@ -3,7 +3,7 @@
 Not here: the formulas (algorithm/objective.py) and the forward and backward around them (megatron/actor.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import kl_penalty, objective_bounds
+from hacpo_mega.algorithm import kl_penalty, objective_bounds, token_objective
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
@@ -42,26 +42,22 @@ class SampleColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss function of one update. `reference` holds token log-probs of the initial policy, where KL needs them."""
+    """The loss function of one update.
+
+    reference   token log-probs of the initial policy, where KL needs them
+    low_N       where the band of each source's answers begins at update 0; None: where the configuration says
+    """
 
     update_index: int
     weight: float
     config: AlgorithmConfig
     reference: Mapping[SampleKey, np.ndarray]
+    low_N: Sequence[float] | None = None
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
         """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
         samples = sample_columns(batch.sequences, token_logprob_R.device)
-        loss_B, _, terms = packed_objective(
-            token_logprob_R,
-            batch.row_cu_seqlens_B,
-            samples.source_logprob_B,
-            samples.advantage_B,
-            samples.is_self_B,
-            update_index=self.update_index,
-            bounds=objective_bounds(self.config),
-            length=samples.length_B,
-        )
+        loss_B, terms = self._objective(token_logprob_R, batch, samples)
         loss = loss_B.sum() * self.weight
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.sequences]
         kl = torch.zeros(2, dtype=torch.float64)
@@ -75,6 +71,34 @@ class PolicyLoss:
             penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
         return loss, BatchReport(torch.tensor(keys), terms, kl)
+
+    def _objective(
+        self, token_logprob_R: Tensor, batch: MicroBatch, samples: SampleColumns
+    ) -> tuple[Tensor, SequenceTerms]:
+        if self.config.is_token_level:
+            old = np.concatenate([sample.old_logprobs for sample in batch.sequences])
+            old_R = torch.from_numpy(old).to(token_logprob_R.device)
+            return token_objective(token_logprob_R, old_R, samples.advantage_B, batch.row_cu_seqlens_B, self.config)
+        loss_B, _, terms = packed_objective(
+            token_logprob_R,
+            batch.row_cu_seqlens_B,
+            samples.source_logprob_B,
+            samples.advantage_B,
+            samples.is_self_B,
+            update_index=self.update_index,
+            bounds=objective_bounds(self.config),
+            length=samples.length_B,
+            low=self._low(batch, token_logprob_R.device),
+        )
+        return loss_B, terms
+
+    def _low(self, batch: MicroBatch, device: torch.device) -> Tensor | None:
+        """Where the band of each answer's source begins in this update, float64 [B]."""
+        if self.low_N is None:
+            return None
+        raised = self.update_index * self.config.delta_step
+        lows = [min(1.0, self.low_N[sample.source] + raised) for sample in batch.sequences]
+        return torch.tensor(lows, dtype=torch.float64).to(device)
 
 
 def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:
@@ -98,3 +122,14 @@ def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
         for report in result.reports
         for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist())
     }
+
+
+def useful_ratios(updates: Iterable[UpdateStats], num_agents: int) -> list[list[float]]:
+    """Per source agent, the ratios of its answers that had a positive advantage, in the order of the updates."""
+    found: list[list[float]] = [[] for _ in range(num_agents)]
+    for report in (report for update in updates for report in update.reports):
+        ratio_B, is_cross_B = report.terms.ratio_B, ~report.terms.is_self_B
+        useful_B = is_cross_B & (report.terms.advantage_B > 0) & ratio_B.isfinite()
+        for key, ratio in zip(report.key_B3[useful_B].tolist(), ratio_B[useful_B].tolist()):
+            found[key[1]].append(ratio)
+    return found

@@ -4,15 +4,17 @@ Every process of the job runs it, in lockstep, each for the agent, lane and cell
 (cluster/place.py). What a step measured is added up in logbook/step_metrics.py.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from hacpo_mega.agent import Agent
-from hacpo_mega.algorithm import CapabilityTracker, advantages_of, capability_ratios
+from hacpo_mega.algorithm import BandTracker, CapabilityTracker, advantages_of, capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -23,8 +25,8 @@ from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
-from hacpo_mega.policy_loss import ratios_by_key
+from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_band, add_capability, add_update, add_view
+from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
@@ -40,6 +42,7 @@ class Trainer:
     sampler      the prompts of every step, a pure function of seed and step; `held_out` those of the evaluation
     judge        text and gold in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
+    band         where the band of each source begins for this agent; None where the configuration fixes it
     metrics, console, folder   what is measured, shown and written
     """
 
@@ -67,6 +70,8 @@ class Trainer:
             if num_dropped:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
+            is_calibrated = config.algorithm.band == "calibrated"
+            self.band = BandTracker(len(config.agents), config.algorithm) if is_calibrated else None
             self.omega_alarm, self.judge_alarm = OmegaAlarm(self.names), JudgeAlarm()
             self.view_rules = ViewRules(
                 sources=codecs,
@@ -117,7 +122,10 @@ class Trainer:
             )
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
         with self._phase("learn"):  # update m = 0, 1, ...: the cross band tightens with every one
-            updates = [self.agent.learn(update, m) for m, update in enumerate(self.agent.plan(mine, samples))]
+            low_N = None if self.band is None else self.band.values()
+            updates = [self.agent.learn(update, m, low_N) for m, update in enumerate(self.agent.plan(mine, samples))]
+            if self.band is not None:
+                self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
         self._report(trajectories, capability_N, view, updates)
@@ -173,6 +181,15 @@ class Trainer:
         """(mean reward, share of rewards above 0) of every agent over the whole step [N], NaN without a verdict."""
         reward_N, positive_N, judged_N = self.place.sum_over_lanes(pool.tally()).unbind(dim=1)
         return reward_N / judged_N, positive_N / judged_N
+
+    def _calibrate(self, band: BandTracker, updates: Sequence[UpdateStats]) -> None:
+        """Lets the band of the next step follow the ratios of this one. Collective over the agent's ranks."""
+        if self.place.is_leader:
+            add_band(self.metrics, self.place.agent, self.names, band.values())
+        mine = json.dumps(useful_ratios(updates, len(self.names)))
+        cells = [json.loads(payload) for payload in self.place.gather_agent(mine.encode())]
+        for source in range(len(self.names)):
+            band.update(source, torch.tensor([ratio for cell in cells for ratio in cell[source]], dtype=torch.float64))
 
     def _report(
         self,

@@ -1,6 +1,7 @@
 """The paper: HACPO (arXiv 2603.02604) as pure functions on tensors. No collectives, files, logging or tokenizers."""
 
 from hacpo_mega.algorithm.advantage import hacpo_advantages
+from hacpo_mega.algorithm.band import BandTracker
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.objective import (
@@ -12,6 +13,7 @@ from hacpo_mega.algorithm.objective import (
 )
 
 __all__ = [
+    "BandTracker",
     "CapabilityTracker",
     "advantages_of",
     "capability_ratios",

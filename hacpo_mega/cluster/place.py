@@ -110,6 +110,11 @@ class Place:
         """One payload per process of the job, in rank order, on every process."""
         return gather_bytes(self.job_group, payload)
 
+    def gather_agent(self, payload: bytes) -> list[bytes]:
+        """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
+        payloads = gather_bytes(dist.group.WORLD, payload)
+        return payloads[:: self.rank_map.agents[self.agent].cell_size]
+
     def share_in_cell(self, payload: bytes | None) -> bytes:
         """The leader's payload on every rank of its cell; the others pass None."""
         assert (payload is not None) == self.is_leader, f"{self.coordinate}: the leader gives the payload, nobody else"

@@ -32,8 +32,8 @@ class AlgorithmConfig(Section):
     """HACPO (arXiv 2603.02604), its rivals and its ablations, as options by name."""
 
     method: MethodName = "hacpo"
-    """How agents learn: alone (`grpo`, `gspo`, `gspo_x2` with twice the answers and updates), or from everybody's
-    answers (`naive`, `sgt`, `f_tis`, `hacpo`); an option that the method does not read is refused."""
+    """How agents learn: alone (grpo, gspo, gspo_x2), or from everybody's answers; options it does not read are
+    refused."""
     preset: Literal["paper", "authors"] = "paper"
     """Whose choices hold for the options of this table that are not given: the paper's text or its authors' code."""
 
@@ -84,8 +84,8 @@ class AlgorithmConfig(Section):
     """Where the band begins: at 1 - delta, or, beyond the paper, for every pair of agents where a share band_share of
     the useful answers of the steps before lies inside it."""
     band_share: Annotated[float, Field(strict=True, gt=0.0, lt=1.0)] = 0.8
-    """Calibrated band: the share of others' answers with a positive advantage and a ratio of at most 1 that it holds in
-    the first update of a step."""
+    """Calibrated band: the share that it holds, before delta_step raises its end, of others' answers with a positive
+    advantage and a ratio of at most 1."""
     band_smoothing: ShareBelowOne = 0.8
     """Calibrated band: weight of the old lower end beside the one that the last step's answers ask for."""
     alpha: PositiveOrZero = 1.0

@@ -38,6 +38,13 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
                 metrics.gauge(f"omega/{learner}/{source}", omega_NN[k, j].item())
 
 
+def add_band(metrics: Metrics, learner: int, names: Sequence[str], low_N: Sequence[float]) -> None:
+    """Where the calibrated band of every source begins at the first update of a step."""
+    for source, name in enumerate(names):
+        if source != learner:
+            metrics.gauge(f"agent/{names[learner]}/from/{name}/band_low", low_N[source])
+
+
 def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement]) -> None:
     """Judged greedy answers: accuracy over all prompts and over each skill. An unjudged answer is not counted."""
     for prompt, judgement in zip(prompts, judgements, strict=True):

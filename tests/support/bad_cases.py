@@ -95,7 +95,22 @@ NAMES = [
     one("an old key", "data.answer_field='x'", "data.answer_field: unknown key"),
     one("a preset", "algorithm.preset='papr'", "algorithm.preset: must be 'paper' or 'authors', found 'papr'; did you"),
     one("a preset of a list", "algorithm.preset=['paper']", "algorithm.preset: must be 'paper' or 'authors', found ["),
-    one("a method", "algorithm.method='grpo'", "must be 'hacpo' or 'gspo', found 'grpo'; did you mean 'gspo'?"),
+    one("a method", "algorithm.method='grp'", "found 'grp'; did you mean 'grpo'?"),
+    Case(
+        "an option of another method",
+        ("algorithm.method=gspo", "algorithm.alpha=3.0"),
+        ("algorithm: alpha = 3.0: method 'gspo' does not read it. Leave it out, or choose a method that does: hacpo",),
+    ),
+    one("a rival's option", "algorithm.ratio_cap=3.0", "algorithm: ratio_cap = 3.0: method 'hacpo' does not read it"),
+    Case(
+        "an update that does not halve",
+        ("algorithm.method=gspo_x2", "training.prompts_per_update=1", "training.prompts_per_step=4"),
+        (
+            "training.prompts_per_update (1) must be a multiple of lanes x cells_per_lane of agent a x 2 of method "
+            "'gspo_x2' (1 x 1 x 2 = 2). Nearest: 2",
+            "of agent b x 2 of method",
+        ),
+    ),
     one("a schedule", "agents.a.optimizer.schedule='cos'", "agents.a.optimizer.schedule: must be 'constant', 'linear'"),
     one(
         "an agent's name", "agents.a.name='a b'", "name: needs letters, digits, - and _, a letter or digit first, found"

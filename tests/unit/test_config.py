@@ -3,15 +3,19 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import tomli_w
 from pydantic import ValidationError
 from repository import ROOT
 
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.algorithm import PRESETS
+from hacpo_mega.config.methods import METHODS
+from hacpo_mega.logbook.run_folder import resolved_toml
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
@@ -151,3 +155,51 @@ def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_p
         "num_steps: needs a whole number, found 40.0",
         "sed: unknown key; did you mean 'seed'?",
     ]
+
+
+def test_an_override_of_the_method_takes_the_files_options_for_another_one_out(tmp_path):
+    """The quickstart's band is HACPO's; a rival by override starts from the same file and refuses what it is given."""
+    text = QUICKSTART.read_text(encoding="utf-8")
+    assert load_config(QUICKSTART).algorithm.delta == 0.5
+    for method in METHODS:
+        config = load_config(QUICKSTART, [f"algorithm.method={method}"])
+        assert (config.algorithm.method, config.algorithm.delta) == (method, 0.5 if method == "hacpo" else 0.2)
+    with pytest.raises(ValueError, match=r"algorithm: delta = 0\.4: method 'gspo' does not read it"):
+        load_config(QUICKSTART, ["algorithm.method=gspo", "algorithm.delta=0.4"])
+    of_another = tmp_path / "gspo.toml"
+    of_another.write_text(text.replace('method = "hacpo"', 'method = "gspo"'), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"algorithm: delta = 0\.5: method 'gspo' does not read it"):
+        load_config(of_another)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resolved_configuration_of_every_method_is_read_back(method, tmp_path):
+    config = load_config(QUICKSTART, [f"algorithm.method={method}"])
+    resolved = tmp_path / "config.toml"
+    resolved.write_text(resolved_toml(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
+def test_twice_the_answers_and_updates_with_as_many_answers_in_each():
+    gspo, twice = (load_config(QUICKSTART, [f"algorithm.method={name}"]) for name in ("gspo", "gspo_x2"))
+    assert (twice.answers_per_prompt, twice.updates_per_step) == (
+        2 * gspo.answers_per_prompt,
+        2 * gspo.updates_per_step,
+    )
+    per_update = [config.answers_per_prompt * config.prompts_per_update for config in (gspo, twice)]
+    assert per_update[0] == per_update[1] == 128
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_method_that_needs_peers_is_refused_for_one_agent(method, tmp_path):
+    table = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
+    del table["agents"][1], table["algorithm"]["delta"]
+    alone = tmp_path / "alone.toml"
+    alone.write_text(tomli_w.dumps(table), encoding="utf-8")
+    if METHODS[method].needs_peers:
+        with pytest.raises(
+            ValueError, match=f"algorithm.method: '{method}' learns from other agents, and there is one"
+        ):
+            load_config(alone, [f"algorithm.method={method}"])
+    else:
+        assert len(load_config(alone, [f"algorithm.method={method}"]).agents) == 1
