@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from hacpo_mega.algorithm import sample_weight
 from hacpo_mega.cluster.place import Place
@@ -108,20 +109,29 @@ class Agent:
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop)
 
-    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Score]:
-        """Log-probs of own rollouts under the actor as it is before any update of this step.
+    def score(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
+    ) -> list[Score | None]:
+        """Log-probs of own rollouts under the actor as it is before any update of this step; None where nobody asks.
 
-        `rollouts` are those of `roll_out`, in its order. They are scored update by update, as `learn` will pack them,
-        so that the first update repeats these forwards bit by bit.
+        rollouts    those of `roll_out`, in its order
+        own_P       bool, to which of `prompts` this agent trains on its own answers: all of these are scored
+        wanted_PG   bool, which answers others train on
+        They are scored update by update, as `learn` will pack them, so that the first update repeats these forwards
+        bit by bit; what only others want comes after.
         """
+        own_B, wanted_B = own_P.repeat_interleave(self._answers_per_prompt).tolist(), wanted_PG.flatten().tolist()
         texts = {prompt.index: prompt.text for prompt in prompts}
-        sequences = [self._sequence(texts[rollout.prompt_index], rollout) for rollout in rollouts]
         per_update = self._prompts_per_update // self._cells * self._answers_per_prompt
-        return [
-            score
-            for start in range(0, len(sequences), per_update)
-            for score in self.actor.score(sequences[start : start + per_update])
-        ]
+        starts = range(0, len(rollouts), per_update)
+        batches = [[b for b in range(start, start + per_update) if own_B[b]] for start in starts]
+        batches.append([b for b in range(len(rollouts)) if wanted_B[b] and not own_B[b]])
+        scores: list[Score | None] = [None] * len(rollouts)
+        for batch in batches:
+            sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
+            for b, score in zip(batch, self.actor.score(sequences), strict=True):
+                scores[b] = score
+        return scores
 
     def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
         num_trained = trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)

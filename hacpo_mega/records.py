@@ -105,7 +105,8 @@ class Trajectory:
     """A judged and scored rollout.
 
     `mean_logprob` (fp32 nats) is over the `num_scored` tokens that the source's own loss would train: without the final
-    EOS when `eos_in_loss` is off. `reward` is NaN exactly when the answer is unjudged.
+    EOS when `eos_in_loss` is off. It is NaN, over 0 tokens, where nobody trains on the answer. `reward` is NaN exactly
+    when the answer is unjudged.
     """
 
     agent: int
@@ -138,22 +139,6 @@ class Pool:
     def part(self, share: slice) -> "Pool":
         """The pool of some of its prompts."""
         return Pool(self.prompts[share], self.trajectories_PNG[share])
-
-    @property
-    def rewards_PNG(self) -> torch.Tensor:
-        """Rewards, float64 [P, N, G]; NaN where unjudged."""
-        return torch.tensor(
-            [[[t.reward for t in group] for group in by_agent] for by_agent in self.trajectories_PNG],
-            dtype=torch.float64,
-        )
-
-    def tally(self) -> torch.Tensor:
-        """Per agent (sum of rewards, number with reward > 0, number judged) over judged answers, float64 [N, 3]."""
-        rewards_PNG = self.rewards_PNG
-        judged_PNG = ~rewards_PNG.isnan()
-        sums_N = rewards_PNG.nan_to_num().sum(dim=(0, 2))
-        positive_N = (rewards_PNG > 0).sum(dim=(0, 2))
-        return torch.stack([sums_N, positive_N.double(), judged_PNG.sum(dim=(0, 2)).double()], dim=1)
 
 
 @dataclass(frozen=True)
@@ -223,11 +208,13 @@ class ViewCounts:
     num_undecodable      whose text does not show what was sampled: an id without a token, a control token before the
                          end, half a character. Own ones are counted too, and trained on; half a character also
                          where the learner has the source's tokenizer and takes its ids
+    num_zero_advantage   that would change no gradient: neither scored nor trained, own ones too
     `token_ratio_sum` adds up learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
     """
 
     num_own: int = 0
     num_cross: int = 0
+    num_zero_advantage: int = 0
     num_unjudged: int = 0
     num_too_long: int = 0
     num_unencodable: int = 0

@@ -5,16 +5,24 @@ Every process of the job runs it, in lockstep, each for the agent, lane and cell
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hacpo_mega.agent import Agent
-from hacpo_mega.algorithm import BandTracker, CapabilityTracker, advantages_of, capability_ratios
+from hacpo_mega.algorithm import (
+    BandTracker,
+    CapabilityTracker,
+    advantages_of,
+    capability_ratios,
+    reward_tally,
+    trained_answers,
+)
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -28,9 +36,23 @@ from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_band, add_capability, add_update, add_view
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
-from hacpo_mega.rollout.exchange import exchange
+from hacpo_mega.rollout.exchange import exchange, share_rewards
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
+
+
+class Learning(NamedTuple):
+    """What one agent learns from a lane's answers, once their rewards are known.
+
+    advantages_PNG   float64, what it trains with      trains_PNG   bool, what it trains on
+    own_P            bool, the prompts whose own answers it trains on
+    wanted_PG        bool, which of its answers others train on
+    """
+
+    advantages_PNG: Tensor
+    trains_PNG: Tensor
+    own_P: Tensor
+    wanted_PG: Tensor
 
 
 class Trainer:
@@ -102,23 +124,26 @@ class Trainer:
             rollouts = self.agent.roll_out(mine, self.steps_done)
         with self._phase("judge"):
             judgements = self._judge(mine, rollouts)
+        with self._phase("exchange"):  # rewards first: they say which answers need a score
+            rewards = [judgement.reward for judgement in judgements]
+            rewards_PNG = share_rewards(rewards, len(prompts), self.place, self.config.answers_per_prompt)
+            # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
+            self.capability.update(*self._means_over_lanes(rewards_PNG))
+            capability_N = self.capability.values()
+            learning = self._learning(rewards_PNG, capability_N)
         with self._phase("score"):  # log-probs of the policy that will learn, before it learns
-            scores = self.agent.score(mine, rollouts)
+            scores = self.agent.score(mine, rollouts, learning.own_P[my_share], learning.wanted_PG[my_share])
         with self._phase("exchange"):
             trajectories = self._trajectories(rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
-            # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
-            self.capability.update(*self._means_over_lanes(pool))
-            capability_N = self.capability.values()
-            advantages_PNG = advantages_of(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
-            own_scores = scores_by_answer(rollouts, scores)
             samples, view = learner_view(
                 pool.part(my_share),
-                advantages_PNG[my_share],
+                learning.advantages_PNG[my_share],
+                learning.trains_PNG[my_share],
                 self.place.agent,
                 self.agent.codec,
                 self.view_rules,
-                own_scores,
+                scores_by_answer(rollouts, scores),
             )
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
         with self._phase("learn"):  # update m = 0, 1, ...: the cross band tightens with every one
@@ -131,7 +156,7 @@ class Trainer:
         self._report(trajectories, capability_N, view, updates)
         if self._evaluation_is_due():
             self.evaluate()
-        self._write(pool, advantages_PNG, updates)
+        self._write(pool, learning.advantages_PNG, updates)
         self.steps_done += 1
 
     def evaluate(self, when: str = "") -> None:
@@ -160,7 +185,7 @@ class Trainer:
         )
 
     def _trajectories(
-        self, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score]
+        self, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score | None]
     ) -> list[Trajectory]:
         """Judged and scored rollouts of this cell, on its leader, who sends them."""
         if not self.place.is_leader:
@@ -171,15 +196,26 @@ class Trainer:
                 rollout=rollout,
                 verdict=judgement.verdict,
                 reward=judgement.reward,
-                mean_logprob=score.mean_logprob,
-                num_scored=len(score.token_logprobs),
+                mean_logprob=math.nan if score is None else score.mean_logprob,
+                num_scored=0 if score is None else len(score.token_logprobs),
             )
             for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
         ]
 
-    def _means_over_lanes(self, pool: Pool) -> tuple[Tensor, Tensor]:
+    def _learning(self, rewards_PNG: Tensor, capability_N: Tensor) -> "Learning":
+        """What this agent trains on, and what of its own answers the others do. Equal on every rank of the lane."""
+        me, algorithm = self.place.agent, self.config.algorithm
+        advantages = [advantages_of(rewards_PNG, capability_N, k, algorithm) for k in range(len(self.names))]
+        trains = [trained_answers(advantages_PNG, k, algorithm) for k, advantages_PNG in enumerate(advantages)]
+        others = [trains_PNG[:, me] for k, trains_PNG in enumerate(trains) if k != me]
+        nobody_PG = torch.zeros_like(trains[me][:, me])
+        return Learning(
+            advantages[me], trains[me], trains[me][:, me].any(dim=1), torch.stack([nobody_PG, *others]).any(dim=0)
+        )
+
+    def _means_over_lanes(self, rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
         """(mean reward, share of rewards above 0) of every agent over the whole step [N], NaN without a verdict."""
-        reward_N, positive_N, judged_N = self.place.sum_over_lanes(pool.tally()).unbind(dim=1)
+        reward_N, positive_N, judged_N = self.place.sum_over_lanes(reward_tally(rewards_PNG)).unbind(dim=1)
         return reward_N / judged_N, positive_N / judged_N
 
     def _calibrate(self, band: BandTracker, updates: Sequence[UpdateStats]) -> None:

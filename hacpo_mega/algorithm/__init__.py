@@ -2,7 +2,8 @@
 
 from hacpo_mega.algorithm.advantage import hacpo_advantages
 from hacpo_mega.algorithm.band import BandTracker
-from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios
+from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios, reward_tally
+from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
@@ -20,7 +21,9 @@ __all__ = [
     "hacpo_advantages",
     "kl_penalty",
     "objective_bounds",
+    "reward_tally",
     "sample_weight",
     "sequence_objective",
     "token_objective",
+    "trained_answers",
 ]

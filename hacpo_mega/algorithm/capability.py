@@ -12,6 +12,17 @@ from torch import Tensor
 from hacpo_mega.config import AlgorithmConfig
 
 
+def reward_tally(rewards_PNG: Tensor) -> Tensor:
+    """Per agent (sum of rewards, number with reward > 0, number judged) over judged answers, float64 [N, 3].
+
+    rewards_PNG is float64 [P, N, G], NaN where unjudged. Tallies of lanes add up to that of the step.
+    """
+    judged_PNG = ~rewards_PNG.isnan()
+    sums_N = rewards_PNG.nan_to_num().sum(dim=(0, 2))
+    positive_N = (rewards_PNG > 0).sum(dim=(0, 2))
+    return torch.stack([sums_N, positive_N.double(), judged_PNG.sum(dim=(0, 2)).double()], dim=1)
+
+
 class CapabilityTracker:
     """The smoothed capability P_hat of `num_agents` agents over a window of `config.capability_window` steps."""
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import RankMap
@@ -38,6 +39,29 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_NAMED = 5  # how many missing answers an error names before it only counts them
 
 logger = logging.getLogger(__name__)
+
+
+def share_rewards(rewards: Sequence[float], num_prompts: int, place: Place, rollouts_per_prompt: int) -> torch.Tensor:
+    """The rewards of all agents' answers to the prompts of this lane, float64 [P, N, G]; NaN where unjudged.
+
+    `rewards` are this cell's, by prompt, then by rollout; the leader's are sent. They go before the answers, because
+    they say which answers need a score. A collective over the lane; equal on every rank of it.
+    """
+    received = None
+    if place.is_leader:
+        mine = np.array(rewards, dtype="<f8").tobytes()
+        received = wire.join(gather_bytes(place.lane_group, mine))
+    messages = wire.split(place.share_in_cell(received))
+    rank_map, lane = place.rank_map, place.lane
+    shape = (num_prompts, len(rank_map.agents), rollouts_per_prompt)
+    rewards_PNG = torch.full(shape, torch.nan, dtype=torch.float64)
+    for message, rank in zip(messages, rank_map.leaders(lane), strict=True):
+        sender = rank_map.coordinate(rank)
+        group_PG = rewards_PNG[rank_map.share_of_lane(sender), sender.agent]
+        found = np.frombuffer(message, dtype="<f8")
+        assert len(found) == group_PG.numel(), f"{sender} sent {len(found)} rewards instead of {group_PG.numel()}"
+        group_PG.copy_(torch.from_numpy(found.copy()).reshape(group_PG.shape))
+    return rewards_PNG
 
 
 def exchange(

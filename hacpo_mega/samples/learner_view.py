@@ -50,15 +50,16 @@ def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
     return num_tokens - 1 if ended and not eos_in_loss else num_tokens
 
 
-def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> dict[AnswerKey, Score]:
-    """The scores of a cell's own rollouts, by the answer they are of."""
+def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score | None]) -> dict[AnswerKey, Score]:
+    """The scores of a cell's own rollouts, by the answer they are of; those that have one."""
     keys = [(rollout.prompt_index, rollout.rollout_index) for rollout in rollouts]
-    return dict(zip(keys, scores, strict=True))
+    return {key: score for key, score in zip(keys, scores, strict=True) if score is not None}
 
 
 def learner_view(
     pool: Pool,
     advantages_PNG: torch.Tensor,
+    trains_PNG: torch.Tensor,
     learner: int,
     codec: TextCodec,
     rules: ViewRules,
@@ -66,7 +67,8 @@ def learner_view(
 ) -> tuple[list[Sample], ViewCounts]:
     """The samples of `learner`, ordered by (prompt, source, rollout), and what became of the rest.
 
-    `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `codec` is the learner's.
+    `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool, says
+    which answers are worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
     `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean
     of an answer travels.
     """
@@ -78,6 +80,9 @@ def learner_view(
             if j != learner and not rules.shares_answers:
                 continue
             for g, trajectory in enumerate(group):
+                if not trains_PNG[p, j, g]:
+                    tally["num_zero_advantage" if trajectory.is_judged else "num_unjudged"] += 1
+                    continue
                 answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tally)
                 if answer_ids is not None:
                     advantage = float(advantages_PNG[p, j, g]) if trajectory.is_judged else 0.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.records import Completion, Prompt, Rollout, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
-from hacpo_mega.rollout.exchange import ROW, assemble, decode, encode, exchange, share_completions
+from hacpo_mega.rollout.exchange import ROW, assemble, decode, encode, exchange, share_completions, share_rewards
 
 SENDER = "rank 3 (agent B)"
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -146,7 +147,7 @@ def expected_answer(prompt: int, agent: int, rollout: int) -> Trajectory:
         agent=agent,
         rollout=Rollout(prompt, rollout, ids, f"p{prompt} n{agent} g{rollout} 🦜" * rollout, Stop.LENGTH),
         verdict=Verdict.TIMEOUT if unjudged else Verdict.WRONG,
-        reward=math.nan if unjudged else prompt / 7,
+        reward=math.nan if unjudged else (prompt + agent / 5 + rollout / 50) / 7,
         mean_logprob=-1 / (1 + rollout),
         num_scored=len(ids) // 2,
     )
@@ -197,6 +198,10 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
         for n in range(len(rank_map.agents)):
             for g in range(3):
                 assert bits(pool.trajectories_PNG[p][n][g]) == bits(expected_answer(prompt.index, n, g))
+    rewards_PNG = share_rewards([t.reward for t in mine] if place.is_leader else [], len(prompts), place, 3)
+    rewards = [[[t.reward for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
+    expected_PNG = torch.tensor(rewards, dtype=torch.float64)
+    torch.testing.assert_close(rewards_PNG, expected_PNG, rtol=0, atol=0, equal_nan=True)
     return place.lane_group.num_gathers if place.is_leader else 0
 
 
@@ -212,7 +217,7 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
 def test_every_rank_of_a_lane_gets_the_same_full_cube(rank_map):
     num_gathers = run_job(rank_map, check_exchange)
     leaders = {rank for lane in range(rank_map.lanes) for rank in rank_map.leaders(lane)}
-    assert num_gathers == [2 if rank in leaders else 0 for rank in range(rank_map.world_size)]
+    assert num_gathers == [4 if rank in leaders else 0 for rank in range(rank_map.world_size)]
 
 
 def check_completions(place: Place, _: RankMap) -> int:

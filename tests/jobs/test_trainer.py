@@ -109,6 +109,39 @@ def test_unequal_layouts_and_the_authors_preset(tmp_path):
         assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
 
 
+@pytest.fixture(scope="module")
+def two_agents(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
+    return write_config(folder, agents, num_steps=2)
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("grpo", ()),
+        ("gspo_x2", ()),
+        ("sgt", ("algorithm.success_reward=0.3",)),
+        ("hacpo", ("algorithm.band=calibrated",)),
+    ],
+)
+def test_a_method_trains_by_the_same_loop(method, options, two_agents):
+    """Counts of the method, a first own ratio of exactly 1, and what only this method has."""
+    run_dir = f"run_dir={two_agents.parent / method}"
+    steps = train(two_agents, run_dir, f"algorithm.method={method}", *options)
+    for name, other in (("a", "b"), ("b", "a")):
+        first, last = (steps[step].values for step in (1, 2))
+        assert first[f"agent/{name}/num_answers"] == (64 if method == "gspo_x2" else 32)
+        assert first[f"agent/{name}/self/first_ratio_error"] == last[f"agent/{name}/self/first_ratio_error"] == 0.0
+        assert last[f"agent/{name}/grad_norm"] > 0.0
+        shares = method in ("sgt", "hacpo")
+        assert (f"agent/{name}/from/{other}/ratio_mean" in first) == shares
+        low = f"agent/{name}/from/{other}/band_low"
+        assert (first.get(low), low in last) == ((0.8, True) if method == "hacpo" else (None, False))
+        if method == "hacpo":
+            assert last[low] != 0.8
+
+
 def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     """One agent as two pipeline stages, each with an engine of its own, over one lane; only `method` differs."""
     agents = [agent_table(tmp_path, "alone", "qwen3", CHARACTERS, pp=2, engine_tp=1)]

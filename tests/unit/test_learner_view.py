@@ -59,7 +59,8 @@ def one_prompt(*by_agent):
 
 
 def constant(pool, value=0.5):
-    return torch.full(pool.rewards_PNG.shape, value, dtype=torch.float64)
+    shape = (len(pool.prompts), len(pool.trajectories_PNG[0]), len(pool.trajectories_PNG[0][0]))
+    return torch.full(shape, value, dtype=torch.float64)
 
 
 def own_scores(pool, learner):
@@ -73,8 +74,24 @@ def own_scores(pool, learner):
     }
 
 
-def learner_view(pool, advantages_PNG, learner, codec, rules):
-    return view.learner_view(pool, advantages_PNG, learner, codec, rules, own_scores(pool, learner))
+def learner_view(pool, advantages_PNG, learner, codec, rules, trains_PNG=None):
+    everything_PNG = torch.ones_like(advantages_PNG, dtype=torch.bool)
+    trains_PNG = everything_PNG if trains_PNG is None else trains_PNG
+    return view.learner_view(pool, advantages_PNG, trains_PNG, learner, codec, rules, own_scores(pool, learner))
+
+
+def test_an_answer_that_moves_no_gradient_is_left_out_and_counted(codecs):
+    """Own answers with a wrong verdict stay or go with their prompt; an unjudged one is counted as that."""
+    mine = [trajectory(codecs[0], 0, g, "7") for g in range(2)]
+    theirs = [trajectory(codecs[1], 1, 0, "8"), trajectory(codecs[1], 1, 1, "9", verdict=Verdict.ERROR)]
+    pool = one_prompt(mine, theirs)
+    trains = torch.tensor([[[True, True], [False, False]]])
+    samples, counts = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs), trains)
+    assert [(sample.source, sample.rollout_index) for sample in samples] == [(0, 0), (0, 1)]
+    assert (counts.num_own, counts.num_cross, counts.num_zero_advantage, counts.num_unjudged) == (2, 0, 1, 1)
+    samples, counts = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs), ~trains)
+    assert [(sample.source, sample.rollout_index) for sample in samples] == [(1, 0)]
+    assert (counts.num_own, counts.num_cross, counts.num_zero_advantage, counts.num_unjudged) == (0, 1, 2, 1)
 
 
 def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
@@ -164,7 +181,10 @@ def test_unjudged_answers_are_counted_and_teach_nothing(codecs):
         *(tuple(trajectory(codecs[j], j, g, "1", verdict=v) for g, v in enumerate(verdicts)) for j in (0, 1))
     )
     advantages = constant(pool)
-    advantages[pool.rewards_PNG.isnan()] = math.nan
+    for p, by_agent in enumerate(pool.trajectories_PNG):
+        for n, group in enumerate(by_agent):
+            for g, answer in enumerate(group):
+                advantages[p, n, g] = advantages[p, n, g] if answer.is_judged else math.nan
     samples, counts = learner_view(pool, advantages, 0, codecs[0], rules_of(codecs))
     # own ones keep their place in the micro-batch, so that the others' ratios repeat their scores bit by bit
     assert [(s.source, s.rollout_index) for s in samples] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 3)]

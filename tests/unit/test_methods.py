@@ -17,7 +17,14 @@ from hacpo_kernels.bounds import CrossObjective as KernelObjective
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacpo_mega.algorithm import advantages_of, capability_ratios, sample_weight, sequence_objective, token_objective
+from hacpo_mega.algorithm import (
+    advantages_of,
+    capability_ratios,
+    sample_weight,
+    sequence_objective,
+    token_objective,
+    trained_answers,
+)
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.config.methods import METHODS, CrossObjective
 from hacpo_mega.policy_loss import PolicyLoss
@@ -346,6 +353,21 @@ def test_alpha_zero_inside_the_band_is_naive_where_its_clip_is_idle():
 
 def test_the_names_of_the_objectives_are_those_of_the_kernels():
     assert CrossObjective == KernelObjective
+
+
+@pytest.mark.parametrize("learner", [0, 1])
+def test_what_is_trained_on_is_what_moves_a_gradient(learner):
+    """By prompt for own answers, by answer for others'; a KL is a gradient of its own."""
+    advantages = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.5, 0.0], [0.0, -1.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    by_hand = {
+        0: [[[False, False], [False, False]], [[True, True], [False, True]], [[True, True], [False, True]]],
+        1: [[[False, False], [False, False]], [[True, False], [True, True]], [[False, False], [True, True]]],
+    }
+    trained = trained_answers(advantages, learner, config_of("hacpo"))
+    assert trained.tolist() == by_hand[learner]
+    with_kl = trained_answers(advantages, learner, config_of("hacpo", kl_coef=0.1))
+    assert with_kl[:, learner].all() and torch.equal(with_kl[:, 1 - learner], trained[:, 1 - learner])
+    assert trained_answers(advantages, learner, config_of("hacpo", kl_coef=0.1, kl_on="all")).all()
 
 
 def test_capability_is_used_by_hacpo_alone():

@@ -45,7 +45,8 @@ def write_run(
             if step:
                 add_step(metrics, agents, step / num_steps, draw)
                 pool = make_pool(agents, step, answer)
-                advantages_PNG = torch.randn(pool.rewards_PNG.shape, generator=torch.Generator().manual_seed(step))
+                shape = (len(pool.prompts), len(agents), len(pool.trajectories_PNG[0][0]))
+                advantages_PNG = torch.randn(shape, generator=torch.Generator().manual_seed(step))
                 log.write(step, pool, advantages_PNG, 0.9 + 0.01 * advantages_PNG)
             writer.write(step, metrics.reduce())
 
