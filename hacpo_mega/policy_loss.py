@@ -12,7 +12,7 @@ import torch
 from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import kl_penalty, objective_bounds
+from hacpo_mega.algorithm import kl_penalty, objective_bounds, scale_gradient
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
@@ -53,7 +53,7 @@ class PolicyLoss:
         """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
         samples = sample_columns(batch.sequences, token_logprob_R.device)
         loss_B, _, terms = packed_objective(
-            token_logprob_R,
+            weighted_by_token(token_logprob_R, batch.sequences),
             batch.row_cu_seqlens_B,
             samples.source_logprob_B,
             samples.advantage_B,
@@ -75,6 +75,14 @@ class PolicyLoss:
             penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
         return loss, BatchReport(torch.tensor(keys), terms, kl)
+
+
+def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """The same log-probs, their gradients scaled by the samples' `token_weights`; untouched where none has any."""
+    if all(sample.token_weights is None for sample in samples):
+        return token_logprob_R
+    parts = [np.ones(s.num_trained, np.float32) if s.token_weights is None else s.token_weights for s in samples]
+    return scale_gradient(token_logprob_R, torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device))
 
 
 def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:

@@ -18,12 +18,20 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.logbook.alarms import JudgeAlarm, OmegaAlarm
+from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
+from hacpo_mega.logbook.step_metrics import (
+    add_accuracy,
+    add_answers,
+    add_capability,
+    add_engine_gap,
+    add_engine_weights,
+    add_update,
+    add_view,
+)
 from hacpo_mega.policy_loss import ratios_by_key
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange
@@ -68,6 +76,7 @@ class Trainer:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
             self.omega_alarm, self.judge_alarm = OmegaAlarm(self.names), JudgeAlarm()
+            self.engine_alarm = EngineAlarm(self.names, self.agent.dtype)
             self.view_rules = ViewRules(
                 sources=codecs,
                 shares_answers=config.algorithm.shares_answers,
@@ -106,6 +115,8 @@ class Trainer:
             self.capability.update(*self._means_over_lanes(pool))
             capability_N = self.capability.values()
             advantages_PNG = advantages_of(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
+            # Of every answer, for every learner; 1 unless rollout.engine_correction is "sequence".
+            advantages_PNG = advantages_PNG * pool.engine_weights_PNG
             own_scores = scores_by_answer(rollouts, scores)
             samples, view = learner_view(
                 pool.part(my_share),
@@ -120,7 +131,7 @@ class Trainer:
             updates = [self.agent.learn(update, m) for m, update in enumerate(self.agent.plan(mine, samples))]
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        self._report(trajectories, capability_N, view, updates)
+        self._report(trajectories, scores, capability_N, view, updates)
         if self._evaluation_is_due():
             self.evaluate()
         self._write(pool, advantages_PNG, updates)
@@ -165,6 +176,7 @@ class Trainer:
                 reward=judgement.reward,
                 mean_logprob=score.mean_logprob,
                 num_scored=len(score.token_logprobs),
+                engine_weight=score.engine_weight,
             )
             for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
         ]
@@ -177,6 +189,7 @@ class Trainer:
     def _report(
         self,
         trajectories: Sequence[Trajectory],
+        scores: Sequence[Score],
         capability_N: Tensor,
         view: ViewCounts,
         updates: Sequence[UpdateStats],
@@ -184,6 +197,11 @@ class Trainer:
         """Adds a step to the metrics: each leader speaks for its cell, rank 0 for what is the same everywhere."""
         if self.place.is_leader:
             add_answers(self.metrics, self.agent.name, trajectories)
+            add_engine_gap(self.metrics, self.agent.name, [t.rollout for t in trajectories], scores)
+            rules = self.config.rollout
+            add_engine_weights(
+                self.metrics, self.agent.name, scores, rules.engine_correction, rules.engine_correction_cap
+            )
             judged = self.judge.take_report()
             for warning in self.judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
                 print(f"{self.place.coordinate}: {warning}", file=sys.stderr, flush=True)
@@ -209,6 +227,9 @@ class Trainer:
         reduced = self.metrics.reduce()
         self.folder.write_step(step, reduced)
         self.console.step(step, reduced)
+        gaps = [reduced.values.get(f"agent/{name}/engine_gap_mean") for name in self.names]  # known to rank 0
+        for warning in self.engine_alarm.warnings(gaps):
+            self.console.say(warning)
 
     def _evaluation_is_due(self) -> bool:
         every, step = self.config.evaluation.every_steps, self.steps_done + 1

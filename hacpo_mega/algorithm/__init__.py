@@ -2,6 +2,7 @@
 
 from hacpo_mega.algorithm.advantage import hacpo_advantages
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios
+from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
@@ -15,10 +16,12 @@ __all__ = [
     "CapabilityTracker",
     "advantages_of",
     "capability_ratios",
+    "engine_weights",
     "hacpo_advantages",
     "kl_penalty",
     "objective_bounds",
     "sample_weight",
+    "scale_gradient",
     "sequence_objective",
     "token_objective",
 ]
