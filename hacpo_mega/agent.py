@@ -7,12 +7,14 @@ Not here: other agents (trainer.py exchanges with them) and what an advantage is
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hacpo_mega.algorithm import sample_weight
+from hacpo_mega.algorithm import engine_weights, sample_weight
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.megatron.actor import Actor
@@ -55,10 +57,11 @@ class Agent:
         )
         if config.algorithm.kl_coef > 0.0:
             self.actor.keep_reference()
+        self.dtype = self.actor.model.config.params_dtype
         self.engine = Engine(
             spec.model,
             max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-            dtype=self.actor.model.config.params_dtype,
+            dtype=self.dtype,
             tensor_parallel_size=spec.engine_tensor_parallel,
             seed=config.seed,
             trust_remote_code=spec.trust_remote_code,
@@ -80,7 +83,10 @@ class Agent:
         places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
-        rollouts = self._answer(places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature)
+        # Their log-probs come with them at no cost: what the trainer says of the same tokens is held against them.
+        rollouts = self._answer(
+            places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature, return_logprobs=True
+        )
         self.engine.sleep()
         self._engine_sleeps = True
         return rollouts
@@ -90,7 +96,12 @@ class Agent:
         return self._answer([(prompt, 0) for prompt in prompts], [0] * len(prompts), max_tokens, temperature=0.0)
 
     def _answer(
-        self, places: list[tuple[Prompt, int]], seeds: list[int], max_tokens: int, temperature: float
+        self,
+        places: list[tuple[Prompt, int]],
+        seeds: list[int],
+        max_tokens: int,
+        temperature: float,
+        return_logprobs: bool = False,
     ) -> list[Rollout]:
         # Every engine of the cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         mine = slice(self.place.coordinate.engine, None, self._engines_per_cell)
@@ -99,6 +110,7 @@ class Agent:
             seeds[mine],
             max_tokens=max_tokens,
             temperature=temperature,
+            return_logprobs=return_logprobs,
         )
         shared = share_completions(completions, self.place, len(places))
         return [self._rollout_of(prompt, g, completion) for (prompt, g), completion in zip(places, shared)]
@@ -107,7 +119,7 @@ class Agent:
         ended = completion.stop is Stop.EOS
         # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
-        return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop)
+        return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop, completion.logprobs)
 
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
@@ -130,8 +142,18 @@ class Agent:
         for batch in batches:
             sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
             for b, score in zip(batch, self.actor.score(sequences), strict=True):
-                scores[b] = score
+                scores[b] = self._weighted(score, rollouts[b])
         return scores
+
+    def _weighted(self, score: Score, rollout: Rollout) -> Score:
+        """The score with the weights that correct what the engine sampled, as rollout.engine_correction asks."""
+        of_answer, of_tokens = engine_weights(
+            trainer_T=torch.from_numpy(score.token_logprobs),
+            engine_T=torch.from_numpy(rollout.logprobs[: len(score.token_logprobs)]),
+            correction=self._rollout.engine_correction,
+            cap=self._rollout.engine_correction_cap,
+        )
+        return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
 
     def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
         num_trained = trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)

@@ -12,7 +12,7 @@ import torch
 from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import kl_penalty, objective_bounds, token_objective
+from hacpo_mega.algorithm import kl_penalty, objective_bounds, scale_gradient, token_objective
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
@@ -57,7 +57,7 @@ class PolicyLoss:
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
         """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
         samples = sample_columns(batch.sequences, token_logprob_R.device)
-        loss_B, terms = self._objective(token_logprob_R, batch, samples)
+        loss_B, terms = self._objective(weighted_by_token(token_logprob_R, batch.sequences), batch, samples)
         loss = loss_B.sum() * self.weight
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.sequences]
         kl = torch.zeros(2, dtype=torch.float64)
@@ -99,6 +99,14 @@ class PolicyLoss:
         raised = self.update_index * self.config.delta_step
         lows = [min(1.0, self.low_N[sample.source] + raised) for sample in batch.sequences]
         return torch.tensor(lows, dtype=torch.float64).to(device)
+
+
+def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """The same log-probs, their gradients scaled by the samples' `token_weights`; untouched where none has any."""
+    if all(sample.token_weights is None for sample in samples):
+        return token_logprob_R
+    parts = [np.ones(s.num_trained, np.float32) if s.token_weights is None else s.token_weights for s in samples]
+    return scale_gradient(token_logprob_R, torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device))
 
 
 def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:

@@ -77,6 +77,8 @@ class Rollout:
     """A fresh answer in the tokens of the agent that wrote it.
 
     `token_ids` is int32 [num_tokens] and keeps the final EOS when there is one; `text` is without special tokens.
+    `logprobs` are those the engine sampled the tokens with, float32 nats [num_tokens]; None where it was not asked for
+    them, and for answers of other agents, with which they do not travel.
     """
 
     prompt_index: int
@@ -84,9 +86,11 @@ class Rollout:
     token_ids: np.ndarray
     text: str
     stop: Stop
+    logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
+        assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape, self.logprobs.shape
 
 
 class Judgement(NamedTuple):
@@ -106,7 +110,8 @@ class Trajectory:
 
     `mean_logprob` (fp32 nats) is over the `num_scored` tokens that the source's own loss would train: without the final
     EOS when `eos_in_loss` is off. It is NaN, over 0 tokens, where nobody trains on the answer. `reward` is NaN exactly
-    when the answer is unjudged.
+    when the answer is unjudged. `engine_weight` is what every learner multiplies the answer's advantage with
+    (algorithm/engine_correction.py): 1 without a correction by sequence.
     """
 
     agent: int
@@ -115,6 +120,7 @@ class Trajectory:
     reward: float
     mean_logprob: float
     num_scored: int
+    engine_weight: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.verdict.allows(self.reward), (self.verdict, self.reward)
@@ -140,6 +146,14 @@ class Pool:
         """The pool of some of its prompts."""
         return Pool(self.prompts[share], self.trajectories_PNG[share])
 
+    @property
+    def engine_weights_PNG(self) -> torch.Tensor:
+        """`engine_weight` of every answer, float64 [P, N, G]."""
+        return torch.tensor(
+            [[[t.engine_weight for t in group] for group in by_agent] for by_agent in self.trajectories_PNG],
+            dtype=torch.float64,
+        )
+
 
 @dataclass(frozen=True)
 class TokenSequence:
@@ -160,17 +174,22 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Score:
-    """What an actor says of an answer, in nats.
+    """What an actor says of an answer, in nats, and what follows for its weight (algorithm/engine_correction.py).
 
     mean_logprob      over its trained tokens, rounded to fp32; 0 without a trained token
     token_logprobs    the log-probs it is the mean of, float32 [num_trained]
+    engine_weight     of the answer: 1 unless engine and trainer are corrected by sequence
+    token_weights     float32 [num_trained]; None unless they are corrected by token
     """
 
     mean_logprob: float
     token_logprobs: np.ndarray
+    engine_weight: float = 1.0
+    token_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert (self.token_logprobs.dtype, self.token_logprobs.ndim) == (np.float32, 1), self.token_logprobs
+        assert self.token_weights is None or self.token_weights.shape == self.token_logprobs.shape
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,8 @@ class Sample(TokenSequence):
     advantage         omega already applied (HACPO, eq. 10 and 50)
     source_logprob    the source's mean log-prob (nats), constant in the loss
     length            the token count the learner's log-prob sum is divided by (`ratio_length`)
+    token_weights     own answers, where the engine is corrected by token: what scales each trained token's gradient,
+                      float32 [num_trained]; None scales none
     old_logprobs      own answers: of each trained token, by the actor before the step's first update, float32
                       [num_trained] nats; None for others' answers, whose source has other tokens
     """
@@ -192,10 +213,12 @@ class Sample(TokenSequence):
     source_logprob: float
     length: float
     old_logprobs: np.ndarray | None = None
+    token_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.old_logprobs is None or self.old_logprobs.shape == (self.num_trained,), self.old_logprobs.shape
+        for per_token in (self.old_logprobs, self.token_weights):
+            assert per_token is None or per_token.shape == (self.num_trained,), (per_token.shape, self.num_trained)
 
 
 @dataclass(frozen=True)

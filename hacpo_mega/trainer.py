@@ -28,12 +28,21 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.logbook.alarms import JudgeAlarm, OmegaAlarm
+from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_band, add_capability, add_update, add_view
+from hacpo_mega.logbook.step_metrics import (
+    add_accuracy,
+    add_answers,
+    add_band,
+    add_capability,
+    add_engine_gap,
+    add_engine_weights,
+    add_update,
+    add_view,
+)
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange, share_rewards
@@ -95,6 +104,7 @@ class Trainer:
             is_calibrated = config.algorithm.band == "calibrated"
             self.band = BandTracker(len(config.agents), config.algorithm) if is_calibrated else None
             self.omega_alarm, self.judge_alarm = OmegaAlarm(self.names), JudgeAlarm()
+            self.engine_alarm = EngineAlarm(self.names, self.agent.dtype)
             self.view_rules = ViewRules(
                 sources=codecs,
                 shares_answers=config.algorithm.shares_answers,
@@ -136,9 +146,11 @@ class Trainer:
         with self._phase("exchange"):
             trajectories = self._trajectories(rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
+            # Of every answer, for every learner; 1 unless rollout.engine_correction is "sequence".
+            advantages_PNG = learning.advantages_PNG * pool.engine_weights_PNG
             samples, view = learner_view(
                 pool.part(my_share),
-                learning.advantages_PNG[my_share],
+                advantages_PNG[my_share],
                 learning.trains_PNG[my_share],
                 self.place.agent,
                 self.agent.codec,
@@ -153,10 +165,10 @@ class Trainer:
                 self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        self._report(trajectories, capability_N, view, updates)
+        self._report(trajectories, scores, capability_N, view, updates)
         if self._evaluation_is_due():
             self.evaluate()
-        self._write(pool, learning.advantages_PNG, updates)
+        self._write(pool, advantages_PNG, updates)
         self.steps_done += 1
 
     def evaluate(self, when: str = "") -> None:
@@ -198,6 +210,7 @@ class Trainer:
                 reward=judgement.reward,
                 mean_logprob=math.nan if score is None else score.mean_logprob,
                 num_scored=0 if score is None else len(score.token_logprobs),
+                engine_weight=1.0 if score is None else score.engine_weight,
             )
             for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
         ]
@@ -230,6 +243,7 @@ class Trainer:
     def _report(
         self,
         trajectories: Sequence[Trajectory],
+        scores: Sequence[Score | None],
         capability_N: Tensor,
         view: ViewCounts,
         updates: Sequence[UpdateStats],
@@ -237,6 +251,11 @@ class Trainer:
         """Adds a step to the metrics: each leader speaks for its cell, rank 0 for what is the same everywhere."""
         if self.place.is_leader:
             add_answers(self.metrics, self.agent.name, trajectories)
+            scored = [(t.rollout, score) for t, score in zip(trajectories, scores, strict=True) if score is not None]
+            add_engine_gap(self.metrics, self.agent.name, *zip(*scored))
+            rules = self.config.rollout
+            found = [score for _, score in scored]
+            add_engine_weights(self.metrics, self.agent.name, found, rules.engine_correction, rules.engine_correction_cap)
             judged = self.judge.take_report()
             for warning in self.judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
                 print(f"{self.place.coordinate}: {warning}", file=sys.stderr, flush=True)
@@ -262,6 +281,9 @@ class Trainer:
         reduced = self.metrics.reduce()
         self.folder.write_step(step, reduced)
         self.console.step(step, reduced)
+        gaps = [reduced.values.get(f"agent/{name}/engine_gap_mean") for name in self.names]  # known to rank 0
+        for warning in self.engine_alarm.warnings(gaps):
+            self.console.say(warning)
 
     def _evaluation_is_due(self) -> bool:
         every, step = self.config.evaluation.every_steps, self.steps_done + 1

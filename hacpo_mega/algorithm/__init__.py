@@ -4,6 +4,7 @@ from hacpo_mega.algorithm.advantage import hacpo_advantages
 from hacpo_mega.algorithm.band import BandTracker
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios, reward_tally
 from hacpo_mega.algorithm.dynamic_groups import trained_answers
+from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
@@ -18,11 +19,13 @@ __all__ = [
     "CapabilityTracker",
     "advantages_of",
     "capability_ratios",
+    "engine_weights",
     "hacpo_advantages",
     "kl_penalty",
     "objective_bounds",
     "reward_tally",
     "sample_weight",
+    "scale_gradient",
     "sequence_objective",
     "token_objective",
     "trained_answers",

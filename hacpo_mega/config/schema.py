@@ -67,6 +67,11 @@ class RolloutConfig(Section):
     train_changed_reencodings: bool = False
     """Train on another agent's answer although it reads differently in the learner's tokens; its verdict was given to
     the original text, so by default it is left out and counted."""
+    engine_correction: Literal["none", "token", "sequence"] = "none"
+    """Truncated importance sampling between engine and trainer: a weight on the gradient of each `token` of own answers
+    (others' keep weight 1), or one on the advantage of each `sequence` for all learners, or `none`."""
+    engine_correction_cap: Annotated[float, Field(strict=True, ge=1.0)] = 2.0
+    """Upper bound of that weight, the probability under the trainer over that under the engine."""
 
 
 class TrainingConfig(Section):

@@ -1,11 +1,19 @@
 """What a person is told once when a number leaves the range in which training makes sense."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from statistics import median
 
+import torch
 from torch import Tensor
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
+
+# Nats per token up to which engine and trainer may differ by rounding: float32 differs by 1e-6, bf16 by .01 to .03.
+GAP_FLOOR_FP32, GAP_FLOOR = 1e-3, 0.05
+GAP_FACTOR = 4.0
+GAP_WINDOW = 16  # steps
 
 
 class OmegaAlarm:
@@ -48,3 +56,37 @@ class JudgeAlarm:
             return
         self._told.add(first_error)
         yield f"warning: {num_unjudged} of {num_answers} answers unjudged; the grader's first error: {first_error}"
+
+
+class EngineAlarm:
+    """Says that the engine has begun to answer with another policy than the one that is trained, once for every jump.
+
+    A mean gap of a step (metric engine_gap_mean) has jumped when it exceeds both a floor, which rounding in the models'
+    `dtype` does not reach, and 4 times its median over the agent's last 16 steps without a jump; before the first such
+    step the floor alone decides. It must come back down before the next jump is said. The known failure is an engine
+    that wakes with old weights: from .015 to .201 in bf16 (TRL issue 5312).
+    """
+
+    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
+        self._names = names
+        self._floor = GAP_FLOOR_FP32 if dtype == torch.float32 else GAP_FLOOR
+        self._calm = [deque[float](maxlen=GAP_WINDOW) for _ in names]
+        self._jumped = [False] * len(names)
+
+    def warnings(self, gap_N: Sequence[float | None]) -> Iterator[str]:
+        """A line for every agent whose gap has jumped in this step; `gap_N` in nats per token, None where not known."""
+        for n, gap in enumerate(gap_N):
+            if gap is None:
+                continue
+            calm = self._calm[n]
+            limit = max(self._floor, GAP_FACTOR * median(calm)) if calm else self._floor
+            was_jumped, self._jumped[n] = self._jumped[n], not gap <= limit  # NaN is a jump too
+            if not self._jumped[n]:
+                calm.append(gap)
+            elif not was_jumped:
+                before = f"after {median(calm):.3g}, the median of {len(calm)} steps" if calm else "from the first step"
+                yield (
+                    f"warning: engine and trainer of {self._names[n]} differ by {gap:.3g} nats per token, {before}; "
+                    f"allowed are {limit:.3g}. The engine samples from another policy than the one that is trained: "
+                    "look at the weights it has after sleep and publish, and at [agents.vllm] (quantization, kernels)"
+                )

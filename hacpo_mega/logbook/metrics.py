@@ -4,6 +4,8 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
 
     agent/<name>/reward_mean, answer_tokens_mean, truncated, verdict/<verdict>                about its answers
     agent/<name>/num_answers, num_unjudged                                                    about its answers
+    agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
+    agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/self/ratio_mean, self/clipped                                                own answers in its loss
     agent/<learner>/from/<source>/ratio_mean, below, inside, above, weight_mean, weight_ess   others' answers in it

@@ -7,12 +7,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 from hacpo_kernels import ObjectiveStats, objective_stats
 from torch import Tensor
 
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.records import Judgement, Prompt, Stop, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.records import Judgement, Prompt, Rollout, Score, Stop, Trajectory, UpdateStats, ViewCounts
 
 
 def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory]) -> None:
@@ -28,6 +29,36 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
     metrics.count(f"{prefix}/num_answers", len(trajectories))
     metrics.count(f"{prefix}/num_unjudged", sum(not trajectory.is_judged for trajectory in trajectories))
     metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
+
+
+def add_engine_gap(metrics: Metrics, name: str, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> None:
+    """How far engine and trainer are apart on the trained tokens of fresh answers, both before the step's first update.
+
+    With d = trainer - engine in nats: mean and maximum of |d|, and the mean of exp(d) - d - 1, which estimates
+    KL(engine || trainer) from tokens that the engine drew (k3 of Schulman 2020, never negative).
+    """
+    trainer = np.concatenate([np.zeros(0), *(score.token_logprobs for score in scores)])
+    engine = [rollout.logprobs[: len(score.token_logprobs)] for rollout, score in zip(rollouts, scores, strict=True)]
+    difference = trainer - np.concatenate([np.zeros(0), *engine])  # float64, as the zeros are
+    if not len(difference):
+        return
+    prefix = f"agent/{name}"
+    metrics.add(f"{prefix}/engine_gap_mean", np.abs(difference).sum(), len(difference))
+    metrics.highest(f"{prefix}/engine_gap_max", np.abs(difference).max())
+    metrics.add(f"{prefix}/engine_kl", (np.expm1(difference) - difference).sum(), len(difference))
+
+
+def add_engine_weights(metrics: Metrics, name: str, scores: Sequence[Score], correction: str, cap: float) -> None:
+    """Weights of rollout.engine_correction, one a token or one an answer: mean, effective size, share at the cap."""
+    if correction == "none":
+        return
+    if correction == "token":
+        weights = np.concatenate([np.zeros(0), *(score.token_weights for score in scores)])
+    else:
+        weights = np.array([score.engine_weight for score in scores])
+    metrics.add_weights(f"agent/{name}/engine_weight", weights.sum(), np.square(weights).sum(), len(weights))
+    # the weights are rounded to fp32, and with them the cap
+    metrics.add(f"agent/{name}/engine_weight_truncated", (weights >= np.float32(cap)).sum(), len(weights))
 
 
 def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor, omega_NN: Tensor) -> None:

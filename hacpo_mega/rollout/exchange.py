@@ -13,6 +13,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ ROW = np.dtype(
     [
         ("reward", "<f8"),
         ("mean_logprob", "<f8"),
+        ("engine_weight", "<f8"),
         ("prompt_index", "<i8"),
         ("rollout_index", "<i4"),
         ("agent", "<i4"),
@@ -87,7 +89,8 @@ def exchange(
 def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) -> list[Completion]:
     """The answers of all engines of a cell, in the order they were asked for: Megatron trains on all of them.
 
-    Engine e of E was asked every E-th of `num_asked` prompts, from its own place on. Collective over the cell.
+    Engine e of E was asked every E-th of `num_asked` prompts, from its own place on. All answers come with log-probs,
+    or none. Collective over the cell.
     """
     engines = place.rank_map.agents[place.agent].engines_per_cell
     if engines == 1:
@@ -96,13 +99,16 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
     speaks = place.coordinate.engine_rank == 0
     rows = np.array([(completion.stop,) for completion in mine], COMPLETION_ROW)
     tokens = [completion.token_ids for completion in mine]
-    message = wire.encode(wire.Table(rows, tokens, [""] * len(mine))) if speaks else b""
+    logprobs = [completion.logprobs for completion in mine]
+    given = None if any(values is None for values in logprobs) else logprobs
+    message = wire.encode(wire.Table(rows, tokens, [""] * len(mine), given)) if speaks else b""
     shared: list[Completion | None] = [None] * num_asked
     spoken = [message for message in gather_bytes(place.cell_group, message) if message]
     for engine, message in enumerate(spoken):
         table = wire.decode(message, COMPLETION_ROW, sender=f"engine {engine} of {place.coordinate}")
         shared[engine::engines] = [
-            Completion(ids, Stop(int(row["stop"]))) for row, ids in zip(table.rows, table.tokens)
+            Completion(ids, Stop(int(row["stop"])), values)
+            for row, ids, values in zip(table.rows, table.tokens, table.logprobs or repeat(None))
         ]
     return shared
 
@@ -113,6 +119,7 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     for row, trajectory in zip(rows, trajectories):
         rollout = trajectory.rollout
         row["reward"], row["mean_logprob"] = trajectory.reward, trajectory.mean_logprob
+        row["engine_weight"] = trajectory.engine_weight
         row["prompt_index"], row["rollout_index"] = rollout.prompt_index, rollout.rollout_index
         row["agent"], row["num_scored"] = trajectory.agent, trajectory.num_scored
         row["stop"], row["verdict"] = rollout.stop, trajectory.verdict
@@ -123,7 +130,8 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 def decode(message: bytes, sender: str) -> list[Trajectory]:
     """The trajectories in a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     trajectories = []
-    for row, token_ids, text in zip(*wire.decode(message, ROW, sender)):
+    table = wire.decode(message, ROW, sender)
+    for row, token_ids, text in zip(table.rows, table.tokens, table.texts):
         try:
             trajectories.append(_from_row(row, token_ids, text))
         except (ValueError, AssertionError) as error:
@@ -175,6 +183,7 @@ def _from_row(row: np.void, token_ids: np.ndarray, text: str) -> Trajectory:
         reward=float(row["reward"]),
         mean_logprob=float(row["mean_logprob"]),
         num_scored=int(row["num_scored"]),
+        engine_weight=float(row["engine_weight"]),
     )
 
 

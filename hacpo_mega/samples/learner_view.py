@@ -186,4 +186,5 @@ def _sample(
         source_logprob=trajectory.mean_logprob,
         length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
         old_logprobs=None if own is None else own.token_logprobs,
+        token_weights=None if own is None else own.token_weights,
     )

@@ -119,6 +119,20 @@ def test_sampled_tokens_come_with_their_logprobs(saw, oracles, agent):
 
 
 @pytest.mark.parametrize("agent", AGENTS)
+def test_asking_for_logprobs_changes_no_answer(saw, agent):
+    asked, unasked = saw[agent, 0]["answers"], saw[agent, 0]["unasked"]
+    assert tokens_of(unasked) == tokens_of(asked)
+    assert [logprobs for _, _, logprobs in unasked] == [None] * len(asked)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_both_ranks_of_an_engine_say_the_same_logprobs_to_the_bit(saw, agent):
+    """What weighs a token's gradient must be the same on every rank that shares the token."""
+    for (_, _, first), (_, _, second) in zip(saw[agent, 0]["answers"], saw[agent, 1]["answers"], strict=True):
+        assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("agent", AGENTS)
 def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
     seen, neighbour = saw[agent, 0], saw[agent, 1]
     answers = tokens_of(seen["answers"])

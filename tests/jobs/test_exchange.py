@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from job import run_job
 
@@ -39,7 +39,8 @@ def trajectories(draw) -> Trajectory:
     verdict = draw(st.sampled_from(Verdict))
     unfinished = verdict in (Verdict.TIMEOUT, Verdict.ERROR)
     reward = draw(st.sampled_from((0.0, math.nan)) if unfinished else st.floats(allow_nan=False))
-    return Trajectory(draw(COUNT), rollout, verdict, reward, draw(st.floats()), draw(st.integers(0, len(ids))))
+    weight = draw(st.floats(0.0, 1e3))
+    return Trajectory(draw(COUNT), rollout, verdict, reward, draw(st.floats()), draw(st.integers(0, len(ids))), weight)
 
 
 def bits(t: Trajectory) -> tuple:
@@ -49,10 +50,11 @@ def bits(t: Trajectory) -> tuple:
         struct.pack("<dd", t.reward, t.mean_logprob) if not math.isnan(t.mean_logprob) else struct.pack("<d", t.reward)
     )
     ids = (r.token_ids.dtype, r.token_ids.tolist())
-    return t.agent, r.prompt_index, r.rollout_index, ids, r.text, r.stop, t.verdict, floats, t.num_scored
+    weight = struct.pack("<d", t.engine_weight)
+    return t.agent, r.prompt_index, r.rollout_index, ids, r.text, r.stop, t.verdict, floats, t.num_scored, weight
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(trajectories(), max_size=5))
 def test_what_arrives_is_what_was_sent(sent):
     assert [bits(t) for t in decode(encode(sent), SENDER)] == [bits(t) for t in sent]
@@ -61,10 +63,38 @@ def test_what_arrives_is_what_was_sent(sent):
 def test_layout_by_hand():
     """The documented bytes, written out with struct: another program could read them."""
     message = encode([trajectory(prompt=7, agent=1, rollout=5, text="é", tokens=(258,))])
-    header = b"HACPOMSG" + struct.pack("<IIQQQ", 2, 38, 1, 1, 2)
-    row = struct.pack("<ddqiiiBB", 1.0, -0.5, 7, 5, 1, 1, 0, 0)
+    header = b"HACPOMSG" + struct.pack("<IIIQQQ", 3, 46, 0, 1, 1, 2)
+    row = struct.pack("<dddqiiiBB", 1.0, -0.5, 1.0, 7, 5, 1, 1, 0, 0)
     counts = struct.pack("<ii", 1, 2)
     assert message == header + row + counts + b"\x02\x01\x00\x00" + b"\xc3\xa9"
+
+
+def test_layout_with_logprobs_by_hand():
+    table = wire.Table(
+        np.zeros(2, "u1"), [np.int32([258]), np.int32([])], ["é", ""], [np.float32([-2.5]), np.float32([])]
+    )
+    header = b"HACPOMSG" + struct.pack("<IIIQQQ", 3, 1, 1, 2, 1, 2)
+    counts = struct.pack("<iiii", 1, 0, 2, 0)
+    assert wire.encode(table) == header + b"\0\0" + counts + b"\x02\x01\x00\x00" + struct.pack("<f", -2.5) + b"\xc3\xa9"
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=4), st.booleans())
+def test_logprobs_arrive_as_they_were_sent_or_not_at_all(sent, travel):
+    """Also where no record has a token: nothing to send and nothing known are different answers."""
+    logprobs = [np.array(row, dtype=np.float32) for row in sent]
+    tokens = [np.arange(len(row), dtype=np.int32) for row in sent]
+    rows, texts = np.zeros(len(sent), "u1"), ["é"] * len(sent)
+    arrived = wire.decode(
+        wire.encode(wire.Table(rows, tokens, texts, logprobs if travel else None)), rows.dtype, SENDER
+    )
+    assert arrived.texts == texts
+    assert [ids.tolist() for ids in arrived.tokens] == [ids.tolist() for ids in tokens]
+    if travel:
+        assert [x.dtype for x in arrived.logprobs] == [np.float32] * len(sent)
+        assert [x.tobytes() for x in arrived.logprobs] == [x.tobytes() for x in logprobs]
+    else:
+        assert arrived.logprobs is None
 
 
 def test_lone_surrogates_are_replaced_and_counted(caplog):
@@ -93,10 +123,12 @@ TEXT_COUNTS = TOKEN_COUNTS + 2 * 4
         (encode([trajectory()])[:-1], "take "),
         (encode([trajectory()]) + b"x", "take "),
         (damaged(0, b"PICKLE"), "starts with b'PICKLE"),
-        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 38 bytes, this is 2 with 38"),
-        (damaged(12, struct.pack("<I", 40)), "layout 2 with rows of 40 bytes, this is 2 with 38"),
-        (damaged(16, struct.pack("<Q", 2**63)), "take "),
-        (damaged(24, struct.pack("<Q", 7)), "take "),
+        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 46 bytes, this is 3 with 46"),
+        (damaged(12, struct.pack("<I", 40)), "layout 3 with rows of 40 bytes, this is 3 with 46"),
+        (damaged(16, struct.pack("<I", 1)), "take "),
+        (damaged(16, struct.pack("<I", 2)), "1 or 0, but the header says 2"),
+        (damaged(20, struct.pack("<Q", 2**63)), "take "),
+        (damaged(28, struct.pack("<Q", 7)), "take "),
         (damaged(TOKEN_COUNTS, struct.pack("<i", 4)), "the tokens of its records do not add up to the header's 6"),
         (damaged(TEXT_COUNTS, struct.pack("<i", -2)), "the bytes of text of its records do not add up to"),
         (damaged(FIELD["stop"], b"\x4d"), "trajectory 0 is damaged: 77 is not a valid Stop"),
@@ -150,6 +182,7 @@ def expected_answer(prompt: int, agent: int, rollout: int) -> Trajectory:
         reward=math.nan if unjudged else (prompt + agent / 5 + rollout / 50) / 7,
         mean_logprob=-1 / (1 + rollout),
         num_scored=len(ids) // 2,
+        engine_weight=(1 + rollout) / 3,
     )
 
 
@@ -222,12 +255,24 @@ def test_every_rank_of_a_lane_gets_the_same_full_cube(rank_map):
 
 def check_completions(place: Place, _: RankMap) -> int:
     """Two engines of one rank each were asked five prompts in turn; every rank of the cell gets all five in order."""
-    expected = [Completion(np.arange(i, dtype=np.int32), Stop.LENGTH if i % 2 else Stop.EOS) for i in range(5)]
-    shared = share_completions(expected[place.coordinate.engine :: 2], place, 5)
-    for completion, original in zip(shared, expected, strict=True):
-        assert completion.stop is original.stop
-        np.testing.assert_array_equal(completion.token_ids, original.token_ids)
+    for asked in (True, False):
+        expected = [
+            Completion(
+                np.arange(i, dtype=np.int32), Stop.LENGTH if i % 2 else Stop.EOS, logprobs_of(i) if asked else None
+            )
+            for i in range(5)
+        ]
+        shared = share_completions(expected[place.coordinate.engine :: 2], place, 5)
+        for completion, original in zip(shared, expected, strict=True):
+            assert completion.stop is original.stop
+            np.testing.assert_array_equal(completion.token_ids, original.token_ids)
+            assert (completion.logprobs is not None) == asked
+            assert not asked or completion.logprobs.tobytes() == original.logprobs.tobytes()
     return len(shared)
+
+
+def logprobs_of(answer: int) -> np.ndarray:
+    return np.log(np.arange(1, answer + 1, dtype=np.float32) / 9)
 
 
 def test_all_ranks_of_a_cell_get_the_answers_of_all_its_engines():

@@ -11,6 +11,11 @@ import torch
 from job import run_script
 from tiny_models import make_model
 
+from hacpo_mega.logbook.alarms import EngineAlarm
+from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.step_metrics import add_engine_gap
+from hacpo_mega.records import Rollout, Score, Stop
+
 pytestmark = pytest.mark.slow
 MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
@@ -43,6 +48,34 @@ def test_every_update_moved_the_policy_far_more_than_that(saw, case):
     """Otherwise a publish that does nothing would pass above."""
     for before, after in itertools.pairwise(saw[0][case]["fixed"]):
         assert np.abs(after - before).max() > 0.01
+
+
+def gap_of_step(sampled: list[np.ndarray], scored: list[np.ndarray]) -> dict[str, float]:
+    """The metrics of a step in which the engine sampled with these log-probs and the trainer scored those."""
+    metrics = Metrics("a", lambda payload: [payload])
+    rollouts = [
+        Rollout(0, g, np.zeros(len(values), np.int32), "", Stop.LENGTH, values) for g, values in enumerate(sampled)
+    ]
+    add_engine_gap(metrics, "a", rollouts, [Score(0.0, values) for values in scored])
+    return metrics.reduce().values
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
+def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, case):
+    """In the gap, in the KL and by the alarm: after steps in order, the trainer learns and nothing is published."""
+    seen, alarm = saw[0][case], EngineAlarm(("a",), torch.float32)
+    fresh = [gap_of_step(*step) for step in zip(seen["sampled"], seen["scored"], strict=True)]
+    stale = [gap_of_step(*step) for step in zip(seen["sampled"], seen["stale"])]
+    assert len(stale) == NUM_UPDATES
+    for step in fresh:
+        assert 0 < step["agent/a/engine_gap_mean"] <= step["agent/a/engine_gap_max"] < 1e-4
+        assert 0 <= step["agent/a/engine_kl"] < 1e-8
+        assert list(alarm.warnings([step["agent/a/engine_gap_mean"]])) == []
+    for step in stale:
+        assert step["agent/a/engine_gap_mean"] > 1e-3
+        assert step["agent/a/engine_kl"] > 1e-6
+    (line,) = alarm.warnings([stale[-1]["agent/a/engine_gap_mean"]])
+    assert line.startswith("warning: engine and trainer of a differ by ")
 
 
 @pytest.mark.parametrize("name", MODELS)

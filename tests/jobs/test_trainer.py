@@ -50,6 +50,17 @@ def test_first_own_ratio_is_exactly_one_in_a_real_run(three_agents):
     assert set(errors) == {0.0}
 
 
+def test_engine_and_trainer_differ_by_rounding_alone_in_a_real_run(three_agents):
+    """float32 on both sides: the bound is that of jobs/test_engine.py and jobs/test_publish.py."""
+    _, steps = three_agents
+    for step in range(1, 6):
+        for name in ("qwen", "llama", "twin-of-qwen"):
+            values = {key: steps[step].values[f"agent/{name}/engine_{key}"] for key in ("gap_mean", "gap_max", "kl")}
+            assert 0 < values["gap_mean"] <= values["gap_max"] < 1e-4
+            assert 0 <= values["kl"] < 1e-8
+    assert not any("engine_weight" in key for key in steps[5].values), "no correction was asked for"
+
+
 def test_capability_is_the_window_mean_of_the_rewards(three_agents):
     _, steps = three_agents
     rewards = [steps[step].values["agent/llama/reward_mean"] for step in range(1, 6)]
@@ -94,19 +105,42 @@ def test_exported_agents_run_by_themselves(three_agents):
 
 
 def test_unequal_layouts_and_the_authors_preset(tmp_path):
-    """Tensor parallel 2 beside two cells per lane, KL to the initial policy on."""
+    """Tensor parallel 2 beside two cells per lane, KL to the initial policy on, the engine corrected by sequence."""
     agents = [
         agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2),
         agent_table(tmp_path, "twice", "llama", CHARACTERS + PAIRS, cells_per_lane=2),
     ]
     config = write_config(tmp_path, agents, algorithm={"preset": "authors", "delta": 0.9})
-    steps = train(config)
+    steps = train(config, "rollout.engine_correction=sequence")
     for name in ("wide", "twice"):
         values = steps[2].values
         assert values[f"agent/{name}/num_answers"] == 32
         assert values[f"agent/{name}/reward_mean"] > steps[1].values[f"agent/{name}/reward_mean"]
         assert values[f"agent/{name}/kl"] > 0.0
         assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
+        check_weights(values, name, num_tokens=12)
+        check_weighted_advantages(tmp_path / "run", name, num_tokens=12)
+
+
+def check_weighted_advantages(run: Path, name: str, num_tokens: int) -> None:
+    """Answers of one agent to one prompt with one reward have one advantage; weighted, they differ by rounding."""
+    quotients = []
+    for prompt in read_rollouts(run, 1) + read_rollouts(run, 2):
+        by_reward: dict[float, list[float]] = {}
+        for answer in prompt["answers"]:
+            if answer["agent"] == name and answer["advantage"][name] != 0.0:
+                by_reward.setdefault(answer["reward"], []).append(answer["advantage"][name])
+        quotients += [other / first for first, *others in by_reward.values() for other in others]
+    assert len(quotients) > 2
+    assert max(abs(quotient - 1.0) for quotient in quotients) < 4 * num_tokens * 1e-4
+    assert any(quotient != 1.0 for quotient in quotients), "no weight reached an advantage"
+
+
+def check_weights(values: dict[str, float], name: str, num_tokens: int) -> None:
+    """Every weight is the ratio of two float32 probabilities of `num_tokens` tokens: 1, up to rounding."""
+    assert values[f"agent/{name}/engine_weight_mean"] == pytest.approx(1.0, abs=2 * num_tokens * 1e-4)
+    assert values[f"agent/{name}/engine_weight_ess"] == pytest.approx(1.0, abs=2 * num_tokens * 1e-4)
+    assert values[f"agent/{name}/engine_weight_truncated"] == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +177,17 @@ def test_a_method_trains_by_the_same_loop(method, options, two_agents):
 
 
 def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
-    """One agent as two pipeline stages, each with an engine of its own, over one lane; only `method` differs."""
+    """One agent as two pipeline stages, each with an engine of its own, over one lane; only `method` differs.
+
+    The engine is corrected by token: log-probs of both engines reach both stages, weights the loss on the last one.
+    """
     agents = [agent_table(tmp_path, "alone", "qwen3", CHARACTERS, pp=2, engine_tp=1)]
     config = write_config(tmp_path, agents)
-    hacpo = train(config)
-    gspo = train_as_a_user(config, f"run_dir={tmp_path / 'gspo'}", "algorithm.method=gspo")
+    hacpo = train(config, "rollout.engine_correction=token")
+    check_weights(hacpo[2].values, "alone", num_tokens=1)
+    gspo = train_as_a_user(
+        config, f"run_dir={tmp_path / 'gspo'}", "algorithm.method=gspo", "rollout.engine_correction=token"
+    )
     assert [m.values for m in hacpo.values()] == [m.values for m in gspo.values()]
     weights = [load_file(tmp_path / run / "agents" / "alone" / "model.safetensors") for run in ("run", "gspo")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -67,11 +67,11 @@ def process_state() -> tuple:
     )
 
 
-def draw(engine: Engine, indices, *, step: int = 0, temperature: float = TEMPERATURE):
+def draw(engine: Engine, indices, *, step: int = 0, temperature: float = TEMPERATURE, return_logprobs: bool = True):
     """Answers to the prompts of `indices`, each under the seed of its own place."""
     asked = [prompts()[index] for index in indices]
     seeds = [answer_seed(1, step, index, 0, 0) for index in indices]
-    answers = engine.generate(asked, seeds, max_tokens=40, temperature=temperature, return_logprobs=True)
+    answers = engine.generate(asked, seeds, max_tokens=40, temperature=temperature, return_logprobs=return_logprobs)
     return [plain(answer) for answer in answers]
 
 
@@ -94,6 +94,7 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["published"] = engine.logprobs(sequences())
     seen["answers"] = draw(engine, everyone)
     seen["again"] = draw(engine, everyone)
+    seen["unasked"] = draw(engine, everyone, return_logprobs=False)
     seen["backwards"] = draw(engine, everyone[::-1])[::-1]
     seen["alone"] = draw(engine, [0]) + draw(engine, [3])
     seen["other step"] = draw(engine, everyone, step=1)

@@ -2,7 +2,7 @@
 
 `main` on two ranks goes through every model and layout and writes what each
 process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sampled them and by the actor, after the
-first publish and after the publish that follows every optimizer update.
+first publish, after the publish that follows every optimizer update, and between an update and its publish.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         eos_ids=[7],
         random_weights=True,
     )
-    seen = {"sampled": [], "scored": [], "fixed": [], "samples": []}
+    seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": []}
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
         engine.load(actor.weights())
@@ -76,6 +76,7 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         seen["fixed"].append(actor.token_logprobs(fixed)[0])
         if step < NUM_UPDATES:
             actor.learn_supervised(samples, num_trained_tokens=100)
+            seen["stale"].append(actor.token_logprobs(samples))  # the engine that sampled them knows of no update
     engine.close()
     parallel_state.destroy_model_parallel()
     return seen

@@ -1,9 +1,12 @@
 """Alarms speak once, by name, and say what to do."""
 
+import math
+
+import pytest
 import torch
 
 from hacpo_mega.algorithm import capability_ratios
-from hacpo_mega.logbook.alarms import JudgeAlarm, OmegaAlarm
+from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
 
 
 def test_an_agent_without_a_reward_is_named_once_for_every_pair_that_it_breaks():
@@ -35,3 +38,47 @@ def test_a_grader_that_fails_is_quoted_once_and_another_error_again():
     assert line == "warning: 64 of 64 answers unjudged; the grader's first error: ValueError: no field 'gold'"
     assert list(alarm.warnings(60, 64, "ValueError: no field 'gold'")) == []
     assert len(list(alarm.warnings(1, 64, "returned str"))) == 1
+
+
+def said(alarm: EngineAlarm, *gaps: float | None) -> list[int]:
+    """The steps, from 0, in which an alarm of one agent speaks."""
+    return [step for step, gap in enumerate(gaps) if list(alarm.warnings([gap]))]
+
+
+def test_stale_weights_after_sleep_are_named_once_with_what_was_before():
+    """TRL issue 5312: .015 becomes .201. The other agent is fine."""
+    alarm = EngineAlarm(("fine", "stale"), torch.bfloat16)
+    for gap in (0.013, 0.016, 0.015):
+        assert list(alarm.warnings([0.014, gap])) == []
+    (line,) = alarm.warnings([0.014, 0.201])
+    start = "warning: engine and trainer of stale differ by 0.201 nats per token, after 0.015, the median of 3 steps; "
+    assert line.startswith(start + "allowed are 0.06. ")
+    assert list(alarm.warnings([0.014, 0.22])) == []
+
+
+def test_a_jump_is_above_the_floor_and_above_four_medians():
+    assert said(EngineAlarm(("a",), torch.bfloat16), 0.01, 0.01, 0.01, 0.0499) == []  # rounding of bf16
+    assert said(EngineAlarm(("a",), torch.bfloat16), 0.02, 0.03, 0.04, 0.1199) == []  # 4 x .03 is above the floor
+    assert said(EngineAlarm(("a",), torch.bfloat16), 0.02, 0.03, 0.04, 0.1201) == [3]
+    assert said(EngineAlarm(("a",), torch.float32), 1e-6, 1e-6, 9.9e-4) == []
+    assert said(EngineAlarm(("a",), torch.float32), 1e-6, 1e-6, 1.1e-3) == [2]
+
+
+def test_a_gap_that_is_there_from_the_start_is_said_in_the_first_step():
+    alarm = EngineAlarm(("a",), torch.float32)
+    (line,) = alarm.warnings([0.4])
+    assert "differ by 0.4 nats per token, from the first step; allowed are 0.001" in line
+    assert list(alarm.warnings([0.4])) == []
+
+
+@pytest.mark.parametrize("broken", [0.2, math.nan])
+def test_every_jump_is_said_once_and_does_not_become_what_is_usual(broken):
+    long = [broken] * 40
+    assert said(EngineAlarm(("a",), torch.bfloat16), 0.01, *long, 0.01, *long) == [1, 42]
+
+
+def test_the_usual_gap_may_grow_slowly_and_steps_without_one_are_passed_over():
+    slowly = [0.01 * 1.05**step for step in range(60)]
+    assert slowly[-1] > 0.15
+    assert said(EngineAlarm(("a",), torch.bfloat16), *slowly) == []
+    assert said(EngineAlarm(("a",), torch.bfloat16), None, 0.01, None, 0.3, None, 0.3) == [3]

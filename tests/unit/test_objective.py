@@ -107,6 +107,39 @@ def test_every_token_gets_its_sequences_coefficient():
     assert report.key_B3.tolist() == [[0, 0, 0], [1, 1, 0]]
 
 
+def token_weighted(batch: MicroBatch, weights: list[float]) -> MicroBatch:
+    """The batch with the weights on the tokens of its first sample."""
+    first = dataclasses.replace(batch.sequences[0], token_weights=np.array(weights, dtype=np.float32))
+    return dataclasses.replace(batch, sequences=(first, *batch.sequences[1:]))
+
+
+def test_a_tokens_weight_scales_its_gradient_and_leaves_the_loss():
+    values = torch.tensor([-0.2, -0.4, -0.3, -0.5, -0.7])
+    batch = micro_batch([2, 3], [True, False], [1.5, -2.0], [-0.3, -0.45])
+    seen = []
+    for part in (batch, token_weighted(batch, [0.25, 1.7])):
+        token_logprob = values.clone().requires_grad_()
+        loss, report = PolicyLoss(1, 0.25, AlgorithmConfig(), reference={})(token_logprob, part)
+        loss.backward()
+        seen.append((loss.detach(), report.terms.ratio_B, token_logprob.grad))
+    (loss, ratio_B, grad), (weighted_loss, weighted_ratio_B, weighted_grad) = seen
+    assert torch.equal(weighted_loss, loss) and torch.equal(weighted_ratio_B, ratio_B)
+    assert grad.count_nonzero() == 5
+    assert torch.equal(weighted_grad, grad * torch.tensor([0.25, 1.7, 1.0, 1.0, 1.0])), "others' tokens keep weight 1"
+
+
+def test_a_tokens_weight_is_not_one_of_its_kl_to_the_initial_policy():
+    batch = micro_batch([2], [True], [0.0], [-0.3])  # no advantage: what is left is the KL
+    reference = {(0, 0, 0): np.float32([-0.1, -0.9])}
+    config, grads = AlgorithmConfig(kl_coef=0.1), []
+    for part in (batch, token_weighted(batch, [0.25, 1.7])):
+        token_logprob = torch.tensor([-0.2, -0.4], requires_grad=True)
+        PolicyLoss(0, 1.0, config, reference)(token_logprob, part)[0].backward()
+        grads.append(token_logprob.grad)
+    assert grads[0].count_nonzero() == 2
+    assert torch.equal(grads[0], grads[1])
+
+
 def test_ratio_length_source_divides_by_the_sources_count():
     token_logprob = torch.tensor([-0.2, -0.4], requires_grad=True)
     batch = micro_batch([2], [False], [1.0], [-0.1], divisors=[4.0])
