@@ -23,9 +23,16 @@ from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.logbook.step_metrics import add_accuracy, add_answers, add_capability, add_update, add_view
+from hacpo_mega.logbook.step_metrics import (
+    add_accuracy,
+    add_answers,
+    add_capability,
+    add_diagnosis,
+    add_update,
+    add_view,
+)
 from hacpo_mega.policy_loss import ratios_by_key
-from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats, ViewCounts
 from hacpo_mega.rollout.exchange import exchange
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
@@ -107,7 +114,7 @@ class Trainer:
             capability_N = self.capability.values()
             advantages_PNG = advantages_of(pool.rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
             own_scores = scores_by_answer(rollouts, scores)
-            samples, view = learner_view(
+            samples, views = learner_view(
                 pool.part(my_share),
                 advantages_PNG[my_share],
                 self.place.agent,
@@ -116,11 +123,15 @@ class Trainer:
                 own_scores,
             )
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
-        with self._phase("learn"):  # update m = 0, 1, ...: the cross band tightens with every one
-            updates = [self.agent.learn(update, m) for m, update in enumerate(self.agent.plan(mine, samples))]
+        updates = []
+        for m, update in enumerate(self.agent.plan(mine, samples)):  # the cross band tightens with every update
+            if self._diagnosis_is_due():
+                self._diagnose(update, m)
+            with self._phase("learn"):
+                updates.append(self.agent.learn(update, m))
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        self._report(trajectories, capability_N, view, updates)
+        self._report(trajectories, capability_N, views, updates)
         if self._evaluation_is_due():
             self.evaluate()
         self._write(pool, advantages_PNG, updates)
@@ -178,7 +189,7 @@ class Trainer:
         self,
         trajectories: Sequence[Trajectory],
         capability_N: Tensor,
-        view: ViewCounts,
+        views: Sequence[ViewCounts],
         updates: Sequence[UpdateStats],
     ) -> None:
         """Adds a step to the metrics: each leader speaks for its cell, rank 0 for what is the same everywhere."""
@@ -187,7 +198,7 @@ class Trainer:
             judged = self.judge.take_report()
             for warning in self.judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
                 print(f"{self.place.coordinate}: {warning}", file=sys.stderr, flush=True)
-            add_view(self.metrics, self.agent.name, view)
+            add_view(self.metrics, self.place.agent, self.names, views)
             for m, update in enumerate(updates):
                 add_update(self.metrics, update, m, self.place.agent, self.names, self.config.algorithm)
         if self.place.coordinate.global_rank == 0:
@@ -196,6 +207,13 @@ class Trainer:
             if self.config.algorithm.uses_capability:
                 for warning in self.omega_alarm.warnings(omega_NN):
                     self.console.say(warning)
+
+    def _diagnose(self, update: Sequence[Sample], update_index: int) -> None:
+        """Measures own against cross gradients of an update that is about to be learnt from."""
+        with self._phase("diagnose"):
+            found = self.agent.diagnose(update, update_index)
+        if self.place.is_leader:
+            add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
     def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> None:
         """The step's answers and numbers into the run folder. Collective over the job."""
@@ -209,6 +227,11 @@ class Trainer:
         reduced = self.metrics.reduce()
         self.folder.write_step(step, reduced)
         self.console.step(step, reduced)
+
+    def _diagnosis_is_due(self) -> bool:
+        """Where nobody learns from others there is nothing to compare."""
+        every, shares = self.config.training.diagnose_every, self.config.algorithm.shares_answers
+        return every > 0 and (self.steps_done + 1) % every == 0 and shares and len(self.names) > 1
 
     def _evaluation_is_due(self) -> bool:
         every, step = self.config.evaluation.every_steps, self.steps_done + 1
