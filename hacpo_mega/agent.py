@@ -19,7 +19,17 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey
-from hacpo_mega.records import Completion, Prompt, Rollout, Sample, Score, Stop, TokenSequence, UpdateStats
+from hacpo_mega.records import (
+    Completion,
+    GradientProducts,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    Stop,
+    TokenSequence,
+    UpdateStats,
+)
 from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.samples.learner_view import trained_tokens
@@ -39,6 +49,7 @@ class Agent:
         self._seed = config.seed
         self._rollout = config.rollout
         self._algorithm = config.algorithm
+        self._num_agents = len(config.agents)
         self._prompts_per_update = config.prompts_per_update
         self._answers_per_prompt = config.answers_per_prompt
         self._cells = config.lanes * spec.cells_per_lane
@@ -169,8 +180,22 @@ class Agent:
 
         `low_N` is where the band of each source begins in a step, None for that of the configuration.
         """
-        loss = PolicyLoss(update_index, self._weight, self._algorithm, self._reference_logprobs(update), low_N)
-        return self.actor.learn(update, loss)
+        return self.actor.learn(update, self._policy_loss(update, update_index, low_N))
+
+    def diagnose(
+        self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None
+    ) -> GradientProducts:
+        """What own answers pull at, and beside it every source's, by the loss that `learn` would have now.
+
+        Group 0 is the own answers', then the other agents' by their index. The agent is the same afterwards, to the
+        last bit. Collective over the agent's ranks.
+        """
+        sources = (self.index, *(j for j in range(self._num_agents) if j != self.index))
+        groups = [[sample for sample in update if sample.source == source] for source in sources]
+        return self.actor.gradient_products(groups, self._policy_loss(update, update_index, low_N))
+
+    def _policy_loss(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None) -> PolicyLoss:
+        return PolicyLoss(update_index, self._weight, self._algorithm, self._reference_logprobs(update), low_N)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
         """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""

@@ -5,8 +5,10 @@ Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses
 A TokenSequence is what a model reads and what of it counts; a Sample adds what learning needs.
 """
 
+import dataclasses
 import enum
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -232,7 +234,9 @@ class ViewCounts:
                          end, half a character. Own ones are counted too, and trained on; half a character also
                          where the learner has the source's tokenizer and takes its ids
     num_zero_advantage   that would change no gradient: neither scored nor trained, own ones too
+    `num_compared` answers were read back after they had been encoded; `num_changed` of them reads differently.
     `token_ratio_sum` adds up learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
+    Counts of parts of a pool add up (`+`).
     """
 
     num_own: int = 0
@@ -245,9 +249,13 @@ class ViewCounts:
     num_empty: int = 0
     num_truncated: int = 0
     num_undecodable: int = 0
+    num_compared: int = 0
     num_reencoded: int = 0
     num_changed: int = 0
     token_ratio_sum: float = 0.0
+
+    def __add__(self, other: "ViewCounts") -> "ViewCounts":
+        return ViewCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -291,3 +299,25 @@ class UpdateStats:
     num_samples: int
     num_tokens: int
     num_trained: int
+
+
+@dataclass(frozen=True)
+class GradientProducts:
+    """The gradients g_0, g_1, ... of groups of an update's samples, of the whole model, as lengths and angles.
+
+    squares     <g_i, g_i> of every group
+    products    <g_0, g_i> of every group, the first with itself included
+    """
+
+    squares: tuple[float, ...]
+    products: tuple[float, ...]
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """|g_i|, before clipping."""
+        return tuple(map(math.sqrt, self.squares))
+
+    def cosine(self, group: int) -> float | None:
+        """Of the angle between g_0 and g_i; None where one of them is 0, NaN where one is not finite."""
+        first, other = self.norms[0], self.norms[group]
+        return None if 0.0 in (first, other) else self.products[group] / first / other

@@ -6,7 +6,6 @@ Every process of the job runs it, in lockstep, each for the agent, lane and cell
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Self
@@ -19,7 +18,6 @@ from hacpo_mega.algorithm import (
     BandTracker,
     CapabilityTracker,
     advantages_of,
-    capability_ratios,
     reward_tally,
     trained_answers,
 )
@@ -28,23 +26,14 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.logbook.step_metrics import (
-    add_accuracy,
-    add_answers,
-    add_band,
-    add_capability,
-    add_engine_gap,
-    add_engine_weights,
-    add_update,
-    add_view,
-)
+from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis
+from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
-from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Score, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
@@ -74,7 +63,7 @@ class Trainer:
     judge        text and gold in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
-    metrics, console, folder   what is measured, shown and written
+    metrics, report, console, folder   what is measured, shown and written
     """
 
     def __init__(self, config: Config) -> None:
@@ -103,8 +92,7 @@ class Trainer:
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
             is_calibrated = config.algorithm.band == "calibrated"
             self.band = BandTracker(len(config.agents), config.algorithm) if is_calibrated else None
-            self.omega_alarm, self.judge_alarm = OmegaAlarm(self.names), JudgeAlarm()
-            self.engine_alarm = EngineAlarm(self.names, self.agent.dtype)
+            self.report = StepReport(self.metrics, self.console, self.place, config, self.agent.dtype)
             self.view_rules = ViewRules(
                 sources=codecs,
                 shares_answers=config.algorithm.shares_answers,
@@ -148,7 +136,7 @@ class Trainer:
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             # Of every answer, for every learner; 1 unless rollout.engine_correction is "sequence".
             advantages_PNG = learning.advantages_PNG * pool.engine_weights_PNG
-            samples, view = learner_view(
+            samples, views = learner_view(
                 pool.part(my_share),
                 advantages_PNG[my_share],
                 learning.trains_PNG[my_share],
@@ -158,14 +146,18 @@ class Trainer:
                 scores_by_answer(rollouts, scores),
             )
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
-        with self._phase("learn"):  # update m = 0, 1, ...: the cross band tightens with every one
-            low_N = None if self.band is None else self.band.values()
-            updates = [self.agent.learn(update, m, low_N) for m, update in enumerate(self.agent.plan(mine, samples))]
-            if self.band is not None:
-                self._calibrate(self.band, updates)
+        low_N = None if self.band is None else self.band.values()
+        updates = []
+        for m, update in enumerate(self.agent.plan(mine, samples)):  # the cross band tightens with every update
+            if self._diagnosis_is_due():
+                self._diagnose(update, m, low_N)
+            with self._phase("learn"):
+                updates.append(self.agent.learn(update, m, low_N))
+        if self.band is not None:
+            self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        self._report(trajectories, scores, capability_N, view, updates)
+        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
         if self._evaluation_is_due():
             self.evaluate()
         self._write(pool, advantages_PNG, updates)
@@ -240,34 +232,12 @@ class Trainer:
         for source in range(len(self.names)):
             band.update(source, torch.tensor([ratio for cell in cells for ratio in cell[source]], dtype=torch.float64))
 
-    def _report(
-        self,
-        trajectories: Sequence[Trajectory],
-        scores: Sequence[Score | None],
-        capability_N: Tensor,
-        view: ViewCounts,
-        updates: Sequence[UpdateStats],
-    ) -> None:
-        """Adds a step to the metrics: each leader speaks for its cell, rank 0 for what is the same everywhere."""
+    def _diagnose(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None) -> None:
+        """Measures own against cross gradients of an update that is about to be learnt from."""
+        with self._phase("diagnose"):
+            found = self.agent.diagnose(update, update_index, low_N)
         if self.place.is_leader:
-            add_answers(self.metrics, self.agent.name, trajectories)
-            scored = [(t.rollout, score) for t, score in zip(trajectories, scores, strict=True) if score is not None]
-            add_engine_gap(self.metrics, self.agent.name, *zip(*scored))
-            rules = self.config.rollout
-            found = [score for _, score in scored]
-            add_engine_weights(self.metrics, self.agent.name, found, rules.engine_correction, rules.engine_correction_cap)
-            judged = self.judge.take_report()
-            for warning in self.judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
-                print(f"{self.place.coordinate}: {warning}", file=sys.stderr, flush=True)
-            add_view(self.metrics, self.agent.name, view)
-            for m, update in enumerate(updates):
-                add_update(self.metrics, update, m, self.place.agent, self.names, self.config.algorithm)
-        if self.place.coordinate.global_rank == 0:
-            omega_NN = capability_ratios(capability_N, self.config.algorithm.omega_clip)
-            add_capability(self.metrics, self.names, capability_N, omega_NN)
-            if self.config.algorithm.uses_capability:
-                for warning in self.omega_alarm.warnings(omega_NN):
-                    self.console.say(warning)
+            add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
     def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> None:
         """The step's answers and numbers into the run folder. Collective over the job."""
@@ -281,9 +251,12 @@ class Trainer:
         reduced = self.metrics.reduce()
         self.folder.write_step(step, reduced)
         self.console.step(step, reduced)
-        gaps = [reduced.values.get(f"agent/{name}/engine_gap_mean") for name in self.names]  # known to rank 0
-        for warning in self.engine_alarm.warnings(gaps):
-            self.console.say(warning)
+        self.report.warn(reduced)
+
+    def _diagnosis_is_due(self) -> bool:
+        """Where nobody learns from others there is nothing to compare."""
+        every, shares = self.config.training.diagnose_every, self.config.algorithm.shares_answers
+        return every > 0 and (self.steps_done + 1) % every == 0 and shares and len(self.names) > 1
 
     def _evaluation_is_due(self) -> bool:
         every, step = self.config.evaluation.every_steps, self.steps_done + 1

@@ -84,6 +84,9 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    diagnose_every: CountOrZero = 0
+    """Steps from one measurement of own against cross gradients to the next, which costs about one more learn phase and
+    changes no weight; 0: never, and there is none where no answers are shared."""
 
 
 class EvaluationConfig(Section):

@@ -7,9 +7,12 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
-    agent/<name>/self/ratio_mean, self/clipped                                                own answers in its loss
-    agent/<learner>/from/<source>/ratio_mean, below, inside, above, weight_mean, weight_ess   others' answers in it
-    agent/<name>/grad_norm, lr                                                                its optimizer
+    agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
+    agent/<learner>/from/<source>/ratio_mean, ratio_min, ratio_max, below, inside, above      others' answers in it
+    agent/<learner>/from/<source>/weight_mean, weight_ess, weight_max, positive_share         and what they weigh there
+    agent/<learner>/from/<source>/token_ratio, changed                                        and in its own tokens
+    agent/<learner>/from/<source>/grad_share, grad_cosine, grad_norm, self/grad_norm          with diagnose_every alone
+    agent/<name>/grad_norm, lr, num_updates, num_trained_answers                              its optimizer
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     capability/<name>, omega/<learner>/<source>                                               the job
 

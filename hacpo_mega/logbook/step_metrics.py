@@ -13,7 +13,17 @@ from torch import Tensor
 
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.records import Judgement, Prompt, Rollout, Score, Stop, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.records import (
+    GradientProducts,
+    Judgement,
+    Prompt,
+    Rollout,
+    Score,
+    Stop,
+    Trajectory,
+    UpdateStats,
+    ViewCounts,
+)
 
 
 def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory]) -> None:
@@ -31,14 +41,14 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
     metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
 
 
-def add_engine_gap(metrics: Metrics, name: str, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> None:
+def add_engine_gap(metrics: Metrics, name: str, scored: Sequence[tuple[Rollout, Score]]) -> None:
     """How far engine and trainer are apart on the trained tokens of fresh answers, both before the step's first update.
 
     With d = trainer - engine in nats: mean and maximum of |d|, and the mean of exp(d) - d - 1, which estimates
     KL(engine || trainer) from tokens that the engine drew (k3 of Schulman 2020, never negative).
     """
-    trainer = np.concatenate([np.zeros(0), *(score.token_logprobs for score in scores)])
-    engine = [rollout.logprobs[: len(score.token_logprobs)] for rollout, score in zip(rollouts, scores, strict=True)]
+    trainer = np.concatenate([np.zeros(0), *(score.token_logprobs for _, score in scored)])
+    engine = [rollout.logprobs[: len(score.token_logprobs)] for rollout, score in scored]
     difference = trainer - np.concatenate([np.zeros(0), *engine])  # float64, as the zeros are
     if not len(difference):
         return
@@ -87,14 +97,23 @@ def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgeme
             metrics.count(f"agent/{name}/num_evaluated{tail}", 1)
 
 
-def add_view(metrics: Metrics, name: str, counts: ViewCounts) -> None:
-    """What became of all answers on their way into this learner's samples (samples/learner_view.py)."""
-    prefix = f"agent/{name}/view"
+def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequence[ViewCounts]) -> None:
+    """What became of all answers on their way into this learner's samples (samples/learner_view.py).
+
+    `views` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
+    again, how much finer the learner's tokenizer cuts (mean over answers of learner's / source's tokens), and the share
+    of answers that read differently afterwards.
+    """
+    counts, prefix = sum(views, start=ViewCounts()), f"agent/{names[learner]}/view"
     for field in dataclasses.fields(counts):
         if field.name.startswith("num_"):
             metrics.count(f"{prefix}/{field.name}", getattr(counts, field.name))
     # How much finer the learner's tokenizer cuts the same text than the source's.
     metrics.add(f"{prefix}/token_ratio_mean", counts.token_ratio_sum, counts.num_reencoded)
+    for source, view in zip(names, views, strict=True):
+        pair = f"agent/{names[learner]}/from/{source}"
+        metrics.add(f"{pair}/token_ratio", view.token_ratio_sum, view.num_reencoded)
+        metrics.add(f"{pair}/changed", view.num_changed, view.num_compared)
 
 
 def add_update(
@@ -107,8 +126,11 @@ def add_update(
 ) -> None:
     """Adds what one update did to the metrics: own answers together, others' answers per source.
 
-    Per ordered pair of agents: mean, lowest and highest ratio, shares below, inside and above the band, and the
-    effective sample size of the weights s c^alpha.
+    Per ordered pair of agents: mean, lowest and highest ratio, shares below, inside and above the band, and mean,
+    maximum and effective sample size of the weights s c^alpha. `positive_share`, of own answers and of each source's,
+    is sum |w A| over A > 0 by sum |w A| (d loss / d mean log-prob = -w A): what share of all pull on mean log-probs
+    comes from answers that are made likelier; the rest makes answers less likely. An answer counts as trained when it
+    was run forward and backward, though its weight may be 0.
     """
     prefix = f"agent/{names[learner]}"
     metrics.add(f"{prefix}/grad_norm", result.grad_norm, 1)
@@ -116,10 +138,13 @@ def add_update(
     metrics.count(f"{prefix}/num_skipped_updates", int(result.skipped))
     metrics.count(f"{prefix}/num_microbatches", result.num_microbatches)
     metrics.count(f"{prefix}/num_trained_tokens", result.num_trained)
+    metrics.count(f"{prefix}/num_trained_answers", result.num_samples)
+    metrics.gauge(f"{prefix}/num_updates", update_index + 1)  # the step's last one is its number
     for report in result.reports:
         stats = objective_stats(report.terms)
         metrics.add(f"{prefix}/self/ratio_mean", *stats.ratio_self.tolist())
         metrics.add(f"{prefix}/self/clipped", *stats.clipped_self.tolist())
+        _add_signs(metrics, f"{prefix}/self", stats.gradient_positive_self, stats.gradient_abs_self)
         metrics.count(f"{prefix}/num_nonfinite", stats.nonfinite[0].item())
         # (sum, count) = (cross, cross + own): the share of the squared loss coefficients that others' answers bring
         own, cross = stats.gradient_sq_self[0].item(), stats.gradient_sq_cross[0].item()
@@ -150,3 +175,33 @@ def _add_cross(metrics: Metrics, prefix: str, stats: ObjectiveStats) -> None:
     metrics.add(f"{prefix}/above", *stats.cross_above.tolist())
     (weight, count), (weight_sq, _) = stats.weight_cross.tolist(), stats.weight_sq_cross.tolist()
     metrics.add_weights(f"{prefix}/weight", weight, weight_sq, count)
+    metrics.highest(f"{prefix}/weight_max", stats.weight_cross_max.item())
+    _add_signs(metrics, prefix, stats.gradient_positive_cross, stats.gradient_abs_cross)
+
+
+def _add_signs(metrics: Metrics, prefix: str, positive_2: Tensor, whole_2: Tensor) -> None:
+    """(sum, count) pairs of the pull by answers with A > 0, and of all pull, as a share; absent where nothing pulls."""
+    metrics.add(f"{prefix}/positive_share", positive_2[0].item(), whole_2[0].item())
+
+
+def add_diagnosis(metrics: Metrics, found: GradientProducts, learner: int, names: Sequence[str]) -> None:
+    """Own and cross gradients of one update, over the whole model and before clipping (Agent.diagnose).
+
+    self/grad_norm, from/<source>/grad_norm   |g_own| and |g_s|
+    from/<source>/grad_share                  |g_s| / (|g_own| + sum_j |g_j|): norms, not squares, so that 0.5 means as
+                                              long as all others together; with the own share they add up to 1, and they
+                                              say nothing about directions
+    from/<source>/grad_cosine                 <g_own, g_s> / (|g_own| |g_s|): below 0 the source works against the
+                                              learner's own answers (Theorem 4.3 says above); absent where either is 0
+    Of several updates of a step, each is the plain mean.
+    """
+    prefix, whole = f"agent/{names[learner]}", sum(found.norms)
+    metrics.add(f"{prefix}/self/grad_norm", found.norms[0], 1)
+    sources = [name for j, name in enumerate(names) if j != learner]
+    for group, source in enumerate(sources, start=1):
+        norm, cosine = found.norms[group], found.cosine(group)
+        metrics.add(f"{prefix}/from/{source}/grad_norm", norm, 1)
+        if whole != 0.0:
+            metrics.add(f"{prefix}/from/{source}/grad_share", norm / whole, 1)
+        if cosine is not None:
+            metrics.add(f"{prefix}/from/{source}/grad_cosine", cosine, 1)

@@ -35,7 +35,7 @@ from hacpo_mega.megatron.schedule import (
 )
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.records import MicroBatch, Sample, Score, TokenSequence, UpdateStats
+from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
@@ -157,17 +157,45 @@ class Actor:
         over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
         update. A gradient that is not finite anywhere skips the update everywhere.
         """
+        with megatron_platform():
+            seen = self._backward(batches, loss_fn)
+            step = self.optimizer.step()
+        loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
+        reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
+        return _update_stats(batches, *object_from_last_stage((loss, reports)), step)
+
+    def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:
+        """The gradient of these micro-batches in the model's buffers; (loss, report) of each, on the last stage."""
 
         def last_stage(hidden_TH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, Any]]:
             loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), _on_device(batch, self.device))
             return loss, (loss.detach(), report)
 
+        return accumulate_gradients(self.model, batches, last_stage)
+
+    def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
+        """How long the gradients of groups of samples are, and how they lie to the first one; nothing is learnt.
+
+        Costs a forward and a backward of every group, and one more copy of this rank's shard of the gradient, fp32.
+        What it leaves in the buffers is overwritten by the next update. Collective over the agent: every cell gives as
+        many groups, of its own samples, any of them empty.
+        """
+        first: list[torch.Tensor] = []
+        found = []
         with megatron_platform():
-            seen = accumulate_gradients(self.model, batches, last_stage)
-            step = self.optimizer.step()
-        loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
-        reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
-        return _update_stats(batches, *object_from_last_stage((loss, reports)), step)
+            for place, samples in enumerate(groups):
+                self._backward(pack_update(samples, self.max_tokens, multiple=self.tp), loss_fn)
+                present = self.optimizer.counted_gradients()
+                if place == 0:
+                    first = [gradient.clone() for gradient in present]
+                found.append(torch.stack([self._dot(present, present), self._dot(first, present)]))
+            squares, products = self.optimizer.sum_over_model(torch.stack(found)).T.tolist()
+        return GradientProducts(tuple(squares), tuple(products))
+
+    def _dot(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
+        """Inner product of lists of fp32 tensors, summed in float64."""
+        terms = ((a * b).sum(dtype=torch.float64) for a, b in zip(first, second, strict=True))
+        return sum(terms, start=torch.zeros((), dtype=torch.float64, device=self.device))
 
     # ---- reference policy
 

@@ -55,6 +55,21 @@ class ActorOptimizer:
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
 
+    def counted_gradients(self) -> list[torch.Tensor]:
+        """The gradients in the model's buffers that this rank counts: over all ranks every element of the model once.
+
+        Megatron decides which, as for the norm: of this rank's data-parallel shard, without copies on other tensor
+        ranks and without the tied head of another stage. fp32 views, until the buffers are filled again.
+        """
+        self.megatron.prepare_grads()
+        parts = self.megatron.chained_optimizers
+        return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
+
+    def sum_over_model(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks that share the elements of `counted_gradients`. In place; collective over the agent."""
+        torch.distributed.all_reduce(values, group=self.megatron.get_grad_stats_parallel_group())
+        return values
+
     def step(self) -> OptimizerStep:
         """Apply the gradients in the model's buffers. Collective over the agent's ranks.
 

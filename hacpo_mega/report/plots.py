@@ -108,6 +108,20 @@ def draw_ess(run: Run) -> Figure | None:
     return figure
 
 
+def draw_cosine(run: Run) -> Figure | None:
+    """Cosine between the gradient of own answers and that of a source's, over the steps that were diagnosed."""
+    return _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/grad_cosine", "cosine with own gradient", 0.0)
+
+
+def draw_signs(run: Run) -> Figure | None:
+    """What share of the pull of cross answers makes answers likelier; the rest makes them less likely."""
+    figure = _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/positive_share", "share of the pull", 0.5)
+    for axis in figure.axes if figure else ():
+        axis.set_ylim(0, 1)
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return figure
+
+
 def draw_bands(run: Run) -> Figure | None:
     """Where cross answers lie: below, inside or above the band, stacked to one."""
     shares = {(k, j): [run.series(f"agent/{k}/from/{j}/{side}") for side in BAND_COLOURS] for k, j in run.pairs}
@@ -148,6 +162,7 @@ HEALTH = {
     "answer_tokens_mean": "tokens per answer",
     "truncated": "share of answers cut at the limit",
     "self/clipped": "share of own answers clipped",
+    "self/positive_share": "share of the pull of own answers that makes likelier",
     "cross_coefficient_share": "share of others' answers in the squared loss coefficients",
     "kl": "KL to the initial policy (nats)",
     "lr": "learning rate",
@@ -189,6 +204,18 @@ FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
     ("bands", "Cross answers and the band", draw_bands, "Only answers inside the band give a cross gradient."),
     ("ratio", "Cross ratio", draw_ratio, "Learner over source per answer; the shade is the band of the first update."),
     ("ess", "Effective sample size", draw_ess, "Of the weights of cross answers: 100 % when all weigh the same."),
+    (
+        "signs",
+        "Sign of cross answers",
+        draw_signs,
+        "How much of their pull on log-probs has A above 0.",
+    ),
+    (
+        "cosine",
+        "Own and cross gradient",
+        draw_cosine,
+        "Over the whole model, each before an update; below 0 a source works against the learner's own answers.",
+    ),
     (
         "phases",
         "Where the time goes",

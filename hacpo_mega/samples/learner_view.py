@@ -64,15 +64,15 @@ def learner_view(
     codec: TextCodec,
     rules: ViewRules,
     own_scores: Mapping[AnswerKey, Score],
-) -> tuple[list[Sample], ViewCounts]:
-    """The samples of `learner`, ordered by (prompt, source, rollout), and what became of the rest.
+) -> tuple[list[Sample], tuple[ViewCounts, ...]]:
+    """The samples of `learner`, ordered by (prompt, source, rollout), and what became of each source's answers [N].
 
     `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool, says
     which answers are worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
     `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean
     of an answer travels.
     """
-    tally: Counter[str] = Counter()
+    tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     samples = []
     for p, prompt in enumerate(pool.prompts):
         prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
@@ -81,14 +81,14 @@ def learner_view(
                 continue
             for g, trajectory in enumerate(group):
                 if not trains_PNG[p, j, g]:
-                    tally["num_zero_advantage" if trajectory.is_judged else "num_unjudged"] += 1
+                    tallies[j]["num_zero_advantage" if trajectory.is_judged else "num_unjudged"] += 1
                     continue
-                answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tally)
+                answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tallies[j])
                 if answer_ids is not None:
                     advantage = float(advantages_PNG[p, j, g]) if trajectory.is_judged else 0.0
                     own = own_scores[prompt.index, trajectory.rollout.rollout_index] if j == learner else None
                     samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, own, rules))
-    return samples, ViewCounts(**tally)
+    return samples, tuple(ViewCounts(**tally) for tally in tallies)
 
 
 def _answer_ids(
@@ -153,7 +153,9 @@ def _reencoded(text: str, codec: TextCodec, rules: ViewRules, tally: Counter[str
         tally["num_unencodable"] += 1
         return None
     # a control token is not a change of the text but worse, and counted by itself
-    is_changed = codec.control_ids.isdisjoint(ids) and codec.decode_answer(ids) != text
+    is_compared = codec.control_ids.isdisjoint(ids)
+    is_changed = is_compared and codec.decode_answer(ids) != text
+    tally["num_compared"] += is_compared
     tally["num_changed"] += is_changed
     return None if is_changed and not rules.trains_changed else np.array(ids, dtype=np.int32)
 

@@ -42,7 +42,10 @@ class ObjectiveStats(NamedTuple):
     clipped_self                   own answers without a gradient: the clipped branch is the smaller one
     cross_below, _inside, _above   others' answers with s < low, low <= s <= 1, s > 1; only `inside` has a gradient
     weight_cross, weight_sq_cross  w and w^2: effective sample size = weight sum^2 / (count * weight_sq sum)
+    weight_cross_max               float64 scalar, the highest w; -inf when there is no such answer
     gradient_sq_*                  (d loss / d mean log-prob)^2: what others' answers bring beside own ones
+    gradient_abs_*                 |w A|, the pull on an answer's mean log-prob; gradient_positive_* the part of it that
+                                   comes from A > 0, so from answers that are made likelier
     nonfinite                      counted over all sequences
     """
 
@@ -51,6 +54,8 @@ class ObjectiveStats(NamedTuple):
     ratio_self_max: torch.Tensor
     clipped_self: torch.Tensor
     gradient_sq_self: torch.Tensor
+    gradient_abs_self: torch.Tensor
+    gradient_positive_self: torch.Tensor
     ratio_cross: torch.Tensor
     ratio_cross_min: torch.Tensor
     ratio_cross_max: torch.Tensor
@@ -59,7 +64,10 @@ class ObjectiveStats(NamedTuple):
     cross_above: torch.Tensor
     weight_cross: torch.Tensor
     weight_sq_cross: torch.Tensor
+    weight_cross_max: torch.Tensor
     gradient_sq_cross: torch.Tensor
+    gradient_abs_cross: torch.Tensor
+    gradient_positive_cross: torch.Tensor
     nonfinite: torch.Tensor
 
 
@@ -77,6 +85,8 @@ def objective_stats(terms: SequenceTerms) -> ObjectiveStats:
         ratio_self_max=_extreme(ratio_B, own_B, -torch.inf, torch.amax),
         clipped_self=_pair(~trained_B, own_B),
         gradient_sq_self=_pair(gradient_B.square(), own_B),
+        gradient_abs_self=_pair(gradient_B.abs(), own_B),
+        gradient_positive_self=_pair(gradient_B.clamp(min=0.0), own_B),
         ratio_cross=_pair(ratio_B, cross_B),
         ratio_cross_min=_extreme(ratio_B, cross_B, torch.inf, torch.amin),
         ratio_cross_max=_extreme(ratio_B, cross_B, -torch.inf, torch.amax),
@@ -86,7 +96,10 @@ def objective_stats(terms: SequenceTerms) -> ObjectiveStats:
         cross_above=_pair(~trained_B & (ratio_B > 1.0), cross_B),
         weight_cross=_pair(weight_B, cross_B),
         weight_sq_cross=_pair(weight_B.square(), cross_B),
+        weight_cross_max=_extreme(weight_B, cross_B, -torch.inf, torch.amax),
         gradient_sq_cross=_pair(gradient_B.square(), cross_B),
+        gradient_abs_cross=_pair(gradient_B.abs(), cross_B),
+        gradient_positive_cross=_pair(gradient_B.clamp(min=0.0), cross_B),
         nonfinite=_pair(~finite_B, torch.ones_like(finite_B)),
     )
 

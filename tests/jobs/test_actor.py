@@ -230,6 +230,27 @@ def test_two_runs_are_equal_to_the_last_bit(folder, samples):
         assert torch.equal(tensor, weights_again[name]), name
 
 
+def test_diagnosing_every_update_changes_no_bit_of_any(folder, samples):
+    """Weights, moments of Adam and the ratios that updates see, beside an actor that was never diagnosed."""
+
+    def run(diagnoses: bool):
+        actor, seen = make_actor(folder, optimizer=ADAM), []
+        random_state = torch.get_rng_state()
+        for update in plan_updates(samples, range(NUM_PROMPTS), NUM_PROMPTS // 3):
+            if diagnoses:
+                groups = [[s for s in update if s.source == source] for source in range(3)]
+                assert sum(actor.gradient_products(groups, objective).squares) > 0.0
+            stats = actor.learn(update, objective)
+            seen += [stats.grad_norm, stats.loss, *(report.ratio_B.tolist() for report in stats.reports)]
+        assert torch.equal(torch.get_rng_state(), random_state)
+        return seen, full_weights(actor)
+
+    (seen, weights), (seen_diagnosed, weights_diagnosed) = run(False), run(True)
+    assert seen == seen_diagnosed
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, weights_diagnosed[name]), name
+
+
 # ---- updates without samples, updates without sense
 
 

@@ -12,6 +12,7 @@ from actor_cases import (
     LOGPROB_ERROR,
     WEIGHT,
     Oracle,
+    full_weights,
     gradient_by_descent,
     make_actor,
     norm,
@@ -33,6 +34,8 @@ MODELS = {
 # (ranks, tp, pp): the rest of the ranks are further cells
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 1)]
 NUM_PROMPTS = 3  # so that with four cells the last one has nothing to train
+# Models whose own and cross gradients are compared: a head that two stages share, and one that they do not.
+DIAGNOSED = ("qwen3-tied", "llama-untied")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,15 @@ def policy_gradients(oracles, samples):
 
 
 @pytest.fixture(scope="module")
+def group_gradients(oracles, samples):
+    """Per model, of each source's samples alone: the gradient, and so its inner product with any other."""
+    return {
+        name: [oracle.gradient(oracle.policy_loss(group)) for group in by_source(samples[name])[:3]]
+        for name, oracle in oracles.items()
+    }
+
+
+@pytest.fixture(scope="module")
 def alone():
     with one_rank():
         yield
@@ -89,7 +101,33 @@ def gradients_of_layouts(layouts, folders, samples):
             mine = [sample for sample in samples[name] if sample.prompt_index % num_cells == cell]
             actor = make_actor(folder, tp=tp, pp=pp)
             found[tp, pp, name] = gradient_by_descent(actor, lambda a=actor, m=mine: a.learn(m, objective))
+            if name in DIAGNOSED:
+                actor = make_actor(folder, tp=tp, pp=pp)
+                products = actor.gradient_products(by_source(mine), objective)
+                after, _ = gradient_by_descent(actor, lambda a=actor, m=mine: a.learn(m, objective))
+                plain, _ = found[tp, pp, name]
+                same = [tensor_name for tensor_name in plain if torch.equal(plain[tensor_name], after[tensor_name])]
+                found[tp, pp, name, "diagnosed"] = products, len(same) == len(plain)
     return found
+
+
+def by_source(samples):
+    """The learner's own samples (source 0), those of the others, and those of a source that nobody has."""
+    return [[sample for sample in samples if sample.source == source] for source in range(4)]
+
+
+def inner(first, second) -> float:
+    return sum(float((first[name] * second[name]).sum()) for name in first)
+
+
+def check_products(found, gradients) -> None:
+    """Lengths off by the error of a gradient; of an inner product both sides are off."""
+    assert (found.squares[3], found.products[3], found.cosine(3)) == (0.0, 0.0, None)
+    assert found.products[0] == found.squares[0]
+    for group, gradient in enumerate(gradients):
+        assert found.norms[group] == pytest.approx(norm(gradient), rel=GRADIENT_ERROR), group
+        expected = inner(gradients[0], gradient) / norm(gradients[0]) / norm(gradient)
+        assert found.cosine(group) == pytest.approx(expected, abs=4 * GRADIENT_ERROR), group
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -126,6 +164,43 @@ def test_layout_does_not_change_the_gradient(by_layout, policy_gradients, name, 
         assert relative_error(found, expected) < GRADIENT_ERROR, f"rank {rank}"
         assert stats.loss == loss
         assert stats.grad_norm == pytest.approx(norm(expected), rel=GRADIENT_ERROR)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_tokens", [28, 10_000])
+def test_own_and_cross_gradients_are_hugging_faces(
+    alone, folders, samples, policy_gradients, group_gradients, name, max_tokens
+):
+    """Own and cross gradients of random samples are nearly orthogonal; all samples together are not so to own ones."""
+    actor = make_actor(folders[name], max_tokens_per_microbatch=max_tokens)
+    before = full_weights(actor)
+    found = actor.gradient_products([*by_source(samples[name]), samples[name]], objective)
+    check_products(found, group_gradients[name])
+    own, whole = group_gradients[name][0], policy_gradients[name][1]
+    assert found.cosine(4) == pytest.approx(inner(own, whole) / norm(own) / norm(whole), abs=4 * GRADIENT_ERROR)
+    assert 0.1 < found.cosine(4) < 0.99
+    assert all(torch.equal(tensor, before[tensor_name]) for tensor_name, tensor in full_weights(actor).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIAGNOSED)
+@pytest.mark.parametrize("num_ranks, tp, pp", LAYOUTS)
+def test_layout_does_not_change_own_and_cross_gradients(by_layout, group_gradients, name, num_ranks, tp, pp):
+    answers = by_layout[num_ranks, tp, pp, name, "diagnosed"]
+    for products, leaves_no_trace in answers:
+        check_products(products, group_gradients[name])
+        assert leaves_no_trace, "the update that follows has other bits than without"
+    assert len({products for products, _ in answers}) == 1, "every rank was told the same"
+
+
+def test_own_and_cross_gradients_of_the_cases_differ(group_gradients):
+    """A guard on the data above: sources differ in their angles, and what tensor ranks hold twice shows in lengths."""
+    for name, (own, *others) in group_gradients.items():
+        cosines = [inner(own, other) / norm(own) / norm(other) for other in others]
+        assert abs(cosines[0] - cosines[1]) > 20 * 4 * GRADIENT_ERROR, (name, cosines)
+        for gradient in (own, *others):
+            norms = norm({tensor_name: tensor for tensor_name, tensor in gradient.items() if tensor.ndim == 1})
+            assert norms**2 > 10 * 2 * GRADIENT_ERROR * norm(gradient) ** 2, name
 
 
 @pytest.mark.slow

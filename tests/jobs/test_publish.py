@@ -56,7 +56,7 @@ def gap_of_step(sampled: list[np.ndarray], scored: list[np.ndarray]) -> dict[str
     rollouts = [
         Rollout(0, g, np.zeros(len(values), np.int32), "", Stop.LENGTH, values) for g, values in enumerate(sampled)
     ]
-    add_engine_gap(metrics, "a", rollouts, [Score(0.0, values) for values in scored])
+    add_engine_gap(metrics, "a", list(zip(rollouts, [Score(0.0, values) for values in scored], strict=True)))
     return metrics.reduce().values
 
 

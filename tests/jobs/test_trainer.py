@@ -16,6 +16,8 @@ from hacpo_mega.samples.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
+WEIGHTS = "model.safetensors"
+
 
 @pytest.fixture(scope="module")
 def three_agents(tmp_path_factory) -> tuple[Path, dict]:
@@ -67,13 +69,36 @@ def test_capability_is_the_window_mean_of_the_rewards(three_agents):
     assert steps[5].values["capability/llama"] == pytest.approx(sum(rewards) / 5, rel=1e-6)
 
 
-def test_same_seed_same_metrics_other_seed_others(three_agents):
+def test_another_seed_makes_another_run(three_agents):
     config, steps = three_agents
-    again = train(config, f"run_dir={config.parent / 'again'}", "num_steps=2")
     other = train(config, f"run_dir={config.parent / 'other'}", "num_steps=1", "seed=2")
-    assert [again[step].values for step in (0, 1)] == [steps[step].values for step in (0, 1)]
-    assert {k: v for k, v in again[2].values.items() if "accuracy" not in k and "evaluated" not in k} == steps[2].values
     assert other[1].values["agent/qwen/reward_mean"] != steps[1].values["agent/qwen/reward_mean"]
+
+
+def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed(three_agents):
+    config, steps = three_agents
+    again = train(config, f"run_dir={config.parent / 'again'}", "training.diagnose_every=2")
+    names = ("qwen", "llama", "twin-of-qwen")
+    pairs = [(learner, source) for learner in names for source in names if learner != source]
+    ends = [f"{learner}/from/{source}" for learner, source in pairs]
+    new = {f"agent/{end}/{what}" for end in ends for what in ("grad_norm", "grad_share", "grad_cosine")}
+    new |= {f"agent/{name}/self/grad_norm" for name in names}
+    assert again.keys() == steps.keys()
+    for step, metrics in again.items():
+        diagnosed = {name: value for name, value in metrics.values.items() if name in new}
+        assert {k: v for k, v in metrics.values.items() if k not in new} == steps[step].values
+        # a source all of whose answers lie outside the band has no gradient, and so no angle
+        silent = {f"agent/{end}/grad_cosine" for end in ends if not diagnosed.get(f"agent/{end}/grad_share")}
+        assert diagnosed.keys() == (new - silent if step in (2, 4) else set())
+        assert ("agent/llama/phase/diagnose_s" in metrics.timing) == (step in (2, 4))
+        for name, value in diagnosed.items():
+            assert abs(value) <= (1 + 1e-9 if name.endswith("cosine") else math.inf), name
+        for learner in names if diagnosed else ():
+            shares = [diagnosed[f"agent/{learner}/from/{s}/grad_share"] for s in set(names) - {learner}]
+            assert min(shares) >= 0.0 and sum(shares) <= 1.0
+    for name in names:
+        one, other = (load_file(config.parent / run / "agents" / name / WEIGHTS) for run in ("run", "again"))
+        assert all(torch.equal(one[tensor], other[tensor]) for tensor in one), name
 
 
 def test_rollouts_are_logged_with_every_learners_view(three_agents):

@@ -103,6 +103,10 @@ def scores(*trainer: list[float], **weights) -> list[Score]:
     return [Score(0.0, np.array(row, dtype=np.float32), **weights) for row in trainer]
 
 
+def scored(rollouts: list[Rollout], scores: list[Score]) -> list[tuple[Rollout, Score]]:
+    return list(zip(rollouts, scores, strict=True))
+
+
 def reduced(add, *given) -> dict[str, float]:
     metrics = Metrics("a", lambda payload: [payload])
     add(metrics, "a", *given)
@@ -112,7 +116,7 @@ def reduced(add, *given) -> dict[str, float]:
 def test_the_gap_is_over_all_trained_tokens_together():
     """The second answer's EOS is not trained, the third trains nothing; a token counts alike wherever it stands."""
     engine, trainer = [[-1.0, -2.0, -0.5], [-0.25, -3.0], [-1.0]], [[-1.5, -1.75, -0.5], [-0.75], []]
-    found = reduced(add_engine_gap, answers(*engine), scores(*trainer))
+    found = reduced(add_engine_gap, scored(answers(*engine), scores(*trainer)))
     d = [-0.5, 0.25, 0.0, -0.5]
     assert found.pop("engine_gap_mean") == sum(map(abs, d)) / 4
     assert found.pop("engine_gap_max") == 0.5
@@ -125,7 +129,7 @@ def test_k3_estimates_the_divergence_of_the_trainer_from_the_engine():
     engine_V, trainer_V = np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.25, 0.25, 0.4, 0.1])
     drawn = np.repeat(np.arange(4), [4, 2, 1, 1])
     found = reduced(
-        add_engine_gap, answers(np.log(engine_V)[drawn].tolist()), scores(np.log(trainer_V)[drawn].tolist())
+        add_engine_gap, scored(answers(np.log(engine_V)[drawn].tolist()), scores(np.log(trainer_V)[drawn].tolist()))
     )
     exact = float((engine_V * np.log(engine_V / trainer_V)).sum())
     assert found["engine_kl"] == pytest.approx(exact, rel=64 * U32)
@@ -133,14 +137,14 @@ def test_k3_estimates_the_divergence_of_the_trainer_from_the_engine():
 
 
 def test_the_smallest_differences_are_not_lost():
-    found = reduced(add_engine_gap, answers([-1.0]), scores([np.nextafter(np.float32(-1), np.float32(0))]))
+    found = reduced(add_engine_gap, scored(answers([-1.0]), scores([np.nextafter(np.float32(-1), np.float32(0))])))
     assert found["engine_gap_mean"] == U32
     assert found["engine_kl"] == pytest.approx(U32**2 / 2, rel=1e-6)
 
 
 def test_a_step_without_a_trained_token_has_no_gap():
-    assert reduced(add_engine_gap, answers([-1.0]), scores([])) == {}
-    assert reduced(add_engine_gap, [], []) == {}
+    assert reduced(add_engine_gap, scored(answers([-1.0]), scores([]))) == {}
+    assert reduced(add_engine_gap, []) == {}
 
 
 def test_weights_are_counted_where_they_are_used():

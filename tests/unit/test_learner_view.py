@@ -74,14 +74,20 @@ def own_scores(pool, learner):
     }
 
 
-def learner_view(pool, advantages_PNG, learner, codec, rules, trains_PNG=None):
+def view_by_source(pool, advantages_PNG, learner, codec, rules, trains_PNG=None):
     everything_PNG = torch.ones_like(advantages_PNG, dtype=torch.bool)
     trains_PNG = everything_PNG if trains_PNG is None else trains_PNG
     return view.learner_view(pool, advantages_PNG, trains_PNG, learner, codec, rules, own_scores(pool, learner))
 
 
+def learner_view(*arguments):
+    """Samples, and the counts of all sources together."""
+    samples, counts = view_by_source(*arguments)
+    return samples, sum(counts, start=ViewCounts())
+
+
 def test_an_answer_that_moves_no_gradient_is_left_out_and_counted(codecs):
-    """Own answers with a wrong verdict stay or go with their prompt; an unjudged one is counted as that."""
+    """Own answers go or stay with their prompt; an unjudged one of another agent is counted as that."""
     mine = [trajectory(codecs[0], 0, g, "7") for g in range(2)]
     theirs = [trajectory(codecs[1], 1, 0, "8"), trajectory(codecs[1], 1, 1, "9", verdict=Verdict.ERROR)]
     pool = one_prompt(mine, theirs)
@@ -126,7 +132,7 @@ def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
     ratios = [11 / 10 if g == 0 else 11 / 9 for g in range(2)]  # ... "+1" is one token where g = 1
     ratios += [12 / 11, 12 / 11]
     assert counts.token_ratio_sum == pytest.approx(sum(ratios))
-    assert replace(counts, token_ratio_sum=0) == ViewCounts(num_own=4, num_cross=4, num_reencoded=4)
+    assert replace(counts, token_ratio_sum=0) == ViewCounts(num_own=4, num_cross=4, num_compared=4, num_reencoded=4)
 
 
 def test_own_answers_keep_the_sampled_ids(codecs):
@@ -218,7 +224,7 @@ def test_an_answer_too_long_for_the_learner_is_dropped_whole(codecs):
     )
     samples, counts = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs))
     assert [s.source for s in samples] == [0]
-    assert counts == ViewCounts(num_own=1, num_too_long=1)
+    assert counts == ViewCounts(num_own=1, num_compared=1, num_too_long=1)
     fits, _ = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs, max_answer_tokens=25))
     assert len(fits[1].answer_ids) == 25
 
@@ -319,9 +325,29 @@ def test_a_text_that_reads_differently_is_trained_on_only_when_asked(codecs):
     changing = Changing(codecs[0].tokenizer)
     own, written = trajectory(changing, 0, 0, "1"), trajectory(codecs[1], 1, 0, "10")
     sources = (changing, codecs[1])
-    assert seen_by(0, sources, own, written)[1] == ViewCounts(num_own=1, num_changed=1)
+    assert seen_by(0, sources, own, written)[1] == ViewCounts(num_own=1, num_compared=1, num_changed=1)
     seen, counts = seen_by(0, sources, own, written, trains_changed=True)
     assert (seen[1], counts.num_changed, counts.num_cross) == (list(codecs[0].encode_answer("10", True)), 1, 1)
+
+
+def test_every_source_is_counted_by_itself(codecs):
+    """Learner 0 reads pairs of source 1, its own characters of source 2; of 3 one answer is unjudged, one too long."""
+    long = "1" * 24
+    pool = one_prompt(
+        (trajectory(codecs[0], 0, 0, "1"), trajectory(codecs[0], 0, 1, "")),
+        (trajectory(codecs[1], 1, 0, "1213"), trajectory(codecs[1], 1, 1, "5")),
+        (trajectory(codecs[0], 2, 0, "12"), trajectory(codecs[0], 2, 1, "5", Stop.LENGTH)),
+        (trajectory(codecs[1], 3, 0, "1", verdict=Verdict.ERROR), trajectory(codecs[1], 3, 1, long)),
+    )
+    sources = (codecs[0], codecs[1], codecs[0], codecs[1])
+    _, counts = view_by_source(pool, constant(pool), 0, codecs[0], rules_of(sources))
+    assert counts == (
+        ViewCounts(num_own=2, num_empty=1),
+        # 1213 with its end is 5 of the learner's tokens and 3 of the source's, 5 is 2 of both
+        ViewCounts(num_cross=2, num_compared=2, num_reencoded=2, token_ratio_sum=5 / 3 + 1),
+        ViewCounts(num_cross=2, num_truncated=1),
+        ViewCounts(num_unjudged=1, num_compared=1, num_too_long=1),
+    )
 
 
 @real
@@ -348,7 +374,7 @@ def test_changed_texts_of_a_real_tokenizer(real_codecs):
     """Phi-3 has one sign for a space and for itself: an answer with it comes back as another text."""
     sources = (real_codecs["phi-3"], real_codecs["gpt-2"])
     own, written = trajectory(sources[0], 0, 0, "1"), trajectory(sources[1], 1, 0, "a\u2581b")
-    assert seen_by(0, sources, own, written)[1] == ViewCounts(num_own=1, num_changed=1)
+    assert seen_by(0, sources, own, written)[1] == ViewCounts(num_own=1, num_compared=1, num_changed=1)
     assert seen_by(0, sources, own, written, trains_changed=True)[1].num_cross == 1
 
 

@@ -88,6 +88,8 @@ def add_step(metrics: Metrics, agents: tuple[str, ...], progress: float, draw: r
             metrics.add(f"{pair}/inside", 256 * inside, 256)
             metrics.add(f"{pair}/above", 256 * 0.1, 256)
             metrics.add_weights(f"{pair}/weight", 200, 200 + 60 * draw.random(), 256)
+            metrics.add(f"{pair}/positive_share", 80 + 20 * draw.random(), 180)
+            metrics.gauge(f"{pair}/grad_cosine", 0.6 * draw.random() - 0.1)
             metrics.gauge(f"omega/{learner}/{source}", 1 + 0.1 * (n - agents.index(source)) + 0.02 * draw.random())
 
 
@@ -192,8 +194,10 @@ def test_page_shows_the_numbers_of_the_run(reported: Path) -> None:
 
 def test_curves_are_png_files_with_something_on_them(reported: Path) -> None:
     pictures = {path.stem: path for path in (reported / "report").glob("*.png")}
-    assert set(pictures) == {"accuracy", "reward", "omega", "bands", "ratio", "ess", "phases", "health"}
-    for stem in ("accuracy", "reward", "omega", "ratio", "ess"):
+    assert set(pictures) == {
+        *("accuracy", "reward", "omega", "bands", "ratio", "ess", "signs", "cosine", "phases", "health")
+    }
+    for stem in ("accuracy", "reward", "omega", "ratio", "ess", "signs", "cosine"):
         for colour in AGENT_COLOURS[:2]:
             assert num_pixels(pictures[stem], colour) > 200, f"{stem} has no curve of colour {colour}"
         assert num_pixels(pictures[stem], AGENT_COLOURS[2]) == 0, "there is no third agent"
@@ -250,7 +254,7 @@ def test_any_number_of_agents_without_evaluation(tmp_path: Path, agents: tuple[s
     text = write_report(tmp_path).read_text(encoding="utf-8")
     drawn = {path.stem for path in (tmp_path / "report").glob("*.png")}
     assert "accuracy" not in drawn and "reward" in drawn
-    assert ({"omega", "bands", "ratio", "ess"} <= drawn) == bool(pairs)
+    assert ({"omega", "bands", "ratio", "ess", "signs", "cosine"} <= drawn) == bool(pairs)
     assert "Accuracy before and after" not in text
     assert all(agent["accuracy_start"] is None for agent in summary(tmp_path)["agents"].values())
 

@@ -94,6 +94,8 @@ def counted_by_hand(lengths, tokens, source, advantage, is_self, low):
             add("ratio_self", s)
             add("clipped_self", float(clipped))
             add("gradient_sq_self", 0.0 if clipped else (s * A) ** 2)
+            add("gradient_abs_self", 0.0 if clipped else s * abs(A))
+            add("gradient_positive_self", 0.0 if clipped or A < 0 else s * A)
         else:
             c, inside = min(max(s, low), 1.0), low <= s <= 1.0
             add("ratio_cross", s)
@@ -103,6 +105,8 @@ def counted_by_hand(lengths, tokens, source, advantage, is_self, low):
             add("weight_cross", inside * s * c)
             add("weight_sq_cross", inside * (s * c) ** 2)
             add("gradient_sq_cross", inside * (s * c * A) ** 2)
+            add("gradient_abs_cross", inside * s * c * abs(A))
+            add("gradient_positive_cross", inside * s * c * A if A > 0 else 0.0)
     return sums
 
 
@@ -140,6 +144,8 @@ def test_statistics_match_counting_and_add_up_over_any_groups(backend):
     own, cross = ratios[kept & is_self.cpu()], ratios[kept & ~is_self.cpu()]
     extremes = [whole.ratio_self_min, whole.ratio_self_max, whole.ratio_cross_min, whole.ratio_cross_max]
     assert [x.item() for x in extremes] == [own.min(), own.max(), cross.min(), cross.max()]
+    highest = max(min(max(s, 0.85), 1.0) * s for s in cross.tolist() if 0.85 <= s <= 1.0)
+    assert whole.weight_cross_max.item() == pytest.approx(highest, **exactly)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

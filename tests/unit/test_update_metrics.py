@@ -9,9 +9,9 @@ from hacpo_kernels import objective_from_mean
 from hacpo_mega.algorithm import objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_update
+from hacpo_mega.logbook.step_metrics import add_diagnosis, add_update, add_view
 from hacpo_mega.policy_loss import BatchReport, ratios_by_key
-from hacpo_mega.records import UpdateStats
+from hacpo_mega.records import GradientProducts, UpdateStats, ViewCounts
 
 NAMES = ("a", "b", "c")
 LEARNER = 1
@@ -37,8 +37,8 @@ def update_of(samples) -> UpdateStats:
     )  # fmt: skip
     key_B3 = torch.stack([torch.arange(len(samples)), source.long(), torch.zeros(len(samples)).long()], dim=1)
     report = BatchReport(key_B3, terms, torch.zeros(2))
-    numbers = dict.fromkeys(("loss", "grad_norm", "lr", "num_samples", "num_tokens", "num_trained"), 1)
-    return UpdateStats(reports=(report,), skipped=False, num_microbatches=1, **numbers)
+    numbers = dict.fromkeys(("loss", "grad_norm", "lr", "num_tokens", "num_trained"), 1)
+    return UpdateStats(reports=(report,), skipped=False, num_microbatches=1, num_samples=len(samples), **numbers)
 
 
 def metrics_of(update: UpdateStats, update_index: int = 2) -> dict[str, float]:
@@ -64,6 +64,13 @@ def test_own_answers_and_every_source_are_counted_apart():
         "from/a/above": 1 / 4,
         "from/a/weight_mean": sum(weights) / 4,
         "from/a/weight_ess": sum(weights) ** 2 / (4 * sum(w * w for w in weights)),
+        "from/a/weight_max": 0.95**2,
+        "from/a/positive_share": 0.0,  # what is inside makes an answer less likely, or nothing
+        "from/c/positive_share": 1.0,
+        "self/positive_share": 1.0,
+        "num_trained_answers": 8,
+        "num_updates": 3,
+        "from/c/weight_max": 0.99**2,
         "from/c/ratio_mean": 0.99,
         "from/c/inside": 1.0,
         "from/c/weight_ess": 1.0,
@@ -87,3 +94,71 @@ def test_a_source_without_a_usable_answer_is_absent():
 def test_ratios_are_found_by_their_sample():
     found = ratios_by_key(update_of(SAMPLES[:3]))
     assert found == pytest.approx({(0, 1, 0): 1.0001, (1, 1, 0): 1.01, (2, 0, 0): 0.5}, rel=2**-48)
+
+
+def test_signs_are_split_over_all_updates_of_a_step():
+    """Own answers pull 1 up and 3 down, then 2 up; source a pulls .81 down and .98^2 2 up; c nothing at all."""
+    metrics = Metrics("b", lambda payload: [payload])
+    first = [(1, 1.0, 1.0), (1, 1.0, -3.0), (0, 0.9, -1.0), (0, 0.98, 2.0), (2, 0.9, 0.0), (2, 0.1, 5.0)]
+    for m, samples in enumerate((first, [(1, 1.0, 2.0)])):
+        add_update(metrics, update_of(samples), m, LEARNER, NAMES, CONFIG)
+    found = metrics.reduce().values
+    assert found["agent/b/self/positive_share"] == pytest.approx(3 / 6, rel=2**-48)
+    up = 0.98**2 * 2
+    assert found["agent/b/from/a/positive_share"] == pytest.approx(up / (0.81 + up), rel=2**-48)
+    assert "agent/b/from/c/positive_share" not in found
+    assert (found["agent/b/num_updates"], found["agent/b/num_trained_answers"]) == (2, 7)
+
+
+def test_drift_of_reencoding_is_shown_per_source():
+    """Source a: 8 answers read back, 2 of them changed and left out, 1 too long, 5 trained on; c has b's tokenizer."""
+    metrics = Metrics("b", lambda payload: [payload])
+    views = (
+        ViewCounts(num_cross=5, num_compared=8, num_changed=2, num_too_long=1, num_reencoded=5, token_ratio_sum=6.0),
+        ViewCounts(num_own=8, num_empty=1),
+        ViewCounts(num_cross=7, num_undecodable=1),
+    )
+    add_view(metrics, LEARNER, NAMES, views)
+    found = metrics.reduce().values
+    pairs = {name: value for name, value in found.items() if "/from/" in name}
+    assert pairs == {"agent/b/from/a/token_ratio": 6 / 5, "agent/b/from/a/changed": 2 / 8}
+    totals = {
+        "num_own": 8, "num_cross": 12, "num_unjudged": 0, "num_too_long": 1, "num_unencodable": 0,
+        "num_control_tokens": 0, "num_empty": 1, "num_truncated": 0, "num_undecodable": 1, "num_compared": 8,
+        "num_reencoded": 5, "num_changed": 2, "token_ratio_mean": 6 / 5,
+    }  # fmt: skip
+    assert {name: value for name, value in found.items() if "/view/" in name} == {
+        f"agent/b/view/{name}": value for name, value in totals.items()
+    }
+
+
+def diagnosed(*found: GradientProducts) -> dict[str, float]:
+    metrics = Metrics("b", lambda payload: [payload])
+    for products in found:
+        add_diagnosis(metrics, products, LEARNER, NAMES)
+    return {name.removeprefix("agent/b/"): value for name, value in metrics.reduce().values.items()}
+
+
+def test_gradients_are_shares_of_length_and_angles():
+    """Own (3, 0), source a (0, 2) and then (4, 0), source c (-5, 0) and then nothing."""
+    found = diagnosed(GradientProducts((9, 4, 25), (9, 0, -15)), GradientProducts((9, 16, 0), (9, 12, 0)))
+    assert found == {
+        "self/grad_norm": 3,
+        "from/a/grad_norm": 3,
+        "from/a/grad_share": pytest.approx((2 / 10 + 4 / 7) / 2),
+        "from/a/grad_cosine": 0.5,
+        "from/c/grad_norm": 2.5,
+        "from/c/grad_share": pytest.approx((5 / 10 + 0) / 2),
+        "from/c/grad_cosine": -1,
+    }
+
+
+def test_without_a_gradient_there_is_no_share_and_no_angle():
+    found = diagnosed(GradientProducts((0, 0, 0), (0, 0, 0)))
+    assert found == {"self/grad_norm": 0, "from/a/grad_norm": 0, "from/c/grad_norm": 0}
+
+
+def test_a_broken_gradient_is_shown_as_such():
+    found = diagnosed(GradientProducts((4, math.nan, 1), (4, math.nan, 2)))
+    assert math.isnan(found["from/a/grad_cosine"]) and math.isnan(found["from/c/grad_share"])
+    assert found["from/c/grad_cosine"] == 1

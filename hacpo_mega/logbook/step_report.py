@@ -1,0 +1,86 @@
+"""What a training step leaves in the metrics, and what a person is told of it: who adds what, and the alarms.
+
+Every leader speaks for its cell, the job's rank 0 for what is the same everywhere. Not here: what each number is
+(step_metrics.py) and when an alarm goes off (alarms.py).
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hacpo_mega.algorithm import capability_ratios
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.config import Config
+from hacpo_mega.grading.judge import JudgeReport
+from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
+from hacpo_mega.logbook.console import Console
+from hacpo_mega.logbook.metrics import Metrics, StepMetrics
+from hacpo_mega.logbook.step_metrics import (
+    add_answers,
+    add_capability,
+    add_engine_gap,
+    add_engine_weights,
+    add_update,
+    add_view,
+)
+from hacpo_mega.records import Score, Trajectory, UpdateStats, ViewCounts
+
+
+class StepReport:
+    """The metrics and alarms of a step, on every rank; most ranks have nothing to say.
+
+    dtype   of the actor's parameters: what gap between engine and trainer is to be expected
+    """
+
+    def __init__(self, metrics: Metrics, console: Console, place: Place, config: Config, dtype: torch.dtype) -> None:
+        self._metrics, self._console, self._place = metrics, console, place
+        self._algorithm, self._rollout = config.algorithm, config.rollout
+        self._names = tuple(agent.name for agent in config.agents)
+        self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
+        self._engine_alarm = EngineAlarm(self._names, dtype)
+
+    def add(
+        self,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score | None],
+        capability_N: Tensor,
+        views: Sequence[ViewCounts],
+        updates: Sequence[UpdateStats],
+        judged: JudgeReport,
+    ) -> None:
+        """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers."""
+        if self._place.is_leader:
+            self._add_cell(trajectories, scores, views, updates)
+            for warning in self._judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
+                print(f"{self._place.coordinate}: {warning}", file=sys.stderr, flush=True)
+        if self._place.coordinate.global_rank == 0:
+            omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)
+            add_capability(self._metrics, self._names, capability_N, omega_NN)
+            if self._algorithm.uses_capability:
+                for warning in self._omega_alarm.warnings(omega_NN):
+                    self._console.say(warning)
+
+    def _add_cell(
+        self,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score | None],
+        views: Sequence[ViewCounts],
+        updates: Sequence[UpdateStats],
+    ) -> None:
+        name, learner = self._names[self._place.agent], self._place.agent
+        add_answers(self._metrics, name, trajectories)
+        scored = [(t.rollout, score) for t, score in zip(trajectories, scores, strict=True) if score is not None]
+        add_engine_gap(self._metrics, name, scored)
+        correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
+        add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
+        add_view(self._metrics, learner, self._names, views)
+        for m, update in enumerate(updates):
+            add_update(self._metrics, update, m, learner, self._names, self._algorithm)
+
+    def warn(self, reduced: StepMetrics) -> None:
+        """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
+        gaps = [reduced.values.get(f"agent/{name}/engine_gap_mean") for name in self._names]
+        for warning in self._engine_alarm.warnings(gaps):
+            self._console.say(warning)
