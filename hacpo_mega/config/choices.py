@@ -10,7 +10,7 @@ from typing import Literal
 
 REWARD_KINDS = ("math", "math_any", "number", "choice", "json", "program", "exact", "arithmetic")
 
-Skill = Literal["add", "sub", "mul", "srt"]
+Skill = Literal["add", "sub", "mul", "srt", "sum"]
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,5 @@ SKILLS: Mapping[Skill, SkillSize] = {
     "sub": SkillSize(3269, 826),
     "mul": SkillSize(570, 150),
     "srt": SkillSize(8010, 1990),
+    "sum": SkillSize(7925, 2075),
 }

@@ -1,10 +1,13 @@
-"""The built-in learning task: worked arithmetic, four skills, small enough to learn on two CPU cores.
+"""The built-in learning task: worked arithmetic, five skills, small enough to learn on two CPU cores.
 
-    skill  prompt    gold answer (working;result)
-    add    47+85=    7+5=12,4+8+1=13;132      no `+1` without a carry
-    sub    83-47=    13-7=6,7-4=3;36          the borrow is applied to both digits
-    mul    47*6=     7*6=42,4*6+4=28;282      no `+c` without a carry
-    srt    s5281=    1,2,5,8;1258
+    skill  prompt        gold answer (working;result)
+    add    47+85=        7+5=12,4+8+1=13;132      no `+1` without a carry
+    sub    83-47=        13-7=6,7-4=3;36          the borrow is applied to both digits
+    mul    47*6=         7*6=42,4*6+4=28;282      no `+c` without a carry
+    srt    s5281=        1,2,5,8;1258
+    sum    47+85+36+12=  7+5=12,12+6=18,18+2=20,4+8+2=14,14+3=17,17+1=18;180      running totals of both columns
+
+The first four are the quickstart's, with answers of 12 to 19 characters; those of `sum` have 38 to 51.
 
 The working is what the warm start teaches; only the result after `;` is judged (graders.py). A prompt is held out for
 evaluation when sha256(prompt)[0] % 5 == 0, so which prompts are held out depends on nothing but their text.
@@ -70,11 +73,33 @@ def sorting(digits: str) -> Example:
     return Example("srt", f"s{digits}=", ",".join(ordered), "".join(ordered))
 
 
+def column_sum(*terms: int) -> Example:
+    """The sum of two-digit terms: running totals of the units, then of the tens, whose first step adds the carry."""
+    steps, total = [], 0
+    for column in (1, 10):
+        carry = total // 10
+        first, *others = [term // column % 10 for term in terms]
+        total = first
+        for digit in others:
+            added = f"{digit}+{carry}" if carry else f"{digit}"
+            steps.append(f"{total}+{added}={total + digit + carry}")
+            total, carry = total + digit + carry, 0
+    return Example("sum", "+".join(map(str, terms)) + "=", ",".join(steps), str(sum(terms)))
+
+
+def _terms_of_sums() -> Iterable[tuple[int, ...]]:
+    """10,000 fixed quadruples of numbers from 10 to 99, drawn by sha256 from the 65,610,000 that there are."""
+    for n in range(10_000):
+        digest = hashlib.sha256(f"sum {n}".encode()).digest()
+        yield tuple(10 + int.from_bytes(digest[place : place + 4], "big") % 90 for place in (0, 4, 8, 12))
+
+
 SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
     "add": lambda: (addition(a, b) for a in range(10, 100) for b in range(10, 100)),
     "sub": lambda: (subtraction(a, b) for a in range(10, 100) for b in range(10, a + 1)),
     "mul": lambda: (multiplication(a, b) for a in range(10, 100) for b in range(2, 10)),
     "srt": lambda: (sorting(f"{n:04d}") for n in range(10_000)),
+    "sum": lambda: (column_sum(*terms) for terms in _terms_of_sums()),
 }
 
 

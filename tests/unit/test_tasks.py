@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hacpo_mega.data.tasks import (
     SkillMix,
     WarmStartStream,
     addition,
+    column_sum,
     evaluation_examples,
     is_held_out,
     multiplication,
@@ -34,6 +36,9 @@ from hacpo_mega.data.tasks import (
         (multiplication(41, 2), "41*2=", "1*2=2,4*2=8;82"),
         (sorting("5281"), "s5281=", "1,2,5,8;1258"),
         (sorting("0900"), "s0900=", "0,0,0,9;0009"),
+        (column_sum(47, 85, 36, 12), "47+85+36+12=", "7+5=12,12+6=18,18+2=20,4+8+2=14,14+3=17,17+1=18;180"),
+        (column_sum(11, 20, 33, 42), "11+20+33+42=", "1+0=1,1+3=4,4+2=6,1+2=3,3+3=6,6+4=10;106"),
+        (column_sum(99, 99, 99, 99), "99+99+99+99=", "9+9=18,18+9=27,27+9=36,9+9+3=21,21+9=30,30+9=39;396"),
     ],
 )
 def test_gold_answers_of_the_specification(example, prompt, answer):
@@ -42,7 +47,7 @@ def test_gold_answers_of_the_specification(example, prompt, answer):
 
 def test_every_line_of_every_working_is_true():
     """Each `x op y = z` of the working and the result against Python's own arithmetic."""
-    for skill in ("add", "sub", "mul"):
+    for skill in ("add", "sub", "mul", "sum"):
         for example in SKILLS[skill]():
             for step in example.working.split(","):
                 left, right = step.split("=")
@@ -56,8 +61,25 @@ def test_a_carry_is_written_exactly_when_there_is_one():
         assert ("+1=" in example.working.split(",")[1]) == (a % 10 + b % 10 >= 10 or str(b // 10) == "1"), example
 
 
+def test_the_working_of_a_sum_adds_every_digit_once_and_hands_its_totals_on():
+    """Read back from the text alone: the addends of each column are the terms' digits, and each step starts with the
+    total before it; the first step of the tens adds what the units carry."""
+    for example in SKILLS["sum"]():
+        terms = [int(term) for term in example.prompt[:-1].split("+")]
+        lefts, totals = zip(*(step.split("=") for step in example.working.split(",")))
+        assert len(terms) == 4 and len(lefts) == 6, example
+        carry = int(totals[2]) // 10
+        tens_start = [str(terms[0] // 10), str(terms[1] // 10)] + [str(carry)] * (carry > 0)
+        assert lefts[0].split("+") == [str(terms[0] % 10), str(terms[1] % 10)], example
+        assert lefts[3].split("+") == tens_start, example
+        for here in (1, 2, 4, 5):
+            digit = str(terms[2 + (here - 1) % 3])[here < 3]
+            assert lefts[here].split("+") == [totals[here - 1], digit], example
+        assert example.result == totals[5] + totals[2][-1], example
+
+
 def test_pools_have_the_specified_sizes_and_do_not_overlap():
-    sizes = {"add": 90 * 90, "sub": 90 * 91 // 2, "mul": 90 * 8, "srt": 10_000}
+    sizes = {"add": 90 * 90, "sub": 90 * 91 // 2, "mul": 90 * 8, "srt": 10_000, "sum": 10_000}
     for skill, size in sizes.items():
         training = {e.prompt for e in training_examples(skill)}
         evaluation = [e.prompt for e in evaluation_examples(skill)]
@@ -70,12 +92,24 @@ def test_pools_have_the_specified_sizes_and_do_not_overlap():
 
 
 def test_answers_have_the_length_that_the_ratio_needs():
-    lengths = [len(e.answer) for skill in SKILLS for e in SKILLS[skill]()]
+    lengths = [len(e.answer) for skill in ("add", "sub", "mul", "srt") for e in SKILLS[skill]()]
     assert (min(lengths), max(lengths)) == (12, 19)
+    lengths = [len(e.answer) for e in SKILLS["sum"]()]
+    assert (min(lengths), max(lengths)) == (38, 51)
+    assert 48 < sum(lengths) / len(lengths) < 49
+    assert {len(e.prompt) for e in SKILLS["sum"]()} == {12}
+
+
+def test_the_terms_of_sums_are_spread_evenly():
+    """Each place holds each number from 10 to 99, about 10,000 / 90 times: five standard deviations are 52."""
+    for place in range(4):
+        counts = Counter(int(e.prompt[:-1].split("+")[place]) for e in SKILLS["sum"]())
+        assert set(counts) == set(range(10, 100))
+        assert all(abs(count - 10_000 / 90) < 52.5 for count in counts.values())
 
 
 def test_bad_requests_name_what_there_is():
-    with pytest.raises(ValueError, match="'div' is unknown; known: add, sub, mul, srt"):
+    with pytest.raises(ValueError, match="'div' is unknown; known: add, sub, mul, srt, sum"):
         training_examples("div")
     with pytest.raises(ValueError, match="'mul' has 150 held-out prompts, 151 were asked for"):
         evaluation_examples("mul", 151)
