@@ -35,7 +35,7 @@ from hacpo_mega.commands.theory_world import Estimate, Size, World
 from hacpo_mega.logbook.provenance import source_commit
 
 RESULT = "theory.json"
-LOG_WIDTH = 170  # of a table in a file
+WIDTH = 400  # more than any table needs, whatever the terminal's is: a cut number is of no use
 
 # A weak and a strong agent on easy, middling and hard prompts; the weak one improves four times as fast.
 WORLD = World(("weak", "strong"), abilities=(-1.0, 0.7), speeds=(0.02, 0.005), difficulties=(-2.0, 0.0, 2.0))
@@ -98,9 +98,7 @@ def check_theory(out: Path, seed: int, scale: Scale = FULL) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / RESULT
     path.write_text(json.dumps(asdict(theory), indent=1) + "\n", encoding="utf-8")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=LOG_WIDTH)
+    console = Console(width=WIDTH)
     for table in tables(theory):
         console.print(table, end="\n\n")
     console.print(f"seed {seed}, commit {theory.commit}, {theory.wall_s} s, of which {theory.cpu_s} s processor time")
@@ -183,15 +181,16 @@ def _gradient_table(theory: Theory) -> Table:
         f"Theorem 4.3: cross against own gradient. Exact: {size.num_exact} prompts; sampled: {size.num_rollouts} "
         f"answers per agent, {size.num_updates} updates of 64 prompts"
     )
-    heads = ("source", "baseline", "objective", "distance", "KL", "mean s", "inside", "exact\ncosine", "exact\nopposed")
-    heads += ("sampled\ncosine", "sampled\nopposed", "update\ncosine", "update\nopposed")
+    heads = ("source", "baseline", "objective", "distance", "KL", "mean s", "inside", "mu > 1", "exact\ncosine")
+    heads += ("exact\nopposed", "of those with\nmu <= 1", "sampled\ncosine", "sampled\nopposed")
+    heads += ("update\ncosine", "update\nopposed")
     return _table(
         title,
         heads,
         (
             (
                 *(row.source, row.cross_baseline, row.objective, f"{row.distance:g}", row.kl, row.ratio, row.inside),
-                *(row.cosine, row.opposed, row.sampled_cosine, row.sampled_opposed),
+                *(row.above_one, row.cosine, row.opposed, row.opposed_below, row.sampled_cosine, row.sampled_opposed),
                 *(row.update_cosine, row.update_opposed),
             )
             for row in theory.gradients

@@ -41,12 +41,13 @@ class Objective:
 
 
 def objectives(cross_baseline: str) -> tuple[Objective, ...]:
-    """The band with alpha 0, 1, 3; no lower bound; no bound at all."""
+    """The band with alpha 1, 0, 3 and with baselines held below 1; no lower bound; no bound at all."""
     return (
         *(
             Objective(f"band, alpha = {alpha:g}", AlgorithmConfig(cross_baseline=cross_baseline, alpha=alpha))
-            for alpha in (0.0, 1.0, 3.0)
+            for alpha in (1.0, 0.0, 3.0)
         ),
+        Objective("band, alpha = 1, guard", AlgorithmConfig(cross_baseline=cross_baseline, baseline_guard=True)),
         Objective("s <= 1 only, alpha = 1", AlgorithmConfig(cross_baseline=cross_baseline, delta=1.0)),
         Objective(
             "no clip, alpha = 0",
@@ -62,7 +63,9 @@ class GradientRow:
 
     kl, ratio          KL(source || learner) per token, nats; mean s over the source's answers
     inside             share of the source's answers, by their probability, that have a gradient
+    above_one          share of prompts on which the cross answers' baseline, before any guard, is above every reward
     cosine, opposed    exact gradients of a prompt in the limit of many answers: mean cosine, share of negative products
+    opposed_below      the same share among the prompts whose baseline is not above 1
     sampled_*          the same with G answers of each agent, over the prompts where neither gradient is 0
     update_*           summed over the 64 prompts of an update of G answers
     """
@@ -74,8 +77,10 @@ class GradientRow:
     kl: Estimate
     ratio: Estimate
     inside: Estimate
+    above_one: Estimate
     cosine: Estimate
     opposed: Estimate
+    opposed_below: Estimate
     sampled_cosine: Estimate
     sampled_opposed: Estimate
     update_cosine: Estimate
@@ -157,16 +162,25 @@ def expected_gradients(pair: Pair, objective: Objective) -> tuple[Tensor, Tensor
     There the baseline is the one of the expected rewards, to which it is linear, and sigma that of the mixture.
     """
     config, expected_P2 = objective.config, pair.expected_rewards_P2
-    omega_22 = capability_ratios(expected_P2.mean(dim=0), config.omega_clip)
-    baseline_P2 = joint_baselines(expected_P2[:, :, None], omega_22, config.baseline_guard)
+    omega_22, baseline_P2 = _expected_baselines(pair, config)
     mixed_P1 = expected_P2.mean(dim=1, keepdim=True)
     scale_P1 = (mixed_P1 * (1 - mixed_P1)).sqrt() + config.advantage_eps
-    measured_by = 1 if config.cross_baseline == "source" else 0
     own_PA = (pair.tables.reward_A - baseline_P2[:, :1]) / scale_P1
-    cross_PA = omega_22[1, 0] * (pair.tables.reward_A - baseline_P2[:, measured_by, None]) / scale_P1
+    cross_PA = omega_22[1, 0] * (pair.tables.reward_A - _cross_baseline(baseline_P2, config)[:, None]) / scale_P1
     every_PA = torch.arange(len(pair.tables.reward_A)).expand_as(own_PA)
     own = _gradient(pair, every_PA, pair.learner, own_PA, objective, weight_PG=pair.learner.prob_PA)
     return own, _gradient(pair, every_PA, pair.source, cross_PA, objective, weight_PG=pair.source.prob_PA)
+
+
+def _expected_baselines(pair: Pair, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """(omega, every agent's baseline on every prompt) of the expected rewards."""
+    expected_P2 = pair.expected_rewards_P2
+    omega_22 = capability_ratios(expected_P2.mean(dim=0), config.omega_clip)
+    return omega_22, joint_baselines(expected_P2[:, :, None], omega_22, config.baseline_guard)
+
+
+def _cross_baseline(baseline_P2: Tensor, config: AlgorithmConfig) -> Tensor:
+    return baseline_P2[:, 1 if config.cross_baseline == "source" else 0]
 
 
 def sampled_gradients(pair: Pair, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -217,9 +231,10 @@ def measure_gradients(size: GradientSize, generator: torch.Generator) -> Iterato
                 draw_pair(tables, num_prompts, size.num_rollouts, distance, bonus, seed)
                 for num_prompts, seed in zip((size.num_exact, size.num_updates * PROMPTS_PER_UPDATE), seeds)
             )
-            for cross_baseline in ("source", "learner"):
-                for objective in objectives(cross_baseline):
-                    yield _row(exact, sampled, objective, source, distance)
+            # To the learner's own answers, drawn again, all objectives and both baselines are the same.
+            every = objectives("source")[:1] if source == "itself" else objectives("source") + objectives("learner")
+            for objective in every:
+                yield _row(exact, sampled, objective, source, distance)
 
 
 def _row(exact: Pair, sampled: Pair, objective: Objective, source: str, distance: float) -> GradientRow:
@@ -227,7 +242,11 @@ def _row(exact: Pair, sampled: Pair, objective: Objective, source: str, distance
     log_ratio_PA = exact.learner.mean_logprob_PA - exact.source.mean_logprob_PA
     low = 1 - objective.config.delta
     inside_PA = (log_ratio_PA.exp() >= low) & (log_ratio_PA <= 0) | objective.as_own
-    cosine, opposed = agreement(*expected_gradients(exact, objective))
+    _, baseline_P2 = _expected_baselines(exact, objective.config.model_copy(update={"baseline_guard": False}))
+    above_P = _cross_baseline(baseline_P2, objective.config) > 1
+    own_PD, cross_PD = expected_gradients(exact, objective)
+    cosine, opposed = agreement(own_PD, cross_PD)
+    _, opposed_below = agreement(own_PD[~above_P], cross_PD[~above_P])
     own_PD, cross_PD = sampled_gradients(sampled, objective)
     sampled_cosine, sampled_opposed = agreement(own_PD, cross_PD)
     update_cosine, update_opposed = agreement(
@@ -241,8 +260,10 @@ def _row(exact: Pair, sampled: Pair, objective: Objective, source: str, distance
         kl=Estimate.of((source_PA * -log_ratio_PA).sum(dim=1)),
         ratio=Estimate.of((source_PA * log_ratio_PA.exp()).sum(dim=1)),
         inside=Estimate.of((source_PA * inside_PA).sum(dim=1)),
+        above_one=Estimate.share(above_P),
         cosine=cosine,
         opposed=opposed,
+        opposed_below=opposed_below,
         sampled_cosine=sampled_cosine,
         sampled_opposed=sampled_opposed,
         update_cosine=update_cosine,

@@ -130,13 +130,11 @@ def test_a_stationary_window_with_the_current_step_is_unbiased(window):
     assert all(abs(numerator.mean) > ERRORS * numerator.error for numerator in improving)
 
 
-def test_a_window_without_the_current_step_is_too_high_for_the_strong():
-    rows = measure_omegas(MIXED, Size(4000, 4, 4), [Omega("window", 1, False)], generator())
-    (strong,) = [
-        r.numerator
-        for r in rows
-        if (r.preset, r.learner, r.source, r.agents) == ("paper", *["strong"] * 2, "stationary")
-    ]
+def test_a_window_without_the_current_step_is_too_low_for_the_strong():
+    """E[1 / P_hat] > 1 / E[P_hat]: omega over the weak is too large, and with it the strong agent's baseline."""
+    rows = measure_omegas(MIXED, Size(4000, 16, 4), [Omega("window", 1, False)], generator())
+    wanted = ("paper", "stationary", "strong", "strong")
+    (strong,) = (r.numerator for r in rows if (r.preset, r.agents, r.learner, r.source) == wanted)
     assert strong.mean < -ERRORS * strong.error
 
 
@@ -166,7 +164,8 @@ def test_a_numerator_is_the_advantage_times_its_scale(preset):
     for (learner, source), answers in learner_answers(rewards_RPNG, capability_RN, config):
         advantages_RPNG = replicated_advantages(rewards_RPNG, capability_RN, learner, config)
         scaled_R = (advantages_RPNG * scale_RP11)[:, :, source].mean(dim=(1, 2))
-        torch.testing.assert_close(answers.numerator_R, scaled_R, rtol=0, atol=1e4 * U64)
+        # 12 answers, each times two omegas of at most 11: about 1500, and as many roundings as there are terms.
+        torch.testing.assert_close(answers.numerator_R, scaled_R, rtol=0, atol=1500 * 12 * U64)
         assert torch.equal(answers.advantage_RM, advantages_RPNG[:, :, source].flatten(1))
 
 
@@ -197,7 +196,7 @@ def test_the_own_gradient_is_that_of_the_expected_reward():
     pair = Pair(tables, learner, source, torch.zeros(5, 2, 1, dtype=torch.int64))
     mixed_P1 = pair.expected_rewards_P2.mean(dim=1, keepdim=True)
     expected_PD = slope_PTV.flatten(1) / tables.num_tokens / ((mixed_P1 * (1 - mixed_P1)).sqrt() + 1e-6)
-    own_PD, _ = expected_gradients(pair, objectives("source")[1])
+    own_PD, _ = expected_gradients(pair, objectives("source")[0])
     # Sums over 243 answers of terms below 10.
     torch.testing.assert_close(own_PD, expected_PD, rtol=0, atol=243 * 10 * 4 * U64)
 
