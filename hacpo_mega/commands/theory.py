@@ -110,6 +110,8 @@ def with_error(estimate: Estimate) -> str:
     """A mean with its standard error in units of the last digit: 0.0276(36) is 0.0276 +- 0.0036."""
     if not math.isfinite(estimate.error):
         return "-"
+    if estimate.error >= 1000:  # an omega of an agent that earned nothing
+        return f"{estimate.mean:.1e}({estimate.error:.1e})"
     if estimate.error < 1e-12:
         decimals = 4
     else:
