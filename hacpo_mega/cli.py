@@ -1,4 +1,4 @@
-"""The command line: `hacpo-mega config | check | init | train | doctor | report | eval | export | data | grade`.
+"""The command line: `hacpo-mega config | check | init | train | doctor | report | eval | export | data | grade | ...`.
 
 It parses first and imports heavy rooms last.
 
@@ -270,6 +270,17 @@ def grade(
 
     with Judge(reward, workers, timeout_s, options=judge_options(option or [])) as judge:
         _print_findings(grade_answers(file, out, judge, explain))
+
+
+@app.command()
+def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int = 0) -> None:
+    """Check the paper's theorems by simulation with the functions that train: tables, theory.json, theory.png."""
+    prepare_environment()
+    from hacpo_mega.commands.theory import check_theory
+    from hacpo_mega.report.theory import draw_theory
+
+    result = check_theory(out, seed)
+    print(f"{result}\n{draw_theory(result)}")
 
 
 def _print_findings(*findings: "Findings") -> None:
