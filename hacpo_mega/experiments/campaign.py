@@ -52,14 +52,11 @@ def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, pa
     with RunLock(grid.work_dir, "work_dir"):
         for leftover in (grid.work_dir / "running").glob("*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        results, others = read_results(grid)
-        require_same(grid, results, identities, commit)
-        if others:
-            print(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
         if commit and commit.endswith("+"):
             print("warning: files differ from the commit; every result will say so")
-        queue = Queue(grid, identities, commit, JobServer(PRELOAD), train_rank)
-        return queue.run(results, limit, part)
+        if others := read_results(grid)[1]:
+            print(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
+        return Queue(grid, identities, commit, JobServer(PRELOAD), train_rank).run(limit, part)
 
 
 @dataclass(frozen=True)
@@ -72,27 +69,32 @@ class Queue:
     server: JobServer
     train_rank: TrainRank
 
-    def run(self, results: Mapping[Cell, Result], limit: int | None, part: Part) -> Outcome:
+    def run(self, limit: int | None, part: Part) -> Outcome:
         """Runs cells until none is left, or `limit` have been tried."""
-        grid = self.grid
-        scores = {cell: result.score for cell, result in results.items()}
         failed: list[Cell] = []
         num_made = 0
+        scores = self.scores()
         while limit is None or num_made + len(failed) < limit:
-            cell = next((cell for cell in pending_cells(grid, scores, part) if cell not in failed), None)
+            cell = next((cell for cell in pending_cells(self.grid, scores, part) if cell not in failed), None)
             if cell is None:
                 break
             start = time.monotonic()
             result = self.make(cell)
+            scores = self.scores()
             if result is None:
                 failed.append(cell)
                 continue
-            scores[cell] = result.score
             num_made += 1
             found = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
-            whole = f"{num_done(grid, scores)}/{num_cells(grid)}"
+            whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid)}"
             print(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)", flush=True)
-        return Outcome(num_made, tuple(failed), num_cells(grid) - num_done(grid, scores))
+        return Outcome(num_made, tuple(failed), num_cells(self.grid) - num_done(self.grid, scores))
+
+    def scores(self) -> dict[Cell, float]:
+        """What is finished, as it lies on disk: files of another machine may come at any time."""
+        results, _ = read_results(self.grid)
+        require_same(self.grid, results, self.identities, self.commit)
+        return {cell: result.score for cell, result in results.items()}
 
     def make(self, cell: Cell) -> Result | None:
         """Runs a cell and writes its result; None when it failed, which is told and kept."""

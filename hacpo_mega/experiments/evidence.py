@@ -35,6 +35,8 @@ class MethodEvidence:
     accuracy_by_skill: Mapping[str, Mapping[str, Summary]]
     difference: Mapping[str, Difference]
     """To the reference; empty for itself."""
+    ablation: Mapping[str, Difference]
+    """To the method whose learning rate it takes; empty for one that is tuned itself."""
     steps: tuple[int, ...]
     curves: Mapping[str, Band]
     """Accuracy, by agent and for ALL_AGENTS."""
@@ -95,7 +97,6 @@ def _regime(
 ) -> RegimeEvidence:
     every = [result for results in reported.values() for result in results]
     agents = every[0].agents
-    reference = reported.get(grid.reference_method, [])
     return RegimeEvidence(
         commit=every[0].commit,
         machines=tuple(sorted({f"{result.machine.cpu}, {result.machine.cores} cores" for result in every})),
@@ -105,21 +106,35 @@ def _regime(
         start={name: fmean(_accuracy(result, name)[0] for result in every) for name in (*agents, ALL_AGENTS)},
         reference=grid.reference_method,
         methods={
-            method: _method(results, tuned(grid, regime, method, scores), agents, reference)
+            method: _method(
+                results,
+                tuned(grid, regime, method, scores),
+                difference=_differences(grid.reference_method, method, reported),
+                ablation=_differences(grid.tuned_as(method), method, reported),
+            )
             for method, results in reported.items()
         },
     )
 
 
+def _differences(of: str, method: str, reported: Mapping[str, list[Result]]) -> dict[str, Difference]:
+    """A method minus `of`, by agent and for ALL_AGENTS; empty for a method and itself, and without a common seed."""
+    if method == of or of not in reported:
+        return {}
+    names = (*reported[method][0].agents, ALL_AGENTS)
+    found = {name: paired_difference(_final(reported[method], name), _final(reported[of], name)) for name in names}
+    return {name: difference for name, difference in found.items() if difference is not None}
+
+
 def _method(
-    results: Sequence[Result], rate: Tuned | None, agents: Sequence[str], reference: Sequence[Result]
+    results: Sequence[Result],
+    rate: Tuned | None,
+    difference: Mapping[str, Difference],
+    ablation: Mapping[str, Difference],
 ) -> MethodEvidence:
-    names = (*agents, ALL_AGENTS)
     first = results[0]
-    same_steps = [result for result in results if result.steps == first.steps]
-    assert len(same_steps) == len(results), f"{first.cell.name}: runs of one method were evaluated at other steps"
-    differences = {name: paired_difference(_final(results, name), _final(reference, name)) for name in names}
-    is_reference = bool(reference) and reference[0].method == first.method
+    agents, names = first.agents, (*first.agents, ALL_AGENTS)
+    assert {result.steps for result in results} == {first.steps}, f"{first.cell.name}: others have other steps"
     return MethodEvidence(
         tuned=rate,
         seeds=tuple(result.seed for result in results),
@@ -131,7 +146,8 @@ def _method(
             }
             for agent in agents
         },
-        difference={} if is_reference else {name: found for name, found in differences.items() if found is not None},
+        difference=difference,
+        ablation=ablation,
         steps=first.steps,
         curves={name: _band([_accuracy(result, name) for result in results]) for name in names},
         generated_answers=_over_agents([result.curves.generated_answers for result in results]),

@@ -1,4 +1,4 @@
-"""What an experiment writes into its work folder: evidence.json, evidence.md, report.html and the curves as PNG."""
+"""What an experiment writes into its work folder: evidence.json, its tables in Markdown, report.html, PNG curves."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ from hacpo_mega.report.style import STYLE
 def write_evidence(grid: Grid, results: Mapping[Cell, Result]) -> list[Path]:
     """Writes all files, each whole or not at all, and returns them."""
     evidence = evidence_of(grid, results)
-    pictures = {name: draw_curves(name, regime) for name, regime in evidence.items()}
+    ablation_of = {name: method.learning_rate_of for name, method in grid.methods.items() if method.learning_rate_of}
+    pictures = {name: draw_curves(name, regime, ablation_of) for name, regime in evidence.items()}
     used = num_done(grid, {cell: result.score for cell, result in results.items()})
     missing = num_cells(grid) - used
     files = {

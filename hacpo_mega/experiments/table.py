@@ -1,6 +1,6 @@
 """The evidence as tables for people: cells of text, written as Markdown here and as HTML by page.py."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hacpo_mega.experiments.compare import MIN_PAIRS, Difference, Summary
@@ -22,7 +22,16 @@ class Table:
 
 def tables_of(grid: Grid, regime: RegimeEvidence) -> list[Table]:
     """Accuracy, differences, what it cost, and how the rates were tuned."""
-    tables = [_accuracy(grid, regime), _differences(regime), _skills(regime), _cost(regime), _tuning(grid, regime)]
+    compared = {method: found.difference for method, found in regime.methods.items()}
+    ablations = {method: found.ablation for method, found in regime.methods.items()}
+    tables = [
+        _accuracy(grid, regime),
+        _differences(f"difference to {regime.reference}", regime, compared),
+        _differences("ablations: difference to the method whose learning rate they take", regime, ablations),
+        _skills(regime),
+        _cost(regime),
+        _tuning(grid, regime),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -77,20 +86,19 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
     return Table("accuracy", head, tuple(rows), tuple(notes))
 
 
-def _differences(regime: RegimeEvidence) -> Table:
+def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Mapping[str, Difference]]) -> Table:
     names = _names(regime)
-    compared = {method: found.difference for method, found in regime.methods.items() if found.difference}
+    compared = {method: found for method, found in by_method.items() if found}
     rows = [
         (method, *(_difference(found[name]) for name in names), str(found[ALL_AGENTS].n))
         for method, found in compared.items()
     ]
     notes = [
         "Mean difference over the seeds that both have; [95 % percentile bootstrap interval of that mean, 10,000 "
-        "resamples of seeds]; in how many seeds the method was better."
+        "resamples of seeds]; in how many seeds it was positive."
     ]
     if any(found[ALL_AGENTS].interval is None for found in compared.values()):
         notes.append(f"Fewer than {MIN_PAIRS} common seeds: no interval is given.")
-    title = f"difference to {regime.reference}"
     return Table(title, ("method", *_spoken(names), "common seeds"), tuple(rows), tuple(notes))
 
 

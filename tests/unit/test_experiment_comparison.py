@@ -81,6 +81,8 @@ def test_the_evidence_of_a_whole_grid_by_hand(tmp_path):
     assert shared.difference["A"].interval == pytest.approx((0.1, 0.1))
     assert shared.difference["B"].num_positive == 0
     assert (cut.difference["A"].mean, cut.difference["A"].interval) == (pytest.approx(-0.05), None)
+    assert cut.ablation["A"].mean == pytest.approx(-0.15) and cut.ablation["A"].num_positive == 0
+    assert shared.ablation == {}, "it is tuned itself"
     assert shared.generated_answers == (0, 2000) and shared.trained_answers == ()
     assert shared.curves["A"].sd == pytest.approx((0.0, 0.1))
 
