@@ -22,9 +22,8 @@ from hacpo_mega.experiments.identity import Identity
 from hacpo_mega.logbook.console import phase_seconds
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 
-# Averages that follow from the configuration, that only say a run is sound, or that are extremes, of which no mean is
-# taken. Counts (num_...) and accuracies are left out too: they are kept whole, or they are sums.
-NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|ratio_min|ratio_max|verdict/.*|view/.*|accuracy.*|num_[^/]*.*)")
+# What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
+NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|num_[^/]*.*)")
 WINDOW = 10
 # Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
 MOST_VALUES = 600
@@ -40,12 +39,12 @@ class Machine(Section):
 
 
 class Diagnosis(Section):
-    """Metrics of training averaged over windows of steps; None where a window has none, or one that is not finite."""
+    """Metrics of training over windows of steps; None where a window has none, or one that is not finite."""
 
     steps_per_window: int
     """Steps of a window; the last one may be shorter."""
-    means: dict[str, tuple[float | None, ...]]
-    """By metric name, four digits."""
+    values: dict[str, tuple[float | None, ...]]
+    """By metric name, four digits: the mean of a window's steps, of names that end in _max or _min their extreme."""
 
 
 class Curves(Section):
@@ -134,14 +133,14 @@ def measure(run_dir: Path, agents: Sequence[str], every_steps: int) -> Measured 
 
 
 def diagnose(metrics: Mapping[int, StepMetrics]) -> Diagnosis:
-    """Every mean of training, over windows of WINDOW steps, or of more where a file would grow too large."""
+    """The metrics of training over windows of WINDOW steps, or of more where a file would grow too large."""
     steps = [step for step in metrics if step > 0]
     names = sorted({name for step in steps for name in metrics[step].values if not NO_DIAGNOSIS.fullmatch(name)})
     most_windows = max(1, min(10, MOST_VALUES // max(1, len(names))))
     size = max(WINDOW, -(-len(steps) // most_windows))
     windows = [steps[start : start + size] for start in range(0, len(steps), size)]
-    means = {name: tuple(_mean(metrics, window, name) for window in windows) for name in names}
-    return Diagnosis(steps_per_window=size, means=means)
+    values = {name: tuple(_over(metrics, window, name) for window in windows) for name in names}
+    return Diagnosis(steps_per_window=size, values=values)
 
 
 def this_machine() -> Machine:
@@ -219,7 +218,10 @@ def _seconds(metrics: Mapping[int, StepMetrics], steps: Sequence[int]) -> tuple[
     )
 
 
-def _mean(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> float | None:
+def _over(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> float | None:
+    """What a window has of a metric: its mean, or its extreme. One number that is not finite makes it None."""
     found = [metrics[step].values[name] for step in steps if name in metrics[step].values]
-    mean = fmean(found) if found else math.nan
-    return float(f"{mean:.4g}") if math.isfinite(mean) else None
+    if not found or not all(map(math.isfinite, found)):
+        return None
+    reduce = max if name.endswith("_max") else min if name.endswith("_min") else fmean
+    return float(f"{reduce(found):.4g}")

@@ -63,5 +63,5 @@ def make_result(cell: Cell, ends: Sequence[float], commit: str = COMMIT, **diges
             trained_answers={},
             updates={},
         ),
-        diagnosis=Diagnosis(steps_per_window=10, means={}),
+        diagnosis=Diagnosis(steps_per_window=10, values={}),
     )

@@ -181,7 +181,7 @@ def test_what_is_kept_of_a_run_by_hand(tmp_path):
     assert found.curves.accuracy_by_skill == {"A": {"add": (0.0, 0.4, 0.6)}}
     assert found.curves.generated_answers == {"A": (0, 8, 12)}
     assert found.curves.trained_answers == found.curves.updates == {}, "absent is absent"
-    assert found.diagnosis.means == {"agent/A/reward_mean": (0.5,), "omega/A/B": (2.0,)}
+    assert found.diagnosis.values == {"agent/A/reward_mean": (0.5,), "omega/A/B": (2.0,)}
 
 
 def test_a_run_without_one_of_its_evaluations_has_measured_nothing(tmp_path):
@@ -191,11 +191,11 @@ def test_a_run_without_one_of_its_evaluations_has_measured_nothing(tmp_path):
 
 
 def test_diagnosis_has_windows_of_ten_steps_and_no_broken_number():
-    steps = {step: StepMetrics({"omega/A/B": float(step), "agent/A/kl": 1.0}, {}) for step in range(1, 26)}
+    steps = {step: StepMetrics({"omega/A/B": float(step), "agent/A/gap_max": float(step)}, {}) for step in range(1, 26)}
     steps[12] = StepMetrics({"omega/A/B": math.nan}, {})
     found = diagnose(steps)
     assert found.steps_per_window == 10
-    assert found.means == {"agent/A/kl": (1.0, 1.0, 1.0), "omega/A/B": (5.5, None, 23.0)}
+    assert found.values == {"agent/A/gap_max": (10.0, 20.0, 25.0), "omega/A/B": (5.5, None, 23.0)}
 
 
 def test_the_file_of_a_long_run_of_many_agents_stays_small(tmp_path):
