@@ -15,6 +15,7 @@ RUNTIME = [
     "tensorboard>=2.20",
     "matplotlib>=3.10",
     "pyarrow>=20",
+    "scipy>=1.15",
     "triton>=3.6",
 ]
 

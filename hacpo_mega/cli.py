@@ -1,4 +1,4 @@
-"""The command line: `hacpo-mega config | check | init | train | doctor | report | eval | export | data | grade | ...`.
+"""The command line: `hacpo-mega config | check | init | train | experiment | doctor | report | eval | export | ...`.
 
 It parses first and imports heavy rooms last.
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import rich
 import typer
 
+from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
     inside_a_job,
@@ -123,6 +124,9 @@ def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
     with Trainer(config) as trainer:
         trainer.fit()
+
+
+app.command()(experiment)
 
 
 @app.command()

@@ -104,7 +104,7 @@ def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
     return _places(table.setdefault(step, {}), rest, override)
 
 
-def readable_problems(error: ValidationError, table: dict[str, Any]) -> list[str]:
+def readable_problems(error: ValidationError, table: dict[str, Any], schema: type[BaseModel] = Config) -> list[str]:
     """One line per complaint of pydantic: the key as a user writes it, what was found, what would be right."""
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
@@ -114,14 +114,14 @@ def readable_problems(error: ValidationError, table: dict[str, Any]) -> list[str
         if entry["type"] == "too_short" and entry["loc"] in holds_bad:
             continue
         key = ".".join(_spoken(entry["loc"], table))
-        lines.append(f"{key or 'configuration'}: {_what_is_wrong(entry)}")
+        lines.append(f"{key or 'configuration'}: {_what_is_wrong(entry, schema)}")
     return lines
 
 
-def _what_is_wrong(entry: ErrorDetails) -> str:
+def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, location, context = entry["type"], entry["loc"], entry.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown key" + _nearest(str(location[-1]), _known_keys(location[:-1]))
+        return "unknown key" + _nearest(str(location[-1]), _section(location[:-1], schema).model_fields)
     if kind == "missing":
         return "required, not given"
     if kind == "value_error":
@@ -131,11 +131,11 @@ def _what_is_wrong(entry: ErrorDetails) -> str:
         known = re.findall("'(.*?)'", context["expected"])
         return f"must be {context['expected']}, {found}{_nearest(str(entry['input']), known)}"
     if kind in EXPECTED:
-        return f"{EXPECTED[kind]}, {found}{_default(location)}"
+        return f"{EXPECTED[kind]}, {found}{_default(location, schema)}"
     if kind == "too_short":
         return f"needs at least {context['min_length']} of them, {found}"
     bound = next((context[name] for name in ("ge", "le") if name in context), None)
-    nearest = _default(location) if bound is None else f". Nearest: {bound}"
+    nearest = _default(location, schema) if bound is None else f". Nearest: {bound}"
     return f"{entry['msg'][0].lower()}{entry['msg'][1:]}, {found}{nearest}"
 
 
@@ -150,9 +150,9 @@ def _nearest(found: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _default(location: tuple[int | str, ...]) -> str:
+def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     """What the field at `location` is when it is not given, as the end of a line."""
-    field = _section(location[:-1]).model_fields.get(str(location[-1]))
+    field = _section(location[:-1], schema).model_fields.get(str(location[-1]))
     if field is None or not isinstance(field.default, bool | int | float | str | tuple):
         return ""
     return f"; the default is {field.default!r}"
@@ -174,13 +174,9 @@ def _holds(table: dict[str, Any] | list[Any], step: int | str) -> bool:
     return isinstance(step, int) and 0 <= step < len(table) if isinstance(table, list) else step in table
 
 
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    return list(_section(location).model_fields)
-
-
-def _section(location: tuple[int | str, ...]) -> type[BaseModel]:
+def _section(location: tuple[int | str, ...], schema: type[BaseModel]) -> type[BaseModel]:
     """The table of the schema that holds `location`."""
-    section: type[BaseModel] = Config
+    section = schema
     for step in location:
         candidates = [section.model_fields[step].annotation] if step in section.model_fields else []
         while candidates:

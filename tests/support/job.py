@@ -17,13 +17,11 @@ import importlib
 import io
 import multiprocessing
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.environment import EVERYWHERE, ON_CPU
+from hacpo_mega.cluster.forked_job import free_port, launcher_environment
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 
@@ -44,29 +43,6 @@ ENVIRONMENT = {**EVERYWHERE, **({} if torch.cuda.is_available() else ON_CPU), "O
 TIMEOUT_S = 900.0
 # After a rank has failed, the others get this long to say what they know of it.
 LAST_WORDS_S = 20.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on; the job's rank 0 takes it a moment later.
-
-    Below the range from which the kernel serves whoever asks for any port, so that nobody is given it in that moment.
-    """
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(min(lowest, 20_000) // 2, lowest)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
-def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a process."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[BaseProcess]:

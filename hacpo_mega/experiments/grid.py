@@ -1,0 +1,185 @@
+"""The file of an experiment: a grid of regimes x methods x seeds x learning rates, checked before anything starts.
+
+A regime is a configuration that all methods share; a method is a list of overrides. Imports no torch.
+Not here: which run comes when (order.py).
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.load import readable_problems
+from hacpo_mega.config.section import Count, FilePath, Flag, Section
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Rate = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
+Stage = Literal["tuning", "reported"]
+
+# What the grid itself sets in every run.
+OWN_KEYS = re.compile(r"(run_dir|seed|agents\.[^.]+\.optimizer\.lr)=")
+
+
+class Regime(Section):
+    """A setting in which all methods are compared: same models, same data, same held-out prompts."""
+
+    config: FilePath
+    """TOML file of a run, relative to the current folder."""
+    set: tuple[str, ...] = ()
+    """Overrides key=value of that file, for every method."""
+
+
+class Method(Section):
+    """One way to train, as overrides of a regime's configuration."""
+
+    set: tuple[str, ...] = ()
+    """Overrides key=value, after those of the regime."""
+    about: str = ""
+    """What it is, in a few words, for the reader of the table."""
+    num_seeds: Count | None = None
+    """How many of the seeds it runs on, the first ones; not given: all."""
+    learning_rate_of: Name | None = None
+    """The method whose tuned learning rate it takes instead of being tuned itself, as an ablation does."""
+    regimes: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    """The regimes it runs in; not given: all."""
+
+
+class Grid(Section):
+    """A whole experiment. Read it with `load_grid`."""
+
+    results: FilePath
+    """Folder with one small JSON file per finished run; copy files between machines to share the work."""
+    work_dir: FilePath
+    """Folder of running and failed runs, of the table, the curves and the page."""
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)]
+    """Seeds of the runs that are reported."""
+    tuning_seeds: tuple[Seed, ...] = ()
+    """Seeds of the runs that choose the learning rate, none of them reported."""
+    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1)]
+    """Rates that every method is tried with on every tuning seed; a single one is taken without a trial."""
+    reference: Name | None = None
+    """The method that the others are compared with, seed by seed; not given: the first."""
+    keep_runs: Flag = False
+    """Whether a finished run's folder is kept (work_dir/runs) beside its small file."""
+    regimes: Annotated[dict[Name, Regime], Field(min_length=1)]
+    """The settings, by name."""
+    methods: Annotated[dict[Name, Method], Field(min_length=1)]
+    """The ways to train, by name, in the order of the table."""
+
+    @property
+    def reference_method(self) -> str:
+        return self.reference or next(iter(self.methods))
+
+    def methods_of(self, regime: str) -> list[str]:
+        """The methods that run in a regime, in the order of the file."""
+        return [name for name, method in self.methods.items() if method.regimes is None or regime in method.regimes]
+
+    def seeds_of(self, method: str) -> tuple[int, ...]:
+        """The reported seeds of a method."""
+        return self.seeds[: self.methods[method].num_seeds]
+
+    def tuned_as(self, method: str) -> str:
+        """The method whose tuning runs choose this one's learning rate: itself, unless it says another."""
+        return self.methods[method].learning_rate_of or method
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+
+    regime: str
+    method: str
+    learning_rate: float
+    seed: int
+    stage: Stage
+
+    @property
+    def name(self) -> str:
+        """Of the run and of its file: no two cells of a grid have the same, since no seed serves both stages."""
+        return f"{self.regime}.{self.method}.lr-{self.learning_rate!r}.seed-{self.seed}"
+
+
+def load_grid(path: Path) -> Grid:
+    """Reads an experiment. ValueError with one line per problem; looks at no other file."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of an experiment's TOML") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    try:
+        grid = Grid.model_validate(table)
+    except ValidationError as error:
+        lines = readable_problems(error, table, Grid)
+        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
+    if problems := [*_seed_problems(grid), *_method_problems(grid), *_own_keys(grid)]:
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+    return grid
+
+
+def overrides_of(grid: Grid, cell: Cell) -> list[str]:
+    """What a cell changes in its regime's file, except the run folder; the later one holds."""
+    given = (*grid.regimes[cell.regime].set, *grid.methods[cell.method].set)
+    return [*given, f"seed={cell.seed}", f"agents.*.optimizer.lr={cell.learning_rate!r}"]
+
+
+def config_of_cell(grid: Grid, cell: Cell, run_dir: Path) -> Config:
+    """The checked configuration of a cell. ValueError with one line per problem."""
+    return load_config(grid.regimes[cell.regime].config, [*overrides_of(grid, cell), f"run_dir={str(run_dir)!r}"])
+
+
+def _seed_problems(grid: Grid) -> Iterator[str]:
+    for key in ("seeds", "tuning_seeds", "learning_rates"):
+        values = getattr(grid, key)
+        if repeated := _repeated(values):
+            yield f"{key}: {repeated} is listed more than once. Nearest: {list(dict.fromkeys(values))}"
+    if both := [seed for seed in grid.tuning_seeds if seed in grid.seeds]:
+        yield f"tuning_seeds: {both} are also in seeds; a seed that chose the learning rate must not be reported"
+    if len(grid.learning_rates) > 1 and not grid.tuning_seeds:
+        yield f"learning_rates has {len(grid.learning_rates)} values, so tuning_seeds needs at least one seed"
+
+
+def _method_problems(grid: Grid) -> Iterator[str]:
+    if grid.reference_method not in grid.methods:
+        yield f"reference {grid.reference!r} is none of the methods: {', '.join(grid.methods)}"
+    for regime in grid.regimes:
+        if grid.reference_method in grid.methods and grid.reference_method not in grid.methods_of(regime):
+            yield f"reference {grid.reference_method!r} does not run in regimes.{regime}: nothing to compare with there"
+    for name, method in grid.methods.items():
+        key = f"methods.{name}"
+        if unknown := [regime for regime in method.regimes or () if regime not in grid.regimes]:
+            yield f"{key}.regimes: {unknown} unknown; there are: {', '.join(grid.regimes)}"
+        if (method.num_seeds or 0) > len(grid.seeds):
+            yield f"{key}.num_seeds ({method.num_seeds}) is more than the {len(grid.seeds)} seeds"
+        yield from (f"{key}.{line}" for line in _rate_problems(grid, name, method.learning_rate_of))
+
+
+def _rate_problems(grid: Grid, name: str, other: str | None) -> Iterator[str]:
+    if other is None:
+        return
+    tuned = [known for known, method in grid.methods.items() if method.learning_rate_of is None]
+    if other not in tuned:
+        yield f"learning_rate_of {other!r} is no method that is tuned itself; there are: {', '.join(tuned)}"
+        return
+    for regime in grid.regimes:
+        if name in grid.methods_of(regime) and other not in grid.methods_of(regime):
+            yield f"learning_rate_of {other!r}: that method does not run in regimes.{regime}, where this one does"
+
+
+def _own_keys(grid: Grid) -> Iterator[str]:
+    tables = [(f"regimes.{name}", regime.set) for name, regime in grid.regimes.items()]
+    tables += [(f"methods.{name}", method.set) for name, method in grid.methods.items()]
+    for key, overrides in tables:
+        for override in overrides:
+            if found := OWN_KEYS.match(override):
+                yield f"{key}.set: {override!r}: {found[1]} is set by the grid (seeds, learning_rates, work_dir)"
+
+
+def _repeated(values: Sequence[float]) -> str:
+    return ", ".join(str(value) for value in dict.fromkeys(values) if values.count(value) > 1)

@@ -1,0 +1,68 @@
+"""What runs must have in common before they are compared, as digests of contents, not of names.
+
+A digest is the first 16 hexadecimal digits of a SHA-256.
+"""
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.config import Config
+from hacpo_mega.config.section import Section
+from hacpo_mega.data.prompt_sets import held_out_prompts
+
+
+class Identity(Section):
+    """Equal for two runs of one method; `models` and `held_out` also for two methods of one regime."""
+
+    config: str
+    """Digest of the configuration, and of the training files, without run_dir, seed and learning rates."""
+    held_out: str
+    """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged."""
+    models: dict[str, str]
+    """Digest of every agent's model folder, by its name: the warm start."""
+
+
+def identity_of(config: Config) -> Identity:
+    """Reads model and data files of a configuration. ValueError when it has no held-out prompts to read."""
+    return Identity(
+        config=_digest_of(_what_a_method_is(config)),
+        held_out=_digest_of(_how_it_is_measured(config)),
+        models={agent.name: folder_digest(agent.model) for agent in config.agents},
+    )
+
+
+@functools.cache
+def folder_digest(folder: Path) -> str:
+    """Of every file of a model folder: name and bytes. Read once per process, since a model may have many gigabytes."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return _digest_of([(file.name, _file_digest(file)) for file in files])
+
+
+def _what_a_method_is(config: Config) -> dict[str, Any]:
+    table = config.model_dump(mode="json", exclude={"run_dir", "seed"})
+    for agent in table["agents"]:
+        del agent["optimizer"]["lr"]
+    return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
+
+
+def _how_it_is_measured(config: Config) -> dict[str, Any]:
+    # Unlimited: which prompts are too long for an agent follows from its tokenizer, a part of its model folder.
+    prompts = held_out_prompts(config, lambda text: 0)
+    return {
+        "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "max_answer_tokens": config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
+        "reward": config.reward.model_dump(mode="json", exclude={"num_workers"}),
+    }
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def _digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,122 @@
+"""A small grid run for real: killed in the middle and started again, it shows what an undisturbed one shows."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from job import run_here, start_command
+from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+
+
+def write_grid(folder: Path, config: Path) -> Path:
+    """Two methods on two seeds in a regime that trains, after a regime whose only run fails at its start."""
+    overrides = ["evaluation.every_steps=1", 'algorithm.method="gspo"']
+    table = {
+        "results": str(folder / "results"),
+        "work_dir": str(folder / "work"),
+        "seeds": [1, 2],
+        "learning_rates": [2e-2],
+        "regimes": {
+            "broken": {"config": str(config), "set": [*overrides, "rollout.max_prompt_tokens=1"]},
+            "tiny": {"config": str(config), "set": overrides},
+        },
+        "methods": {
+            "gspo": {"num_seeds": 2, "regimes": ["tiny", "broken"]},
+            "one-update": {"set": ["training.prompts_per_update=8"], "regimes": ["tiny"]},
+        },
+    }
+    folder.mkdir()
+    path = folder / "grid.toml"
+    path.write_text(tomli_w.dumps(table))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    agents = [
+        agent_table(folder, "qwen", "qwen3", CHARACTERS),
+        agent_table(folder, "llama", "llama", CHARACTERS + PAIRS),
+    ]
+    return write_config(folder, agents)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, config: Path) -> tuple[Path, subprocess.CompletedProcess]:
+    """The folder of a grid that ran in one go, and what the command said."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "grid"
+    process = start_command("experiment", write_grid(folder, config))
+    out, errors = process.communicate()
+    return folder, subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def shown(folder: Path) -> Any:
+    """evidence.json without what differs between two runs of the same: seconds."""
+
+    def without_seconds(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_seconds(inside) for key, inside in value.items() if key != "seconds"}
+        return [without_seconds(inside) for inside in value] if isinstance(value, list) else value
+
+    return without_seconds(json.loads((folder / "work" / "evidence.json").read_text()))
+
+
+def test_a_run_that_fails_is_kept_aside_and_the_queue_goes_on(undisturbed):
+    folder, done = undisturbed
+    assert done.returncode == 1, done.stderr[-4000:]
+    assert (
+        "broken.gspo.lr-0.02.seed-1 FAILED, exit statuses [2, 2]: rollout.max_prompt_tokens (1) leaves" in done.stdout
+    )
+    assert "4 runs made, 2 failed, 2 of the grid still missing" in done.stdout
+    failure = (folder / "work/failed/broken.gspo.lr-0.02.seed-1/failure.toml").read_text()
+    assert "rollout.max_prompt_tokens (1) leaves" in failure
+    names = sorted(path.name for path in (folder / "results").iterdir())
+    assert names == [f"tiny.{method}.lr-0.02.seed-{seed}.json" for method in ("gspo", "one-update") for seed in (1, 2)]
+    assert all(path.stat().st_size < 20_000 for path in (folder / "results").iterdir())
+    assert not list((folder / "work/running").iterdir()), "the folder of a run goes when its result is there"
+
+
+def test_killed_in_the_middle_and_started_again_it_shows_the_same(tmp_path, config, undisturbed):
+    folder = tmp_path / "grid"
+    file = write_grid(folder, config)
+    first = start_command("experiment", file)
+    while not list((folder / "results").glob("[!.]*.json")):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    first.kill()
+    # Its server holds the same pipes, and ends after the last rank: this would wait for anyone left over.
+    first.communicate()
+    finished = {path: path.stat().st_mtime_ns for path in (folder / "results").glob("[!.]*.json")}
+    assert 1 <= len(finished) < 4
+    second = start_command("experiment", file)
+    _, errors = second.communicate()
+    assert second.returncode == 1, errors[-4000:]
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished, "what is finished is not run again"
+    assert shown(folder) == shown(undisturbed[0])
+
+
+def test_the_table_alone_is_made_from_what_is_there(undisturbed):
+    folder, _ = undisturbed
+    before = shown(folder)
+    for name in ("evidence.json", "evidence.md", "report.html"):
+        (folder / "work" / name).unlink()
+    done = run_here("experiment", folder / "grid.toml", "--table-only")
+    assert done.returncode == 0, done.stderr
+    assert shown(folder) == before
+    assert (folder / "work/curves/tiny-steps.png").stat().st_size > 10_000
+    page = (folder / "work/report.html").read_text()
+    assert "one-update" in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_results_of_another_configuration_are_refused_by_name(undisturbed, config):
+    folder, _ = undisturbed
+    file = folder / "other.toml"
+    file.write_text((folder / "grid.toml").read_text().replace("prompts_per_update=8", "prompts_per_update=2"))
+    done = run_here("experiment", file)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().split("\n")
+    assert "tiny.one-update.lr-0.02.seed-1.json: configuration " in line and ", expected " in line

@@ -1,0 +1,128 @@
+"""Mean, deviation, paired bootstrap interval against hand calculations and the exact distribution; tables of them."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from experiment_cases import make_grid, make_result
+
+from hacpo_mega.experiments.compare import Summary, bootstrap_interval, paired_difference, summarize
+from hacpo_mega.experiments.evidence import as_table, evidence_of
+from hacpo_mega.experiments.grid import Cell
+from hacpo_mega.experiments.page import write_evidence
+from hacpo_mega.experiments.table import to_markdown
+
+
+def test_mean_and_sample_deviation_by_hand():
+    """Of .2, .4, .9: mean .5; squares .09 + .01 + .16 = .26, over n - 1 = 2: .13."""
+    found = summarize([0.2, 0.4, 0.9])
+    assert (found.mean, found.sd, found.n) == (pytest.approx(0.5), pytest.approx(math.sqrt(0.13)), 3)
+    assert summarize([0.7]) == Summary(0.7, None, 1)
+
+
+def test_differences_are_paired_by_seed():
+    """Seeds 1, 2, 3 are common: +.1, -.2, +.4, mean .1; seed 9 has no partner."""
+    found = paired_difference({1: 0.6, 2: 0.3, 3: 0.9, 9: 5.0}, {3: 0.5, 2: 0.5, 1: 0.5, 8: 0.0})
+    assert found.mean == pytest.approx(0.1)
+    assert (found.n, found.num_positive) == (3, 2)
+    # Of 27 resamples one in 27 (3.7 %) is all -.2 and one all +.4: both quantiles of 2.5 % lie inside these steps.
+    assert found.interval == pytest.approx((-0.2, 0.4))
+
+
+def test_fewer_than_three_pairs_have_no_interval_and_strangers_no_difference():
+    assert paired_difference({1: 0.6, 2: 0.3}, {1: 0.5, 2: 0.5}).interval is None
+    assert paired_difference({1: 0.6}, {2: 0.5}) is None
+
+
+@pytest.mark.parametrize(
+    "values", [(0.02, -0.01, 0.05, 0.03), (0.1, 0.11, 0.4, -0.3, 0.02), (1.0, 2.0, 4.0, 8.0, 16.0)]
+)
+def test_interval_is_that_of_the_exact_bootstrap_distribution(values):
+    """All n^n resamples, weighed alike: what 10,000 random ones estimate.
+
+    A quantile found by N draws lies between the exact ones at p -+ z sqrt(p (1 - p) / N); z = 5 fails once in 10^6.
+    """
+    means = np.array([np.mean(resample) for resample in itertools.product(values, repeat=len(values))])
+    low, high = bootstrap_interval(values)
+    slack = 5 * math.sqrt(0.025 * 0.975 / 10_000)
+    rounding = 1e-12
+    assert np.quantile(means, 0.025 - slack) - rounding <= low <= np.quantile(means, 0.025 + slack) + rounding
+    assert np.quantile(means, 0.975 - slack) - rounding <= high <= np.quantile(means, 0.975 + slack) + rounding
+    assert bootstrap_interval(values) == (low, high), "the same numbers give the same interval"
+
+
+def finished(tmp_path):
+    """A whole grid: alone .5, .6, .7 for A; shared .1 more; B always .8; the ablation cut .5 on two seeds."""
+    grid = make_grid(tmp_path)
+    results = {}
+    for method in ("alone", "shared"):
+        for rate, seed in itertools.product((2e-4, 4e-4), (11, 12)):
+            cell = Cell("skills", method, rate, seed, "tuning")
+            results[cell] = make_result(cell, (0.5 + 100 * rate, 0.8))
+    for seed in (1, 2, 3):
+        for method, more in (("alone", 0.0), ("shared", 0.1)):
+            cell = Cell("skills", method, 4e-4, seed, "reported")
+            results[cell] = make_result(cell, (0.4 + seed / 10 + more, 0.8))
+    for seed in (1, 2):
+        cell = Cell("skills", "cut", 4e-4, seed, "reported")
+        results[cell] = make_result(cell, (0.5, 0.8))
+    return grid, results
+
+
+def test_the_evidence_of_a_whole_grid_by_hand(tmp_path):
+    regime = evidence_of(*finished(tmp_path))["skills"]
+    shared, alone, cut = (regime.methods[name] for name in ("shared", "alone", "cut"))
+    assert regime.start == pytest.approx({"A": 0.25, "B": 0.25, "mean": 0.25})
+    assert shared.accuracy["A"].mean == pytest.approx(0.7) and shared.accuracy["A"].sd == pytest.approx(0.1)
+    assert shared.accuracy["mean"].mean == pytest.approx(0.75)
+    assert alone.difference == {}, "the reference is not compared with itself"
+    assert shared.difference["A"].interval == pytest.approx((0.1, 0.1))
+    assert shared.difference["B"].num_positive == 0
+    assert (cut.difference["A"].mean, cut.difference["A"].interval) == (pytest.approx(-0.05), None)
+    assert cut.ablation["A"].mean == pytest.approx(-0.15) and cut.ablation["A"].num_positive == 0
+    assert shared.ablation == {}, "it is tuned itself"
+    assert shared.generated_answers == (0, 2000) and shared.trained_answers == ()
+    assert shared.curves["A"].sd == pytest.approx((0.0, 0.1))
+
+
+def test_the_table_says_what_it_rests_on_and_what_is_missing(tmp_path):
+    grid, results = finished(tmp_path)
+    text = to_markdown(grid, evidence_of(grid, results), len(results), 0)
+    assert "| shared | 0.0004 | 0.700 ± 0.100 | 0.800 ± 0.000 | 0.750 ± 0.050 | 3 |  |" in text
+    assert (
+        "| shared | +0.100 [+0.100, +0.100] 3/3 | +0.000 [+0.000, +0.000] 0/3 | +0.050 [+0.050, +0.050] 3/3 | 3 |"
+        in text
+    )
+    assert "| cut | -0.050 0/2 | +0.000 0/2 | -0.025 0/2 | 2 |" in text
+    assert "Fewer than 3 common seeds: no interval is given." in text
+    assert "shared: 0.0004 is the highest rate that was tried" in text and "cut: 0.0004 is" not in text
+    assert "| shared | 0.660 | **0.670** |" in text
+    assert "16 runs." in text and "a processor, 2 cores" in text and "a" * 40 in text
+
+
+def test_evidence_does_not_depend_on_the_order_of_the_runs(tmp_path):
+    grid, results = finished(tmp_path)
+    turned = dict(reversed(results.items()))
+    assert json.dumps(as_table(grid, turned)) == json.dumps(as_table(grid, results))
+
+
+def test_an_unfinished_grid_shows_what_it_has(tmp_path):
+    grid, results = finished(tmp_path)
+    assert evidence_of(grid, {}) == {}
+    some = {cell: result for cell, result in results.items() if cell.stage == "tuning" or cell.method == "shared"}
+    regime = evidence_of(grid, some)["skills"]
+    assert list(regime.methods) == ["shared"] and regime.methods["shared"].difference == {}
+    assert as_table(grid, some)["num_missing"] == 5
+    files = write_evidence(grid, some)
+    assert {file.name for file in files} >= {"evidence.json", "evidence.md", "report.html", "skills-steps.png"}
+    assert not [file for file in files if "trained" in file.name], "nobody counted trained answers"
+
+
+def test_a_reported_run_at_a_rate_that_is_not_the_tuned_one_is_not_shown(tmp_path):
+    """After a rate was added to the grid, another may win; the runs at the old one stay on disk, unused."""
+    grid, results = finished(tmp_path)
+    cell = Cell("skills", "shared", 2e-4, 1, "reported")
+    more = results | {cell: make_result(cell, (0.99, 0.99))}
+    assert evidence_of(grid, more) == evidence_of(grid, results)

@@ -1,0 +1,158 @@
+"""The file of an experiment, the order of its runs, and the choice of a learning rate."""
+
+import pytest
+from experiment_cases import grid_file, make_grid
+from repository import ROOT
+
+from hacpo_mega.experiments.grid import Cell, config_of_cell, load_grid, overrides_of
+from hacpo_mega.experiments.order import Part, num_cells, pending_cells, reported_cells, tuned, tuning_cells
+
+# Final accuracy by rate: shared is best at 4e-4, alone is as good at both.
+SCORES = {("alone", 2e-4): 0.5, ("alone", 4e-4): 0.5, ("shared", 2e-4): 0.6, ("shared", 4e-4): 0.7}
+
+
+def score_of(cell: Cell) -> float:
+    return SCORES[cell.method, cell.learning_rate] if cell.stage == "tuning" else 0.8
+
+
+def spoken(cells) -> list[str]:
+    return [f"{cell.method} {cell.learning_rate} {cell.seed}" for cell in cells]
+
+
+def test_tuning_comes_first_by_method_then_the_seeds_interleaved(tmp_path):
+    """The whole order, written by hand; every run is played as soon as the queue asks for it."""
+    grid, scores, played = make_grid(tmp_path), {}, []
+    while cells := pending_cells(grid, scores):
+        played.append(cells[0])
+        scores[cells[0]] = score_of(cells[0])
+    assert spoken(played) == [
+        *("alone 0.0002 11", "alone 0.0002 12", "alone 0.0004 11", "alone 0.0004 12"),
+        *("shared 0.0002 11", "shared 0.0002 12", "shared 0.0004 11", "shared 0.0004 12"),
+        *("alone 0.0002 1", "shared 0.0004 1", "cut 0.0004 1"),
+        *("alone 0.0002 2", "shared 0.0004 2", "cut 0.0004 2"),
+        *("alone 0.0002 3", "shared 0.0004 3"),
+    ]
+    assert [cell.stage for cell in played] == ["tuning"] * 8 + ["reported"] * 8
+    assert len(played) == num_cells(grid) == 16
+    assert len({cell.name for cell in played}) == 16
+
+
+def test_every_method_is_tuned_with_the_same_budget_on_seeds_that_are_not_reported(tmp_path):
+    grid = make_grid(tmp_path)
+    budgets = [
+        {(c.learning_rate, c.seed) for c in tuning_cells(grid, "skills", method)} for method in ("alone", "shared")
+    ]
+    assert budgets[0] == budgets[1] == {(rate, seed) for rate in (2e-4, 4e-4) for seed in (11, 12)}
+    assert tuning_cells(grid, "skills", "cut") == []
+
+
+def test_the_best_mean_wins_a_tie_goes_to_the_smaller_and_an_edge_is_named(tmp_path):
+    grid = make_grid(tmp_path, learning_rates=[8e-4, 2e-4, 4e-4])
+    cells = tuning_cells(grid, "skills", "alone")
+    means = {2e-4: (0.4, 0.6), 4e-4: (0.3, 0.9), 8e-4: (0.6, 0.6)}
+    scores = {cell: means[cell.learning_rate][cell.seed - 11] for cell in cells}
+    found = tuned(grid, "skills", "alone", scores)
+    assert (found.learning_rate, found.edge) == (4e-4, None)
+    assert found.mean_scores == pytest.approx({2e-4: 0.5, 4e-4: 0.6, 8e-4: 0.6})
+    lowest = tuned(grid, "skills", "alone", dict.fromkeys(cells, 0.5))
+    assert (lowest.learning_rate, lowest.edge) == (2e-4, "lowest")
+    highest = tuned(grid, "skills", "alone", {cell: cell.learning_rate for cell in cells})
+    assert (highest.learning_rate, highest.edge) == (8e-4, "highest")
+    assert tuned(grid, "skills", "alone", dict.fromkeys(cells[:-1], 0.5)) is None, "one run is missing"
+
+
+def test_an_ablation_waits_for_the_rate_of_its_method(tmp_path):
+    grid = make_grid(tmp_path)
+    scores = {cell: score_of(cell) for cell in tuning_cells(grid, "skills", "alone")}
+    assert {cell.method for cell in reported_cells(grid, "skills", scores)} == {"alone"}
+    scores |= {cell: score_of(cell) for cell in tuning_cells(grid, "skills", "shared")}
+    assert {cell.learning_rate for cell in reported_cells(grid, "skills", scores) if cell.method == "cut"} == {4e-4}
+
+
+def test_a_single_rate_needs_no_tuning(tmp_path):
+    grid = make_grid(tmp_path, learning_rates=[3e-4], tuning_seeds=[])
+    assert {cell.stage for cell in pending_cells(grid, {})} == {"reported"}
+    assert tuned(grid, "skills", "cut", {}).edge is None
+
+
+def test_two_machines_share_all_cells_and_never_divide_what_is_compared(tmp_path):
+    grid = make_grid(tmp_path)
+    scores = {cell: score_of(cell) for method in grid.methods for cell in tuning_cells(grid, "skills", method)}
+    for known in ({}, scores):
+        shares = [pending_cells(grid, known, Part.parse(text)) for text in ("1/2", "2/2")]
+        assert sorted(map(repr, shares[0] + shares[1])) == sorted(map(repr, pending_cells(grid, known)))
+    assert [{cell.seed for cell in share} for share in shares] == [{1, 3}, {2}]
+    assert {cell.method for cell in pending_cells(grid, {}, Part(0, 2))} == {"alone"}
+    for text in ("2", "0/2", "3/2", "a/b", "1/"):
+        with pytest.raises(ValueError, match="expected NUMBER/TOTAL"):
+            Part.parse(text)
+
+
+def test_overrides_apply_in_order_regime_method_cell(tmp_path):
+    regimes = {"skills": {"config": "run.toml", "set": ["num_steps=3", "algorithm.alpha=2.0"]}}
+    grid = make_grid(tmp_path, regimes=regimes)
+    assert overrides_of(grid, Cell("skills", "cut", 2e-5, 7, "reported")) == [
+        "num_steps=3",
+        "algorithm.alpha=2.0",
+        "algorithm.alpha=0.0",
+        "seed=7",
+        "agents.*.optimizer.lr=2e-05",
+    ]
+
+
+BAD = {
+    "shared seed": ({"tuning_seeds": [2, 11]}, r"tuning_seeds: \[2\] are also in seeds"),
+    "repeated seed": ({"seeds": [1, 2, 1]}, r"seeds: 1 is listed more than once. Nearest: \[1, 2\]"),
+    "rates without seeds": ({"tuning_seeds": []}, "learning_rates has 2 values, so tuning_seeds needs at least one"),
+    "unknown reference": ({"reference": "shard"}, "reference 'shard' is none of the methods: alone, shared, cut"),
+    "unknown key": ({"learning_rate": [1e-4]}, "learning_rate: unknown key; did you mean 'learning_rates'?"),
+    "unknown key inside": (
+        {"methods": {"a": {"num_seed": 2}}},
+        "methods.a.num_seed: unknown key; did you mean 'num_seeds'?",
+    ),
+    "no config": ({"regimes": {"skills": {}}}, "regimes.skills.config: required, not given"),
+    "text for a rate": ({"learning_rates": ["1e-4"]}, "learning_rates.0: needs a number, found '1e-4'"),
+    "no results": ({"results": None}, "results: required, not given"),
+    "too many seeds": ({"methods": {"a": {"num_seeds": 4}}}, r"methods.a.num_seeds \(4\) is more than the 3 seeds"),
+    "unknown regime": (
+        {"methods": {"a": {"regimes": ["gap"]}}},
+        r"methods.a.regimes: \['gap'\] unknown; there are: sk",
+    ),
+    "chain": (
+        {"methods": {"a": {}, "b": {"learning_rate_of": "a"}, "c": {"learning_rate_of": "b"}}},
+        "methods.c.learning_rate_of 'b' is no method that is tuned itself; there are: a",
+    ),
+    "own key": (
+        {"methods": {"a": {"set": ["agents.qwen.optimizer.lr=1e-3"]}}},
+        "methods.a.set: 'agents.qwen.optimizer.lr=1e-3': agents.qwen.optimizer.lr is set by the grid",
+    ),
+    "own key of a regime": (
+        {"regimes": {"skills": {"config": "run.toml", "set": ["seed=3"]}}},
+        "regimes.skills.set: 'seed=3': seed is set by the grid",
+    ),
+    "bad name": ({"methods": {"a b": {}}}, "methods.a b: needs letters, digits, - and _"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda name: name.replace(" ", "-"))
+def test_a_bad_grid_is_one_clear_line(tmp_path, case):
+    changes, complaint = BAD[case]
+    file = grid_file(tmp_path, **changes)
+    with pytest.raises(ValueError, match=complaint) as refused:
+        load_grid(file)
+    assert all(line.startswith(f"{file}: ") for line in str(refused.value).split("\n"))
+
+
+def test_all_complaints_come_at_once(tmp_path):
+    with pytest.raises(ValueError, match="tuning_seeds") as refused:
+        make_grid(tmp_path, tuning_seeds=[1], reference="x", methods={"a": {"num_seeds": 9}})
+    assert len(str(refused.value).split("\n")) == 3
+
+
+def test_the_shipped_grid_is_sound_in_every_cell(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    grid = load_grid(ROOT / "configs/evidence.toml")
+    assert num_cells(grid) == 9 * 3 * 2 + 9 * 6 + 6 * 3
+    configs = {m: config_of_cell(grid, Cell("skills", m, 2e-4, 1, "reported"), tmp_path / "run") for m in grid.methods}
+    assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(grid.methods)
+    assert {agent.optimizer.lr for config in configs.values() for agent in config.agents} == {2e-4}
