@@ -145,6 +145,7 @@ def test_the_smallest_differences_are_not_lost():
 def test_a_step_without_a_trained_token_has_no_gap():
     assert reduced(add_engine_gap, scored(answers([-1.0]), scores([]))) == {}
     assert reduced(add_engine_gap, []) == {}
+    assert [reduced(add_engine_weights, [], kind, CAP) for kind in ("token", "sequence")] == [{}, {}]
 
 
 def test_weights_are_counted_where_they_are_used():

@@ -128,6 +128,22 @@ def test_a_tokens_weight_scales_its_gradient_and_leaves_the_loss():
     assert torch.equal(weighted_grad, grad * torch.tensor([0.25, 1.7, 1.0, 1.0, 1.0])), "others' tokens keep weight 1"
 
 
+def test_a_tokens_weight_scales_its_gradient_where_every_token_has_a_ratio():
+    values, old = torch.tensor([-0.2, -0.4]), np.float32([-0.25, -0.4])
+    batch = micro_batch([2], [True], [1.5], [-0.3])
+    batch = dataclasses.replace(batch, sequences=(dataclasses.replace(batch.sequences[0], old_logprobs=old),))
+    seen = []
+    for part in (batch, token_weighted(batch, [0.25, 1.7])):
+        token_logprob = values.clone().requires_grad_()
+        loss, _ = PolicyLoss(0, 0.25, AlgorithmConfig(method="grpo"), reference={})(token_logprob, part)
+        loss.backward()
+        seen.append((loss.detach(), token_logprob.grad))
+    (loss, grad), (weighted_loss, weighted_grad) = seen
+    assert torch.equal(weighted_loss, loss)
+    assert grad.count_nonzero() == 2
+    assert torch.equal(weighted_grad, grad * torch.tensor([0.25, 1.7]))
+
+
 def test_a_tokens_weight_is_not_one_of_its_kl_to_the_initial_policy():
     batch = micro_batch([2], [True], [0.0], [-0.3])  # no advantage: what is left is the KL
     reference = {(0, 0, 0): np.float32([-0.1, -0.9])}
