@@ -104,6 +104,7 @@ class Queue:
         config = config_of_cell(self.grid, cell, folder / "run")
         file = folder / "config.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
+        print(f"{cell.name} runs; what it says goes to {folder / '0.out'}", flush=True)
         statuses = self.server.run(RankMap.of(config).world_size, folder, self.train_rank, str(file))
         agents = tuple(agent.name for agent in config.agents)
         every = config.evaluation.every_steps

@@ -57,17 +57,16 @@ def check_cells(grid: Grid) -> dict[Setting, Config]:
 def check_identities(configs: Mapping[Setting, Config]) -> dict[Setting, Identity]:
     """The digests of every (regime, method). ValueError when the methods of a regime differ in more than method."""
     identities: dict[Setting, Identity] = {}
-    complaints = []
+    complaints: dict[str, list[str]] = {}
     for (regime, method), config in configs.items():
         identity = identities[regime, method] = identity_of(config)
         first = next(setting for setting in identities if setting[0] == regime)
-        complaints += [
-            f"regimes.{regime}: {what} of methods.{method} ({found}) and methods.{first[1]} ({expected}) differ; "
-            "what they are trained from and measured on must be the same, so set it for the regime"
-            for what, found, expected in _differences(identity, identities[first])
-        ]
-    if complaints:
-        raise ValueError("\n".join(complaints))
+        for what, found, expected in _differences(identity, identities[first]):
+            complaints.setdefault(f"{regime} {what}", []).append(
+                f"regimes.{regime}: {what} of methods.{method} ({found}) and methods.{first[1]} ({expected}) differ; "
+                "what they are trained from and measured on must be the same, so set it for the regime"
+            )
+    _refuse(complaints)
     return identities
 
 
@@ -112,9 +111,7 @@ def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
 def _refuse(complaints: Mapping[str, list[str]]) -> None:
     """ValueError with the first complaint of every kind, and how many more there are of it; nothing without any."""
     if complaints:
-        more = {
-            what: f" ({len(lines) - 1} more files like it)" * (len(lines) > 1) for what, lines in complaints.items()
-        }
+        more = {what: f" ({len(lines) - 1} more like it)" * (len(lines) > 1) for what, lines in complaints.items()}
         raise ValueError("\n".join(lines[0] + more[what] for what, lines in complaints.items()))
 
 

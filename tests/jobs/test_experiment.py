@@ -1,6 +1,7 @@
 """A small grid run for real: killed in the middle and started again, it shows what an undisturbed one shows."""
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,20 +13,21 @@ from job import run_here, start_command
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 
-def write_grid(folder: Path, config: Path) -> Path:
-    """Two methods on two seeds in a regime that trains, after a regime whose only run fails at its start."""
+def write_grid(folder: Path, config: Path, *regimes: str) -> Path:
+    """Two methods on two seeds in the regime `tiny`; the runs of `broken`, of one method, fail at their start."""
     overrides = ["evaluation.every_steps=1", 'algorithm.method="gspo"']
+    known = {
+        "broken": {"config": str(config), "set": [*overrides, "rollout.max_prompt_tokens=1"]},
+        "tiny": {"config": str(config), "set": overrides},
+    }
     table = {
         "results": str(folder / "results"),
         "work_dir": str(folder / "work"),
         "seeds": [1, 2],
         "learning_rates": [2e-2],
-        "regimes": {
-            "broken": {"config": str(config), "set": [*overrides, "rollout.max_prompt_tokens=1"]},
-            "tiny": {"config": str(config), "set": overrides},
-        },
+        "regimes": {regime: known[regime] for regime in regimes},
         "methods": {
-            "gspo": {"num_seeds": 2, "regimes": ["tiny", "broken"]},
+            "gspo": {},
             "one-update": {"set": ["training.prompts_per_update=8"], "regimes": ["tiny"]},
         },
     }
@@ -49,20 +51,22 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, config: Path) -> tuple[Path, subprocess.CompletedProcess]:
     """The folder of a grid that ran in one go, and what the command said."""
     folder = tmp_path_factory.mktemp("undisturbed") / "grid"
-    process = start_command("experiment", write_grid(folder, config))
+    process = start_command("experiment", write_grid(folder, config, "broken", "tiny"))
     out, errors = process.communicate()
     return folder, subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 def shown(folder: Path) -> Any:
-    """evidence.json without what differs between two runs of the same: seconds."""
+    """What evidence.json has of the regime `tiny`, without what differs between two runs of the same: seconds."""
 
     def without_seconds(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: without_seconds(inside) for key, inside in value.items() if key != "seconds"}
         return [without_seconds(inside) for inside in value] if isinstance(value, list) else value
 
-    return without_seconds(json.loads((folder / "work" / "evidence.json").read_text()))
+    evidence = json.loads((folder / "work" / "evidence.json").read_text())
+    assert list(evidence["regimes"]) == ["tiny"] and len(evidence["runs"]) == 4
+    return without_seconds([evidence["regimes"], evidence["runs"]])
 
 
 def test_a_run_that_fails_is_kept_aside_and_the_queue_goes_on(undisturbed):
@@ -72,6 +76,7 @@ def test_a_run_that_fails_is_kept_aside_and_the_queue_goes_on(undisturbed):
         "broken.gspo.lr-0.02.seed-1 FAILED, exit statuses [2, 2]: rollout.max_prompt_tokens (1) leaves" in done.stdout
     )
     assert "4 runs made, 2 failed, 2 of the grid still missing" in done.stdout
+    assert "leaked" not in done.stderr and "Falling back" not in done.stderr, "the server is quiet"
     failure = (folder / "work/failed/broken.gspo.lr-0.02.seed-1/failure.toml").read_text()
     assert "rollout.max_prompt_tokens (1) leaves" in failure
     names = sorted(path.name for path in (folder / "results").iterdir())
@@ -82,7 +87,7 @@ def test_a_run_that_fails_is_kept_aside_and_the_queue_goes_on(undisturbed):
 
 def test_killed_in_the_middle_and_started_again_it_shows_the_same(tmp_path, config, undisturbed):
     folder = tmp_path / "grid"
-    file = write_grid(folder, config)
+    file = write_grid(folder, config, "tiny")
     first = start_command("experiment", file)
     while not list((folder / "results").glob("[!.]*.json")):
         assert first.poll() is None, first.communicate()
@@ -93,8 +98,9 @@ def test_killed_in_the_middle_and_started_again_it_shows_the_same(tmp_path, conf
     finished = {path: path.stat().st_mtime_ns for path in (folder / "results").glob("[!.]*.json")}
     assert 1 <= len(finished) < 4
     second = start_command("experiment", file)
-    _, errors = second.communicate()
-    assert second.returncode == 1, errors[-4000:]
+    out, errors = second.communicate()
+    assert second.returncode == 0, errors[-4000:]
+    assert f"{4 - len(finished)} runs made, 0 failed, 0 of the grid still missing" in out
     assert {path: path.stat().st_mtime_ns for path in finished} == finished, "what is finished is not run again"
     assert shown(folder) == shown(undisturbed[0])
 
@@ -109,7 +115,7 @@ def test_the_table_alone_is_made_from_what_is_there(undisturbed):
     assert shown(folder) == before
     assert (folder / "work/curves/tiny-steps.png").stat().st_size > 10_000
     page = (folder / "work/report.html").read_text()
-    assert "one-update" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert "one-update" in page and not re.search(r'(src|href)="(?!#)', page), "it refers to nothing outside"
 
 
 def test_results_of_another_configuration_are_refused_by_name(undisturbed, config):

@@ -80,7 +80,7 @@ def test_results_that_this_source_would_not_make_are_refused(tmp_path):
         cell: make_result(cell, (0.5,), commit="b" * 40)
         for cell in (CELL, Cell("skills", "alone", 4e-4, 1, "reported"))
     }
-    with pytest.raises(ValueError, match=r"^[^\n]*--table-only \(1 more files like it\)$"):
+    with pytest.raises(ValueError, match=r"^[^\n]*--table-only \(1 more like it\)$"):
         require_same(grid, both, expected, COMMIT)
 
 
