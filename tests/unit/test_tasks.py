@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import ROOT
 
+from hacpo_mega.config import load_config
 from hacpo_mega.data.tasks import (
     SKILLS,
     SkillMix,
@@ -98,6 +100,18 @@ def test_answers_have_the_length_that_the_ratio_needs():
     assert (min(lengths), max(lengths)) == (38, 51)
     assert 48 < sum(lengths) / len(lengths) < 49
     assert {len(e.prompt) for e in SKILLS["sum"]()} == {12}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "evidence_gap"])
+def test_every_prompt_and_gold_answer_fits_its_configuration(name):
+    """A token has at least one character, so characters and the EOS bound the tokens of every agent."""
+    config = load_config(ROOT / "configs" / f"{name}.toml")
+    examples = [e for skill in config.data.skills for e in SKILLS[skill]()]
+    assert max(len(e.prompt) for e in examples) <= config.rollout.max_prompt_tokens
+    assert max(len(e.answer) for e in examples) + 1 <= config.rollout.max_answer_tokens
+    for agent in config.agents:
+        assert {sign for e in examples for sign in e.prompt + e.answer} <= set(agent.init.vocabulary)
+        assert set(agent.init.warm_start.skills) == set(config.data.skills)
 
 
 def test_the_terms_of_sums_are_spread_evenly():
