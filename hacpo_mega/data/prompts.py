@@ -13,6 +13,10 @@ from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.tasks import Example
 from hacpo_mega.records import Prompt
 
+# Apart from the streams 0 and 1 of a warm start (tasks.py): with the seed of `init` a run would begin with the very
+# examples that its models were taught.
+STREAM = 2
+
 
 def rows_of_examples(examples: Sequence[Example]) -> tuple[PromptRow, ...]:
     """Arithmetic examples as prompt rows; the gold answer is the result alone, since the working is not judged."""
@@ -92,6 +96,6 @@ class PromptSampler:
             self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
             # raw words and a stable sort: numpy guarantees the raw stream of a bit generator, not its permutation(),
             # and a resumed run may meet another numpy
-            bits = np.random.PCG64(np.random.SeedSequence((self.seed, group, epoch)))
+            bits = np.random.PCG64(np.random.SeedSequence((self.seed, STREAM, group, epoch)))
             self._order[group, epoch] = np.argsort(bits.random_raw(len(self.groups[group])), kind="stable")
         return self._order[group, epoch]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hacpo_mega.data.files import PromptRow, check_data, content_id, load_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
-from hacpo_mega.data.tasks import training_examples
+from hacpo_mega.data.tasks import SkillMix, WarmStartStream, training_examples
 
 
 def write_lines(path, *lines):
@@ -163,6 +163,14 @@ def test_another_process_draws_the_same_prompts():
     )
     here = PromptSampler(rows_of_examples(training_examples("mul")), 11, 8, 4).at(75)
     assert run.stdout.strip() == str([p.text for p in here])
+
+
+def test_a_run_with_the_seed_of_its_warm_start_does_not_begin_with_what_was_taught():
+    """One skill, 320 taught examples of 7,925: by chance 2 or 3 of the first 64 prompts are among them, never most."""
+    taught = {example.prompt for example in WarmStartStream([SkillMix("sum", 1.0, 320)], 64, seed=7).examples[0]}
+    first = PromptSampler(rows_of_examples(training_examples("sum")), 7, 64, 16).at(0)
+    assert len(taught) == 320
+    assert sum(prompt.text in taught for prompt in first) < 16
 
 
 def test_impossible_steps_say_what_would_work():
