@@ -7,7 +7,8 @@ Whoever sees a death passes the cause on around the ring, so that everyone print
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
 asks its way around the ring before it is announced: it comes back only if nobody is dead.
-What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2.
+What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2,
+a run that stops itself (RunStopped) likewise with status 3.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
@@ -27,13 +28,17 @@ from hacpo_mega.cluster.rank_map import RankMap
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
-FAILED, REFUSED = 1, 2  # exit statuses
+FAILED, REFUSED, STOPPED = 1, 2, 3  # exit statuses
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
 # by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL.
 ERROR_PATIENCE_S = 30.0
 SIGTERM_PATIENCE_S = 5.0
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class RunStopped(Exception):
+    """The run ends itself, since going on would train nothing. Its text is said once in the whole job; status 3."""
 
 
 class Watchdog:
@@ -76,15 +81,16 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """Ends this process, after every other process has been told why. Never returns.
 
-        Status 2 for a ValueError before training, of which only the text is shown; 1 for all else.
+        Status 2 for a ValueError before training and 3 for RunStopped, of which only the text is shown; 1 for all else.
         """
         detail = str(error).strip().split("\n")[0]
         cause = f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}"
-        if isinstance(error, ValueError) and self._is_before_training:
+        is_refusal = isinstance(error, ValueError) and self._is_before_training
+        if is_refusal or isinstance(error, RunStopped):
             if self._is_first_to_say(str(error)):
                 _write(f"{error}\n")
             time.sleep(REFUSAL_PATIENCE_S)
-            self._go_down(cause, REFUSED)
+            self._go_down(cause, REFUSED if is_refusal else STOPPED)
         if self._to_watcher is not None:
             self._tell(f"alive? {self._me.global_rank}")
             self._nobody_is_dead.wait(ERROR_PATIENCE_S)
@@ -125,7 +131,7 @@ class Watchdog:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
         self._tell(f"down {status} {cause}")
         sys.stdout.flush()
-        if status != REFUSED:  # what was refused has been said, and who found it does not matter
+        if status == FAILED:  # else the reason has been said, and who found it does not matter
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 

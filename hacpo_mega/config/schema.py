@@ -84,6 +84,9 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    max_skipped_updates: Count = 5
+    """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
+    with the samples of these updates in logs/."""
     diagnose_every: CountOrZero = 0
     """Steps from one measurement of own against cross gradients to the next, which costs about one more learn phase and
     changes no weight; 0: never, and there is none where no answers are shared."""

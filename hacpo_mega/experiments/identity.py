@@ -41,8 +41,12 @@ def folder_digest(folder: Path) -> str:
     return _digest_of([(file.name, _file_digest(file)) for file in files])
 
 
+# Where a run gives up changes nothing of one that came to its end.
+GIVES_UP = {"training": {"max_skipped_updates"}}
+
+
 def _what_a_method_is(config: Config) -> dict[str, Any]:
-    table = config.model_dump(mode="json", exclude={"run_dir", "seed"})
+    table = config.model_dump(mode="json", exclude={"run_dir": True, "seed": True, **GIVES_UP})
     for agent in table["agents"]:
         del agent["optimizer"]["lr"]
     return {**table, "training_files": [_file_digest(file) for file in config.data.files]}

@@ -14,7 +14,7 @@ from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.judge import JudgeReport
-from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
+from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.step_metrics import (
@@ -22,6 +22,7 @@ from hacpo_mega.logbook.step_metrics import (
     add_capability,
     add_engine_gap,
     add_engine_weights,
+    add_skips,
     add_update,
     add_view,
 )
@@ -40,6 +41,7 @@ class StepReport:
         self._names = tuple(agent.name for agent in config.agents)
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
         self._engine_alarm = EngineAlarm(self._names, dtype)
+        self._grad_norm_alarm = GradNormAlarm(self._names)
 
     def add(
         self,
@@ -78,9 +80,14 @@ class StepReport:
         add_view(self._metrics, learner, self._names, views)
         for m, update in enumerate(updates):
             add_update(self._metrics, update, m, learner, self._names, self._algorithm)
+        if self._place.coordinate.agent_rank == 0:
+            add_skips(self._metrics, name, updates)
 
     def warn(self, reduced: StepMetrics) -> None:
         """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
-        gaps = [reduced.values.get(f"agent/{name}/engine_gap_mean") for name in self._names]
-        for warning in self._engine_alarm.warnings(gaps):
+        gaps, norms = (
+            [reduced.values.get(f"agent/{name}/{what}") for name in self._names]
+            for what in ("engine_gap_mean", "grad_norm_max")
+        )
+        for warning in (*self._engine_alarm.warnings(gaps), *self._grad_norm_alarm.warnings(norms)):
             self._console.say(warning)
