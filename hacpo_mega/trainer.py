@@ -86,8 +86,9 @@ class Trainer:
                 num_tokens = longest_encoding(codecs)
                 self.sampler, num_dropped = training_sampler(config, num_tokens)
                 self.held_out = held_out_prompts(config, num_tokens)
-                # every key of [reward] is an argument of the judge
-                self.judge = stack.enter_context(Judge(**config.reward.model_dump()))
+                # every other key of [reward] is an argument of the judge
+                reward = config.reward.model_dump(exclude={"max_unjudged_share"})
+                self.judge = stack.enter_context(Judge(**reward))
                 self.agent = Agent(config.agents[self.place.agent], self.place, config)
             if num_dropped:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")

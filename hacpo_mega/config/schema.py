@@ -51,6 +51,8 @@ class RewardConfig(Section):
     """Grading processes of each cell."""
     require_stop: Flag = False
     """Whether an answer that was cut at max_answer_tokens counts as no answer."""
+    max_unjudged_share: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] = 0.5
+    """Share of a cell's answers that its grader may leave unjudged; above it in 3 steps in a row the run stops."""
 
 
 class RolloutConfig(Section):

@@ -42,7 +42,7 @@ def folder_digest(folder: Path) -> str:
 
 
 # Where a run gives up changes nothing of one that came to its end.
-GIVES_UP = {"training": {"max_skipped_updates"}}
+GIVES_UP = {"training": {"max_skipped_updates"}, "reward": {"max_unjudged_share"}}
 
 
 def _what_a_method_is(config: Config) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _how_it_is_measured(config: Config) -> dict[str, Any]:
         "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_answer_tokens": config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
-        "reward": config.reward.model_dump(mode="json", exclude={"num_workers"}),
+        "reward": config.reward.model_dump(mode="json", exclude={"num_workers", *GIVES_UP["reward"]}),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a person is told once when a number leaves the range in which training makes sense."""
+"""What a person is told once when a number leaves the range in which training makes sense, and when a run must end."""
 
 import math
 from collections import deque
@@ -8,6 +8,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from hacpo_mega.cluster.watchdog import RunStopped
+
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
 
@@ -15,6 +17,8 @@ OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
 GAP_FLOOR_FP32, GAP_FLOOR = 1e-3, 0.05
 GAP_FACTOR = 4.0
 GAP_WINDOW = 16  # steps
+
+UNJUDGED_STEPS = 3
 
 SPIKE_FACTOR = 5.0
 SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
@@ -60,6 +64,26 @@ class JudgeAlarm:
             return
         self._told.add(first_error)
         yield f"warning: {num_unjudged} of {num_answers} answers unjudged; the grader's first error: {first_error}"
+
+
+class UnjudgedLimit:
+    """Ends a run whose grader leaves more than the share `most` of a cell's answers unjudged, 3 steps in a row.
+
+    Unjudged answers enter no mean and no group, so such a run pays for answers that train nothing.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._num_steps = 0
+
+    def see(self, num_unjudged: int, num_answers: int, first_error: str | None) -> None:
+        """Counts a step of this cell; RunStopped after the third in a row above the limit."""
+        self._num_steps = self._num_steps + 1 if num_unjudged > self._most * num_answers else 0
+        if self._num_steps == UNJUDGED_STEPS:
+            raise RunStopped(
+                f"more than {self._most:.0%} of the answers (reward.max_unjudged_share) were left unjudged in "
+                f"{UNJUDGED_STEPS} steps in a row; the grader's first error: {first_error or 'it ran out of time'}"
+            )
 
 
 class EngineAlarm:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hacpo_mega.algorithm import capability_ratios
-from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm
+from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm, UnjudgedLimit
 
 
 def test_an_agent_without_a_reward_is_named_once_for_every_pair_that_it_breaks():
@@ -38,6 +39,24 @@ def test_a_grader_that_fails_is_quoted_once_and_another_error_again():
     assert line == "warning: 64 of 64 answers unjudged; the grader's first error: ValueError: no field 'gold'"
     assert list(alarm.warnings(60, 64, "ValueError: no field 'gold'")) == []
     assert len(list(alarm.warnings(1, 64, "returned str"))) == 1
+
+
+def test_a_grader_that_fails_three_steps_in_a_row_ends_the_run():
+    limit = UnjudgedLimit(0.5)
+    for num_unjudged in (33, 64, 32, 33, 64):  # 32 of 64 are not more than half: the row begins again
+        limit.see(num_unjudged, 64, "ValueError: no field")
+    with pytest.raises(RunStopped) as stop:
+        limit.see(33, 64, "ValueError: no field")
+    assert str(stop.value) == (
+        "more than 50% of the answers (reward.max_unjudged_share) were left unjudged in 3 steps in a row; "
+        "the grader's first error: ValueError: no field"
+    )
+
+
+def test_a_share_of_one_never_ends_a_run():
+    limit = UnjudgedLimit(1.0)
+    for _ in range(9):
+        limit.see(64, 64, "ValueError")
 
 
 def said(alarm: EngineAlarm, *gaps: float | None) -> list[int]:
