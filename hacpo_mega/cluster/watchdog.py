@@ -8,7 +8,8 @@ those that wait in a collective (the main thread cannot leave one; `os._exit` fr
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
 asks its way around the ring before it is announced: it comes back only if nobody is dead.
 What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2,
-a run that stops itself (RunStopped) likewise with status 3.
+a run that stops itself (RunStopped) likewise with status 3. A job that is told to end says so once, by its rank 0, and
+ends with the status that shells give such a process: 143 after SIGTERM, 130 after SIGINT.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
@@ -28,12 +29,13 @@ from hacpo_mega.cluster.rank_map import RankMap
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
-FAILED, REFUSED, STOPPED = 1, 2, 3  # exit statuses
+FAILED, REFUSED, STOPPED, SIGNALLED = 1, 2, 3, 128  # exit statuses; SIGNALLED + n: told to end by signal n
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
-# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL.
+# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
+# comes from a person and is heeded at once.
 ERROR_PATIENCE_S = 30.0
-SIGTERM_PATIENCE_S = 5.0
+SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -55,6 +57,7 @@ class Watchdog:
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
+        threading.Thread(target=self._heed, args=(_signals(),), name="signals", daemon=True).start()
         if rank_map.world_size == 1:
             return
         watcher = (rank - 1) % rank_map.world_size
@@ -62,7 +65,6 @@ class Watchdog:
             store.set(f"watchdog/{rank}", f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]}")
             from_watched = _connect(store.get(f"watchdog/{self._watched.global_rank}").decode(), rank, timeout_s)
             self._to_watcher = _accept(server, watcher, timeout_s)
-        threading.Thread(target=self._heed, args=(_sigterm(),), name="sigterm", daemon=True).start()
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
 
     def enter_phase(self, phase: str, when: str) -> None:
@@ -74,9 +76,9 @@ class Watchdog:
     def close(self) -> None:
         """Leaves the ring in peace. Only after a barrier: from here on this process no longer hears of deaths."""
         self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
-        if self._to_watcher is not None:
-            self._tell("bye")
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._tell("bye")
+        for number in SIGNAL_PATIENCE_S:
+            signal.signal(number, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> None:
         """Ends this process, after every other process has been told why. Never returns.
@@ -120,19 +122,23 @@ class Watchdog:
                     self._tell(f"alive? {text}")
         self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
 
-    def _heed(self, sigterm: socket.socket) -> None:
+    def _heed(self, signals: socket.socket) -> None:
         """Ends this process some time after SIGTERM: a launcher may see a death before the ring has named it."""
-        while sigterm.recv(1) != bytes([signal.SIGTERM]):
+        while (number := signals.recv(1)[0]) not in SIGNAL_PATIENCE_S:
             pass  # another signal
-        time.sleep(SIGTERM_PATIENCE_S)
-        self._go_down(f"{self._me} was told to end (SIGTERM) in phase {self._phase}", FAILED)
+        time.sleep(SIGNAL_PATIENCE_S[number])
+        cause = f"{self._me} was told to end ({signal.Signals(number).name}) in phase {self._phase}"
+        self._go_down(cause, SIGNALLED + number)
 
     def _go_down(self, cause: str, status: int) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
         self._tell(f"down {status} {cause}")
         sys.stdout.flush()
-        if status == FAILED:  # else the reason has been said, and who found it does not matter
+        if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
+        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
+            _write(f"{cause}\n")
+        # else the reason has been said, and who found it does not matter
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
     def _tell(self, line: str) -> None:
@@ -148,15 +154,16 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def _sigterm() -> socket.socket:
-    """A connection on which every signal's number arrives; SIGTERM no longer ends this process by itself.
+def _signals() -> socket.socket:
+    """A connection on which every signal's number arrives; SIGTERM and SIGINT no longer end this process by themselves.
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """
     told, tells = socket.socketpair()
     tells.setblocking(False)
     signal.set_wakeup_fd(tells.detach())
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in SIGNAL_PATIENCE_S:
+        signal.signal(number, lambda *_: None)
     return told
 
 

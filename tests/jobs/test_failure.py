@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import failing_job
 import pytest
 import torch
 from job import start_ranks
+from processes import descendants, is_running
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -99,10 +99,17 @@ def test_a_death_is_named_however_slowly_the_news_travels(tmp_path):
     assert not any("Traceback" in text for text in job.errors())
 
 
-def test_being_told_to_end_is_a_cause_like_others(tmp_path):
+@pytest.mark.parametrize("told", [(3,), (0, 1, 2, 3)], ids=["one", "all"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_job_that_is_told_to_end_says_so_in_one_line_and_by_its_status(tmp_path, told, number):
+    """Whom it was told first is a matter of milliseconds, where all were told."""
     job = Job(tmp_path, 2, "sleep")
-    job.signal(3, signal.SIGTERM)
-    job.assert_everyone_names(re.escape(f"{NAMES[3]} was told to end (SIGTERM) in phase exchange of step 12"))
+    for rank in told:
+        job.signal(rank, number)
+    assert job.wait() == [128 + number] * 4, job.errors()
+    phases = ("exchange", "exchange", "learn", "exchange")
+    said = [f"{NAMES[rank]} was told to end ({number.name}) in phase {phases[rank]} of step 12\n" for rank in told]
+    assert job.errors()[0] in said and not any(job.errors()[1:]), job.errors()
 
 
 def test_an_error_is_named_by_all_with_its_first_line(tmp_path):
@@ -155,27 +162,6 @@ def test_env_sh_says_what_the_launcher_says():
     found = dict(line.split("=", 1) for line in printed.splitlines())
     expected = EVERYWHERE | ({} if torch.cuda.is_available() else ON_CPU) | {"HF_HUB_OFFLINE": "0"}
     assert {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")} == expected
-
-
-def descendants(pid: int) -> set[int]:
-    """All processes below one, from /proc."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it may end while we read
-            fields = status.read_text().rpartition(")")[2].split()
-            parents[int(status.parent.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than an entry that nobody has collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def rank_of(pid: int) -> int | None:

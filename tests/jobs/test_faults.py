@@ -1,10 +1,18 @@
-"""Whole runs that end themselves, since going on would train nothing: exit code 3, one line, and files that explain."""
+"""Whole runs that end before their last step: by themselves, since going on would train nothing, or by Ctrl-C.
+
+Each ends with an exit code of its own, one line, and files that explain it (docs/faults.md).
+"""
 
 import json
+import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from job import play_command, start_ranks
+from job import play_command, start_command, start_ranks
+from processes import descendants, is_running
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.logbook.metrics import read_metrics
@@ -80,3 +88,24 @@ def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_tra
     ]
     assert list(read_metrics(tmp_path / "run/metrics.jsonl")) == [0, 1, 2]
     assert "step 2/9" in console and "step 3/9" not in console
+
+
+def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_process(tmp_path):
+    """A terminal tells the launcher alone: each of its ranks leads a process group of its own."""
+    agents = [agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2)]
+    config = write_config(tmp_path, agents, num_steps=100_000, algorithm={"method": "gspo"})
+    with (tmp_path / "errors").open("w") as errors:
+        job = start_command("train", config, stdout=subprocess.DEVNULL, stderr=errors)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert job.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.5)
+    family = descendants(job.pid)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=DEADLINE_S) == 130
+    told = r"rank [01] \(agent wide, .*\) was told to end \(SIGINT\) in phase \w+ of step \d+\n"
+    assert re.fullmatch(told, (tmp_path / "errors").read_text()), (tmp_path / "errors").read_text()
+    deadline = time.monotonic() + DEADLINE_S
+    while [pid for pid in family if is_running(pid)]:  # a grader ends when it finds that its rank is gone
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
