@@ -75,7 +75,7 @@ class Trainer:
         self.steps_done = 0
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            self.place = stack.enter_context(Place.join(RankMap.of(config)))
+            self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
@@ -105,6 +105,7 @@ class Trainer:
                 max_answer_tokens=config.rollout.max_answer_tokens,
             )
             self.folder = stack.enter_context(RunFolder(config, self.place))
+            self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
                 config.run_dir / "logs",

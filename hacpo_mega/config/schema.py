@@ -119,6 +119,9 @@ class Config(Section):
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
     by rounding alone."""
+    stall_s: Annotated[float, Field(strict=True, ge=10.0)] = 600.0
+    """Seconds without a sign of life from a process, which is stopped or stuck then, after which the job names it,
+    writes all stacks to logs/ and ends; a long phase gives signs of life."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

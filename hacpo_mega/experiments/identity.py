@@ -42,7 +42,7 @@ def folder_digest(folder: Path) -> str:
 
 
 # Where a run gives up changes nothing of one that came to its end.
-GIVES_UP = {"training": {"max_skipped_updates"}, "reward": {"max_unjudged_share"}}
+GIVES_UP = {"stall_s": True, "training": {"max_skipped_updates"}, "reward": {"max_unjudged_share"}}
 
 
 def _what_a_method_is(config: Config) -> dict[str, Any]:

@@ -37,10 +37,10 @@ NAMES = (
 class Job:
     """The four processes as srun starts them, with nobody who looks after them; what they write goes to files."""
 
-    def __init__(self, folder: Path, victim: int, fate: str, timeout_s: float = 1800.0) -> None:
+    def __init__(self, folder: Path, victim: int, fate: str, timeout_s: float = 1800.0, stall_s: float = 600.0) -> None:
         """Returns when the victim is about to meet its fate."""
         self.folder, ready = folder, folder / "ready"
-        self.ranks = start_ranks(4, folder, failing_job.run, victim, fate, timeout_s, ready)
+        self.ranks = start_ranks(4, folder, failing_job.run, victim, fate, timeout_s, ready, stall_s)
         while not ready.exists():
             statuses = [process.exitcode for process in self.ranks]
             assert statuses == [None] * 4 or ready.exists(), (statuses, self.errors())
@@ -141,6 +141,38 @@ def test_a_stopped_process_is_not_dead(tmp_path):
     job.signal(2, signal.SIGCONT)
     assert job.wait() == [0, 0, 0, 0], job.errors()
     assert all((tmp_path / f"{rank}.out").read_text() == "finished\n" for rank in range(4))
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named_with_the_stacks_of_all(tmp_path):
+    """It is let go on, to write its own, and says the same as the others."""
+    job = Job(tmp_path, 2, "sleep", stall_s=20.0)
+    job.signal(2, signal.SIGSTOP)
+    assert job.wait() == [4, 4, 4, 4], job.errors()
+    cause = (
+        f"{NAMES[2]} has given no sign of life for 20 s, in phase learn of step 12; stacks of all ranks: "
+        f"{tmp_path}/logs/rank_*.stack"
+    )
+    for rank, (name, errors) in enumerate(zip(NAMES, job.errors(), strict=True)):
+        phase = "learn" if rank == 2 else "exchange"
+        line = rf"{re.escape(name)}, for (\d+) s in phase {phase} of step 12, stops: {re.escape(cause)}\n"
+        found = re.fullmatch(line, errors)
+        assert found and int(found[1]) >= 18, (rank, errors)  # the last sign of life may come just before the stop
+        stack = (tmp_path / f"logs/rank_{rank}.stack").read_text()
+        assert "failing_job.py" in stack, stack
+    assert "in gather_bytes" in (tmp_path / "logs/rank_0.stack").read_text()
+
+
+def test_a_rank_that_comes_back_in_time_changes_nothing(tmp_path):
+    """Stopped three times, each for half of what is allowed; nothing is left in logs/."""
+    job = Job(tmp_path, 2, "late", stall_s=20.0)
+    for _ in range(3):
+        job.signal(2, signal.SIGSTOP)
+        time.sleep(10.0)
+        job.signal(2, signal.SIGCONT)
+        time.sleep(4.0)  # two signs of life
+    (tmp_path / "go").touch()
+    assert job.wait() == [0, 0, 0, 0], job.errors()
+    assert not any(job.errors()) and not list((tmp_path / "logs").iterdir())
 
 
 def test_under_torchrun_the_job_ends_with_the_name_on_its_output(tmp_path):
