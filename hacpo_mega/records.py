@@ -286,7 +286,7 @@ class UpdateStats:
     reports      what the loss function reported, one per micro-batch of this cell, tensors on the CPU
     loss         of the whole update, over all cells
     grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
-    skipped      the norm was not finite, so the parameters stayed as they were
+    skipped      the loss or the norm was not finite, so the parameters stayed as they were
     num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
     """
 

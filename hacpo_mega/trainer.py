@@ -30,6 +30,7 @@ from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.logbook.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
@@ -64,6 +65,7 @@ class Trainer:
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
     metrics, report, console, folder   what is measured, shown and written
+    skips        ends a run whose updates are all skipped
     """
 
     def __init__(self, config: Config) -> None:
@@ -73,7 +75,7 @@ class Trainer:
         self.steps_done = 0
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            self.place = stack.enter_context(Place.join(RankMap.of(config)))
+            self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
@@ -84,8 +86,9 @@ class Trainer:
                 num_tokens = longest_encoding(codecs)
                 self.sampler, num_dropped = training_sampler(config, num_tokens)
                 self.held_out = held_out_prompts(config, num_tokens)
-                # every key of [reward] is an argument of the judge
-                self.judge = stack.enter_context(Judge(**config.reward.model_dump()))
+                # every other key of [reward] is an argument of the judge
+                reward = config.reward.model_dump(exclude={"max_unjudged_share"})
+                self.judge = stack.enter_context(Judge(**reward))
                 self.agent = Agent(config.agents[self.place.agent], self.place, config)
             if num_dropped:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
@@ -102,6 +105,15 @@ class Trainer:
                 max_answer_tokens=config.rollout.max_answer_tokens,
             )
             self.folder = stack.enter_context(RunFolder(config, self.place))
+            self.place.keep_stack_in(config.run_dir / "logs")
+            self.skips = SkippedUpdates(
+                config.training.max_skipped_updates,
+                config.run_dir / "logs",
+                self.agent.name,
+                self.place.coordinate.cell if self.place.is_leader else None,
+                self.agent.codec.decode_answer,
+                self.place.gather_agent,
+            )
             self._stack = stack.pop_all()
 
     def fit(self) -> None:
@@ -153,6 +165,7 @@ class Trainer:
                 self._diagnose(update, m, low_N)
             with self._phase("learn"):
                 updates.append(self.agent.learn(update, m, low_N))
+                self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
             self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine

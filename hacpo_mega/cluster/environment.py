@@ -7,6 +7,7 @@
 import logging
 import os
 import shutil
+import signal
 import threading
 import time
 import warnings
@@ -22,6 +23,8 @@ EVERYWHERE = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps tensor-parallel communication only in this order
+    # Python's tracker frees the shared memory of vLLM when a process was told to end, and complains of having to.
+    "PYTHONWARNINGS": "ignore:resource_tracker",
     "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
 }
 ON_CPU = {
@@ -48,7 +51,11 @@ def _has_cuda() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Ends this process when the local job that started it is gone: a killed launcher cannot end its ranks."""
+    """Ends this process when the local job that started it is gone: a killed launcher cannot end its ranks.
+
+    And at once, without a traceback, by Ctrl-C: until watchdog.py heeds it, there is nothing to say.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None:
         threading.Thread(target=_leave_with, args=(int(launcher),), name="launcher", daemon=True).start()

@@ -17,6 +17,7 @@ Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +40,15 @@ class Place:
     cell_group, job_group    on every rank
     """
 
-    def __init__(self, rank_map: RankMap, rank: int, device: torch.device, store: dist.Store, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank_map: RankMap,
+        rank: int,
+        device: torch.device,
+        store: dist.Store,
+        timeout_s: float,
+        stall_s: float,
+    ) -> None:
         """Makes the groups; a collective over the job. Users call `Place.join`."""
         self.rank_map = rank_map
         self.coordinate: Coordinate = rank_map.coordinate(rank)
@@ -65,22 +74,22 @@ class Place:
             self.row_group = self._group(f"row/{my.agent}/{my.cell_in_lane}", my.lane, rank_map.lanes)
         self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size)
         self.job_group = self._group("job", rank, rank_map.world_size)
-        self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), timeout_s)
+        self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), timeout_s, stall_s)
 
     @classmethod
-    def join(cls, rank_map: RankMap, timeout_s: float = 1800.0) -> Self:
+    def join(cls, rank_map: RankMap, timeout_s: float = 1800.0, stall_s: float = 600.0) -> Self:
         """Takes this process's place in the job that torchrun or srun started; a collective over the job.
 
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
-        bounds joining and every later collective. Raises ValueError when the job was started with another number of
-        processes, or without a launcher.
+        bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
+        Raises ValueError when the job was started with another number of processes, or without a launcher.
         """
         rank, world_size, local_rank = (_from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
         device = _device(local_rank)
         # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
-        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s)
+        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
         os.environ["RANK"] = str(place.coordinate.agent_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -101,6 +110,10 @@ class Place:
     def enter_phase(self, phase: str, when: str) -> None:
         """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
         self._watchdog.enter_phase(phase, when)
+
+    def keep_stack_in(self, folder: Path) -> None:
+        """Says where this process writes its stack when the job hangs."""
+        self._watchdog.keep_stack_in(folder)
 
     def barrier(self) -> None:
         """Waits for every process of the job."""

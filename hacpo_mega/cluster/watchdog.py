@@ -1,17 +1,24 @@
-"""Who died, and in which phase: every process watches its neighbour through one TCP connection.
+"""Who died or hangs, and in which phase: every process watches its neighbour through one TCP connection.
 
 The processes of a job form a ring; rank r listens to rank r + 1, who tells it every phase it enters. The kernel, not a
 heartbeat thread, says whether a process lives: when it ends, however it ends, its socket closes within milliseconds,
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
+But a thread of it says every few seconds that it runs, in long phases too; a process that says nothing for `stall_s`
+seconds is stopped or stuck, so its neighbour has it write its stack, lets it go on if it was stopped, and ends the job,
+every rank of which writes its stack too (status 4).
 Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
 asks its way around the ring before it is announced: it comes back only if nobody is dead.
-What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2.
+What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2,
+a run that stops itself (RunStopped) likewise with status 3. A job that is told to end says so once, by its rank 0, and
+ends with the status that shells give such a process: 143 after SIGTERM, 130 after SIGINT.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
+import faulthandler
 import hashlib
+import math
 import os
 import signal
 import socket
@@ -20,6 +27,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -27,64 +35,93 @@ from hacpo_mega.cluster.rank_map import RankMap
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
-FAILED, REFUSED = 1, 2  # exit statuses
+FAILED, REFUSED, STOPPED, STALLED, SIGNALLED = 1, 2, 3, 4, 128  # exit statuses; SIGNALLED + n: told to end by signal n
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
-# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL.
+# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
+# comes from a person and is heeded at once.
 ERROR_PATIENCE_S = 30.0
-SIGTERM_PATIENCE_S = 5.0
+SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
+LONGEST_BEAT_S = 10.0  # between two signs of life; of a short stall_s a tenth
+STACK_PATIENCE_S = 1.0  # for a process that was stopped to write its stack
+STACK_SIGNAL = signal.SIGUSR2
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class RunStopped(Exception):
+    """The run ends itself, since going on would train nothing. Its text is said once in the whole job; status 3."""
 
 
 class Watchdog:
     """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead."""
 
-    def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float, stall_s: float) -> None:
         """Joins the ring, a collective; `store` carries the addresses. OSError if a neighbour is out of reach."""
         self._me = rank_map.coordinate(rank)
         self._watched = rank_map.coordinate((rank + 1) % rank_map.world_size)
         self._store = store
         self._is_before_training = True
         self._phase = "start"
+        self._phase_began = time.monotonic()
+        self._num_silent_beats = 0
+        self._stack_file: Path | None = None
+        self._watched_keeps_stack = False
         self._phase_of_watched = "start"
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
+        threading.Thread(target=self._heed, args=(_signals(),), name="signals", daemon=True).start()
         if rank_map.world_size == 1:
             return
         watcher = (rank - 1) % rank_map.world_size
         with socket.create_server(("", 0)) as server:
-            store.set(f"watchdog/{rank}", f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]}")
-            from_watched = _connect(store.get(f"watchdog/{self._watched.global_rank}").decode(), rank, timeout_s)
+            process = f"{os.getpid()} {_start_of(os.getpid())}"
+            address = f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]} {process}"
+            store.set(f"watchdog/{rank}", address)
+            self._address_of_watched = store.get(f"watchdog/{self._watched.global_rank}").decode()
+            from_watched = _connect(self._address_of_watched, rank, timeout_s)
             self._to_watcher = _accept(server, watcher, timeout_s)
-        threading.Thread(target=self._heed, args=(_sigterm(),), name="sigterm", daemon=True).start()
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
+        threading.Thread(target=self._beat, args=(stall_s,), name="heartbeat", daemon=True).start()
 
     def enter_phase(self, phase: str, when: str) -> None:
         """Says what this process does from now on; costs one small write."""
         self._is_before_training = phase in BEFORE_TRAINING
-        self._phase = f"{phase} {when}"
+        self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self._tell(f"phase {self._phase}")
+
+    def keep_stack_in(self, folder: Path) -> None:
+        """Says where this process writes its stack when the job hangs: a file rank_<r>.stack, empty until then.
+
+        By a signal, since in a process that is stuck no thread may ever run.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stack_file = folder / f"rank_{self._me.global_rank}.stack"
+        self._stacks = self._stack_file.open("w")
+        faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True)
+        self._tell("stack")
 
     def close(self) -> None:
         """Leaves the ring in peace. Only after a barrier: from here on this process no longer hears of deaths."""
         self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
-        if self._to_watcher is not None:
-            self._tell("bye")
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._tell("bye")
+        for number in SIGNAL_PATIENCE_S:
+            signal.signal(number, signal.SIG_DFL)
+        self._forget_stack()
 
     def fail(self, error: BaseException) -> None:
         """Ends this process, after every other process has been told why. Never returns.
 
-        Status 2 for a ValueError before training, of which only the text is shown; 1 for all else.
+        Status 2 for a ValueError before training and 3 for RunStopped, of which only the text is shown; 1 for all else.
         """
         detail = str(error).strip().split("\n")[0]
         cause = f"{self._me} failed in phase {self._phase}: {type(error).__name__}: {detail}"
-        if isinstance(error, ValueError) and self._is_before_training:
+        is_refusal = isinstance(error, ValueError) and self._is_before_training
+        if is_refusal or isinstance(error, RunStopped):
             if self._is_first_to_say(str(error)):
                 _write(f"{error}\n")
             time.sleep(REFUSAL_PATIENCE_S)
-            self._go_down(cause, REFUSED)
+            self._go_down(cause, REFUSED if is_refusal else STOPPED)
         if self._to_watcher is not None:
             self._tell(f"alive? {self._me.global_rank}")
             self._nobody_is_dead.wait(ERROR_PATIENCE_S)
@@ -101,33 +138,73 @@ class Watchdog:
         with suppress(OSError), from_watched.makefile(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 kind, _, text = line.rstrip("\n").partition(" ")
+                self._num_silent_beats = 0
                 if kind == "bye":
+                    self._num_silent_beats = -math.inf
                     return
                 if kind == "down":
                     status, _, cause = text.partition(" ")
                     self._go_down(cause, int(status))
+                self._watched_keeps_stack |= kind == "stack"
                 if kind == "phase":
                     self._phase_of_watched = text
-                elif text == str(self._me.global_rank):
+                elif kind == "alive?" and text == str(self._me.global_rank):
                     self._nobody_is_dead.set()
-                else:
+                elif kind == "alive?":
                     self._tell(f"alive? {text}")
         self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
 
-    def _heed(self, sigterm: socket.socket) -> None:
+    def _beat(self, stall_s: float) -> None:
+        """Says that this process runs, and ends the job when the watched one has not said so for `stall_s` seconds.
+
+        Counted in beats of this process, not by the clock: one that was stopped itself has not listened.
+        """
+        beat_s = min(LONGEST_BEAT_S, stall_s / 10)
+        while self._num_silent_beats * beat_s < stall_s:
+            time.sleep(beat_s)
+            self._tell("beat")
+            self._num_silent_beats += 1
+        _, hostname, _, process, start = self._address_of_watched.split()
+        # A process of that number need not be the one: containers number their own. One that keeps no stack would die.
+        is_here = hostname == socket.gethostname() and start == _start_of(int(process))
+        if self._watched_keeps_stack and is_here:
+            os.kill(int(process), STACK_SIGNAL)
+            os.kill(int(process), signal.SIGCONT)
+            time.sleep(STACK_PATIENCE_S)
+        stacks = f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
+        cause = f"{self._watched} has given no sign of life for {stall_s:g} s, in phase {self._phase_of_watched}"
+        self._go_down(cause + stacks, STALLED)
+
+    def _heed(self, signals: socket.socket) -> None:
         """Ends this process some time after SIGTERM: a launcher may see a death before the ring has named it."""
-        while sigterm.recv(1) != bytes([signal.SIGTERM]):
+        while (number := signals.recv(1)[0]) not in SIGNAL_PATIENCE_S:
             pass  # another signal
-        time.sleep(SIGTERM_PATIENCE_S)
-        self._go_down(f"{self._me} was told to end (SIGTERM) in phase {self._phase}", FAILED)
+        time.sleep(SIGNAL_PATIENCE_S[number])
+        cause = f"{self._me} was told to end ({signal.Signals(number).name}) in phase {self._phase}"
+        self._go_down(cause, SIGNALLED + number)
 
     def _go_down(self, cause: str, status: int) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
         self._tell(f"down {status} {cause}")
         sys.stdout.flush()
-        if status != REFUSED:  # what was refused has been said, and who found it does not matter
+        if status == STALLED:
+            if self._stack_file is not None:
+                faulthandler.dump_traceback(self._stacks, all_threads=True)
+            waited_s = time.monotonic() - self._phase_began
+            _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}, stops: {cause}\n")
+        else:
+            self._forget_stack()
+        if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
+        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
+            _write(f"{cause}\n")
+        # else the reason has been said, and who found it does not matter
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
+
+    def _forget_stack(self) -> None:
+        if self._stack_file is not None:
+            faulthandler.unregister(STACK_SIGNAL)
+            self._stack_file.unlink(missing_ok=True)
 
     def _tell(self, line: str) -> None:
         # A watcher that is gone or stuck must not take this process with it: its own watcher reports it.
@@ -142,16 +219,25 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def _sigterm() -> socket.socket:
-    """A connection on which every signal's number arrives; SIGTERM no longer ends this process by itself.
+def _signals() -> socket.socket:
+    """A connection on which every signal's number arrives; SIGTERM and SIGINT no longer end this process by themselves.
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """
     told, tells = socket.socketpair()
     tells.setblocking(False)
     signal.set_wakeup_fd(tells.detach())
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in SIGNAL_PATIENCE_S:
+        signal.signal(number, lambda *_: None)
     return told
+
+
+def _start_of(process: int) -> str:
+    """When a process of this machine started, in clock ticks since the boot; "gone" where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "gone"
 
 
 def _own_address() -> str:
@@ -164,8 +250,8 @@ def _own_address() -> str:
 
 
 def _connect(published: str, rank: int, timeout_s: float) -> socket.socket:
-    """A connection to the neighbour that published "address hostname port", introduced with the own rank."""
-    address, hostname, port = published.split()
+    """A connection to the neighbour that published "address hostname port ...", introduced with the own rank."""
+    address, hostname, port, *_ = published.split()
     # Where a node's own name resolves to loopback, the address it published serves that node only.
     candidates = (address, hostname) if hostname == socket.gethostname() else (hostname, address)
     errors = []

@@ -51,6 +51,8 @@ class RewardConfig(Section):
     """Grading processes of each cell."""
     require_stop: Flag = False
     """Whether an answer that was cut at max_answer_tokens counts as no answer."""
+    max_unjudged_share: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] = 0.5
+    """Share of a cell's answers that its grader may leave unjudged; above it in 3 steps in a row the run stops."""
 
 
 class RolloutConfig(Section):
@@ -84,6 +86,9 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    max_skipped_updates: Count = 5
+    """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
+    with the samples of these updates in logs/."""
     diagnose_every: CountOrZero = 0
     """Steps from one measurement of own against cross gradients to the next, which costs about one more learn phase and
     changes no weight; 0: never, and there is none where no answers are shared."""
@@ -114,6 +119,9 @@ class Config(Section):
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
     by rounding alone."""
+    stall_s: Annotated[float, Field(strict=True, ge=10.0)] = 600.0
+    """Seconds without a sign of life from a process, which is stopped or stuck then, after which the job names it,
+    writes all stacks to logs/ and ends; a long phase gives signs of life."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

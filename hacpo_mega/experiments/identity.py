@@ -41,8 +41,12 @@ def folder_digest(folder: Path) -> str:
     return _digest_of([(file.name, _file_digest(file)) for file in files])
 
 
+# Where a run gives up changes nothing of one that came to its end.
+GIVES_UP = {"stall_s": True, "training": {"max_skipped_updates"}, "reward": {"max_unjudged_share"}}
+
+
 def _what_a_method_is(config: Config) -> dict[str, Any]:
-    table = config.model_dump(mode="json", exclude={"run_dir", "seed"})
+    table = config.model_dump(mode="json", exclude={"run_dir": True, "seed": True, **GIVES_UP})
     for agent in table["agents"]:
         del agent["optimizer"]["lr"]
     return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
@@ -55,7 +59,7 @@ def _how_it_is_measured(config: Config) -> dict[str, Any]:
         "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_answer_tokens": config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
-        "reward": config.reward.model_dump(mode="json", exclude={"num_workers"}),
+        "reward": config.reward.model_dump(mode="json", exclude={"num_workers", *GIVES_UP["reward"]}),
     }
 
 

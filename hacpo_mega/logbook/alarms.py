@@ -1,11 +1,14 @@
-"""What a person is told once when a number leaves the range in which training makes sense."""
+"""What a person is told once when a number leaves the range in which training makes sense, and when a run must end."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
+
+from hacpo_mega.cluster.watchdog import RunStopped
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
@@ -14,6 +17,11 @@ OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
 GAP_FLOOR_FP32, GAP_FLOOR = 1e-3, 0.05
 GAP_FACTOR = 4.0
 GAP_WINDOW = 16  # steps
+
+UNJUDGED_STEPS = 3
+
+SPIKE_FACTOR = 5.0
+SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
 
 
 class OmegaAlarm:
@@ -58,6 +66,26 @@ class JudgeAlarm:
         yield f"warning: {num_unjudged} of {num_answers} answers unjudged; the grader's first error: {first_error}"
 
 
+class UnjudgedLimit:
+    """Ends a run whose grader leaves more than the share `most` of a cell's answers unjudged, 3 steps in a row.
+
+    Unjudged answers enter no mean and no group, so such a run pays for answers that train nothing.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._num_steps = 0
+
+    def see(self, num_unjudged: int, num_answers: int, first_error: str | None) -> None:
+        """Counts a step of this cell; RunStopped after the third in a row above the limit."""
+        self._num_steps = self._num_steps + 1 if num_unjudged > self._most * num_answers else 0
+        if self._num_steps == UNJUDGED_STEPS:
+            raise RunStopped(
+                f"more than {self._most:.0%} of the answers (reward.max_unjudged_share) were left unjudged in "
+                f"{UNJUDGED_STEPS} steps in a row; the grader's first error: {first_error or 'it ran out of time'}"
+            )
+
+
 class EngineAlarm:
     """Says that the engine has begun to answer with another policy than the one that is trained, once for every jump.
 
@@ -90,3 +118,40 @@ class EngineAlarm:
                     f"allowed are {limit:.3g}. The engine samples from another policy than the one that is trained: "
                     "look at the weights it has after sleep and publish, and at [agents.vllm] (quantization, kernels)"
                 )
+
+
+class GradNormAlarm:
+    """Says that an agent's gradient has leapt or broken, once for every spike.
+
+    The largest norm of a step's updates, before clipping (metric grad_norm_max), is a spike when it exceeds 5 times its
+    median over the agent's last 16 steps without one, of which there must be 4; a norm that is not finite always is. It
+    must come back down before the next spike is said. What a spike does to the weights is bounded by
+    optimizer.clip_grad.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._calm = [deque[float](maxlen=SPIKE_WINDOW) for _ in names]
+        self._was_spike = [False] * len(names)
+
+    def warnings(self, norm_N: Sequence[float | None]) -> Iterator[str]:
+        """A line for every agent whose norm begins to spike in this step; None where there was no update."""
+        for n, norm in enumerate(norm_N):
+            if norm is None:
+                continue
+            calm = self._calm[n]
+            usual = median(calm) if len(calm) >= SPIKE_HISTORY else math.inf
+            is_spike = not (math.isfinite(norm) and norm <= SPIKE_FACTOR * usual)
+            was_spike, self._was_spike[n] = self._was_spike[n], is_spike
+            if not is_spike and norm > 0.0:  # a step that trained nothing says nothing of what is usual
+                calm.append(norm)
+            if not is_spike or was_spike:
+                continue
+            name = self._names[n]
+            if math.isfinite(norm):
+                yield (
+                    f"warning: the gradient norm of {name} is {norm:.3g}, {norm / usual:.3g} times the median of "
+                    f"{len(calm)} steps. If its reward falls from here on, lower agents.{name}.optimizer.lr"
+                )
+            else:
+                yield f"warning: the gradient norm of {name} is {norm:g}: such updates are skipped and change no weight"

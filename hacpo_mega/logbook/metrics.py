@@ -12,7 +12,8 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<learner>/from/<source>/weight_mean, weight_ess, weight_max, positive_share         and what they weigh there
     agent/<learner>/from/<source>/token_ratio, changed                                        and in its own tokens
     agent/<learner>/from/<source>/grad_share, grad_cosine, grad_norm, self/grad_norm          with diagnose_every alone
-    agent/<name>/grad_norm, lr, num_updates, num_trained_answers                              its optimizer
+    agent/<name>/grad_norm, grad_norm_max, lr, num_updates, num_skipped_updates               its optimizer
+    agent/<name>/num_trained_answers, num_trained_tokens                                      and what it read
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     capability/<name>, omega/<learner>/<source>                                               the job
 
@@ -218,9 +219,9 @@ class MetricsWriter:
         """One line and one TensorBoard event, on disk when this returns."""
         line = {
             "step": step,
-            "values": {name: _jsonable(value) for name, value in metrics.values.items()},
+            "values": {name: json_number(value) for name, value in metrics.values.items()},
             "timing": {"time_unix_s": round(time.time(), 3)}
-            | {name: _jsonable(round(value, 6)) for name, value in metrics.timing.items()},
+            | {name: json_number(round(value, 6)) for name, value in metrics.timing.items()},
         }
         _append_durably(self._lines, json.dumps(line, allow_nan=False).encode() + b"\n")
         self._events.scalars(step, metrics.values | metrics.timing)
@@ -291,7 +292,7 @@ def _whole_lines(content: bytes) -> list[bytes]:
     return [line for line in content.split(b"\n")[:-1] if line]
 
 
-def _jsonable(value: float) -> float | str:
+def json_number(value: float) -> float | str:
     """JSON has no NaN and no infinity: they travel as "nan", "inf", "-inf", which float() reads back."""
     return value if math.isfinite(value) else str(value)
 

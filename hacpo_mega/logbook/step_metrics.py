@@ -134,8 +134,8 @@ def add_update(
     """
     prefix = f"agent/{names[learner]}"
     metrics.add(f"{prefix}/grad_norm", result.grad_norm, 1)
+    metrics.highest(f"{prefix}/grad_norm_max", result.grad_norm)
     metrics.add(f"{prefix}/lr", result.lr, 1)
-    metrics.count(f"{prefix}/num_skipped_updates", int(result.skipped))
     metrics.count(f"{prefix}/num_microbatches", result.num_microbatches)
     metrics.count(f"{prefix}/num_trained_tokens", result.num_trained)
     metrics.count(f"{prefix}/num_trained_answers", result.num_samples)
@@ -158,6 +158,11 @@ def add_update(
             stats = objective_stats(report.terms.of(source_B == source))
             if stats.ratio_cross[1] > 0:
                 _add_cross(metrics, f"{prefix}/from/{names[source]}", stats)
+
+
+def add_skips(metrics: Metrics, name: str, updates: Sequence[UpdateStats]) -> None:
+    """How many updates of a step were skipped. All cells of an agent skip together: called by its first rank alone."""
+    metrics.count(f"agent/{name}/num_skipped_updates", sum(update.skipped for update in updates))
 
 
 def _error_of_one(stats: ObjectiveStats) -> float:

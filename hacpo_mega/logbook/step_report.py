@@ -14,7 +14,7 @@ from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.judge import JudgeReport
-from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
+from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm, UnjudgedLimit
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.step_metrics import (
@@ -22,6 +22,7 @@ from hacpo_mega.logbook.step_metrics import (
     add_capability,
     add_engine_gap,
     add_engine_weights,
+    add_skips,
     add_update,
     add_view,
 )
@@ -39,7 +40,9 @@ class StepReport:
         self._algorithm, self._rollout = config.algorithm, config.rollout
         self._names = tuple(agent.name for agent in config.agents)
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
+        self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
+        self._grad_norm_alarm = GradNormAlarm(self._names)
 
     def add(
         self,
@@ -50,11 +53,15 @@ class StepReport:
         updates: Sequence[UpdateStats],
         judged: JudgeReport,
     ) -> None:
-        """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers."""
+        """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers.
+
+        RunStopped where the grader has failed for too long.
+        """
         if self._place.is_leader:
             self._add_cell(trajectories, scores, views, updates)
             for warning in self._judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
                 print(f"{self._place.coordinate}: {warning}", file=sys.stderr, flush=True)
+            self._unjudged_limit.see(judged.num_unjudged, judged.num_answers, judged.first_error)
         if self._place.coordinate.global_rank == 0:
             omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)
             add_capability(self._metrics, self._names, capability_N, omega_NN)
@@ -78,9 +85,14 @@ class StepReport:
         add_view(self._metrics, learner, self._names, views)
         for m, update in enumerate(updates):
             add_update(self._metrics, update, m, learner, self._names, self._algorithm)
+        if self._place.coordinate.agent_rank == 0:
+            add_skips(self._metrics, name, updates)
 
     def warn(self, reduced: StepMetrics) -> None:
         """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
-        gaps = [reduced.values.get(f"agent/{name}/engine_gap_mean") for name in self._names]
-        for warning in self._engine_alarm.warnings(gaps):
+        gaps, norms = (
+            [reduced.values.get(f"agent/{name}/{what}") for name in self._names]
+            for what in ("engine_gap_mean", "grad_norm_max")
+        )
+        for warning in (*self._engine_alarm.warnings(gaps), *self._grad_norm_alarm.warnings(norms)):
             self._console.say(warning)

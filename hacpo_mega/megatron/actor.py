@@ -155,14 +155,15 @@ class Actor:
 
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
         over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
-        update. A gradient that is not finite anywhere skips the update everywhere.
+        update. A loss or a gradient that is not finite anywhere skips the update everywhere.
         """
         with megatron_platform():
             seen = self._backward(batches, loss_fn)
-            step = self.optimizer.step()
-        loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
-        reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
-        return _update_stats(batches, *object_from_last_stage((loss, reports)), step)
+            loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
+            reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
+            loss, reports = object_from_last_stage((loss, reports))
+            step = self.optimizer.step(loss)
+        return _update_stats(batches, loss, reports, step)
 
     def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:
         """The gradient of these micro-batches in the model's buffers; (loss, report) of each, on the last stage."""

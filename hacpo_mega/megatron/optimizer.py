@@ -34,8 +34,8 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one optimizer step did. `grad_norm` is over the whole model, before clipping; `applied` is false when it was
-    not finite and the parameters were left as they were."""
+    """What one optimizer step did. `grad_norm` is over the whole model, before clipping; `applied` is false when it or
+    the loss was not finite and the parameters were left as they were."""
 
     grad_norm: float
     lr: float
@@ -70,17 +70,18 @@ class ActorOptimizer:
         torch.distributed.all_reduce(values, group=self.megatron.get_grad_stats_parallel_group())
         return values
 
-    def step(self) -> OptimizerStep:
-        """Apply the gradients in the model's buffers. Collective over the agent's ranks.
+    def step(self, loss: float) -> OptimizerStep:
+        """Apply the gradients in the model's buffers, unless they or the update's `loss` are not finite.
 
-        A norm that is not finite on any rank is so on all (it is all-reduced), so all skip together. A skipped update
-        still counts: the schedule follows the run's plan, not its luck.
+        Collective over the agent's ranks, which all know the same loss. A norm that is not finite on any rank is so on
+        all (it is all-reduced), so all skip together. A skipped update still counts: the schedule follows the run's
+        plan, not its luck.
         """
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         self.num_updates += 1
         for group in self.megatron.param_groups:
             group["lr"] = lr
-        grad_norm, applied = _clipped_step(self.megatron, self.config.clip_grad)
+        grad_norm, applied = _clipped_step(self.megatron, self.config.clip_grad, loss)
         return OptimizerStep(grad_norm=grad_norm, lr=lr, applied=applied)
 
 
@@ -101,7 +102,7 @@ def _megatron_config(model: DistributedDataParallel, config: OptimizerConfig) ->
     )
 
 
-def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float) -> tuple[float, bool]:
+def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float, loss: float) -> tuple[float, bool]:
     """Megatron's own `step`, taken apart: without a loss scaler it would apply a gradient full of NaN.
 
     Returns the norm before clipping and whether the step was applied.
@@ -109,7 +110,7 @@ def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float) -> tuple[float,
     found_inf = optimizer.prepare_grads()
     assert not found_inf, "there is no loss scaler that could have looked for infinities"
     grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
+    if not (math.isfinite(grad_norm) and math.isfinite(loss)):
         return grad_norm, False
     for part in optimizer.chained_optimizers:
         # A rank may own no parameter of a part: more data-parallel ranks than the part has shards.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import slots_of, sources_of, write_back
 from hacpo_mega.models.folder import read_config, with_dtype
@@ -59,6 +60,8 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
 
+    RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; nothing of the folder is left.
+
     Collective over the cell; its first rank writes. Weights are converted to `dtype` and split into files of about
     `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
     """
@@ -68,7 +71,13 @@ def save_hf(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_beside_weights(source_folder, partial, dtype)
-    _write_weights(full_tensors(model, bucket_bytes=bucket_bytes), unwrapped(model), partial, dtype, file_bytes, writes)
+    tensors = _finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)
+    try:
+        _write_weights(tensors, unwrapped(model), partial, dtype, file_bytes, writes)
+    except RunStopped:
+        if writes:
+            shutil.rmtree(partial)
+        raise
     if writes:
         _put_in_place(partial, out_folder)
     # Whoever returns may read the folder.
@@ -129,6 +138,20 @@ def _num_elements(slot: Slot, model: HiddenStateModel) -> int:
     return torch.Size(shard_shape(slot, model.architecture, tp=model.pg_collection.tp.size())).numel()
 
 
+def _finite(
+    tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, out_folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in `dtype`. Every rank of the cell looks, so that all stop and none waits for the next bucket."""
+    for name, tensor in tensors:
+        converted = tensor.to(dtype)
+        if num_bad := converted.numel() - int(converted.isfinite().sum()):
+            raise RunStopped(
+                f"{out_folder} is not written: {name} holds {num_bad} numbers that are not finite (NaN or infinite in "
+                f"{str(dtype).removeprefix('torch.')}) among {converted.numel()}"
+            )
+        yield name, converted
+
+
 def _write_weights(
     tensors: Iterator[tuple[str, torch.Tensor]],
     model: HiddenStateModel,
@@ -144,7 +167,7 @@ def _write_weights(
         for _ in planned:
             tensor_name, tensor = next(tensors)
             if writes:
-                taken[tensor_name] = tensor.to("cpu", dtype)
+                taken[tensor_name] = tensor.cpu()
         if writes:
             assert list(taken) == planned, (list(taken), planned)
             save_file(taken, folder / name, metadata={"format": "pt"})

@@ -9,11 +9,14 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
@@ -50,6 +53,13 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
     arguments = (f"env://:{name[0]}", dist.get_rank(), local_rank)
     with _replaced(launcher, "_distributed_args", lambda executor: arguments):
         yield
+    if not torch.cuda.is_available():
+        # vLLM removes these files when it is shut down, which a killed process never is: 8 MiB of memory would be lost.
+        # Once all ranks of all engines have mapped them nobody looks for their names any more, and without a name the
+        # kernel frees them with the last process, however that ends.
+        dist.barrier()
+        for segment in SHARED_MEMORY.glob(f"{name[0]}-*-cpushm_*"):
+            segment.unlink(missing_ok=True)
 
 
 def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:

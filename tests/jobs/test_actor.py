@@ -293,6 +293,20 @@ def test_a_gradient_that_is_not_finite_in_one_cell_skips_the_update_in_all(on_fo
             assert third[name].isfinite().all()
 
 
+def test_a_loss_that_is_not_finite_skips_the_update_though_its_gradient_is(folder, samples):
+    actor = make_actor(folder, optimizer=ADAM)
+    before = full_weights(actor)
+
+    def broken(logprob_R, batch):
+        loss, report = objective(logprob_R, batch)
+        return loss + math.inf, report
+
+    stats = actor.learn(samples, broken)
+    assert stats.skipped and stats.loss == math.inf and 0.0 < stats.grad_norm < math.inf
+    after = full_weights(actor)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 # ---- reference policy and weights
 
 

@@ -195,6 +195,13 @@ def test_the_trainers_process_is_left_as_it_was(saw, agent, rank):
     assert after == before
 
 
+def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
+    """The kernel marks a mapped file without a name as deleted. Of an engine of two ranks each maps both segments."""
+    for rank in range(2):
+        segments = [line for line in saw["qwen3", rank]["shared memory"] if "cpushm" in line]
+        assert len(segments) >= 2 and all(line.endswith(" (deleted)") for line in segments), segments
+
+
 def test_gradients_still_work_beside_an_engine(saw):
     assert saw["qwen3", 0]["gradient"].tolist() == [2.0, 2.0, 2.0]
 

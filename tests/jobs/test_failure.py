@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import failing_job
 import pytest
 import torch
 from job import start_ranks
+from processes import descendants, is_running
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -37,10 +37,10 @@ NAMES = (
 class Job:
     """The four processes as srun starts them, with nobody who looks after them; what they write goes to files."""
 
-    def __init__(self, folder: Path, victim: int, fate: str, timeout_s: float = 1800.0) -> None:
+    def __init__(self, folder: Path, victim: int, fate: str, timeout_s: float = 1800.0, stall_s: float = 600.0) -> None:
         """Returns when the victim is about to meet its fate."""
         self.folder, ready = folder, folder / "ready"
-        self.ranks = start_ranks(4, folder, failing_job.run, victim, fate, timeout_s, ready)
+        self.ranks = start_ranks(4, folder, failing_job.run, victim, fate, timeout_s, ready, stall_s)
         while not ready.exists():
             statuses = [process.exitcode for process in self.ranks]
             assert statuses == [None] * 4 or ready.exists(), (statuses, self.errors())
@@ -99,10 +99,17 @@ def test_a_death_is_named_however_slowly_the_news_travels(tmp_path):
     assert not any("Traceback" in text for text in job.errors())
 
 
-def test_being_told_to_end_is_a_cause_like_others(tmp_path):
+@pytest.mark.parametrize("told", [(3,), (0, 1, 2, 3)], ids=["one", "all"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_job_that_is_told_to_end_says_so_in_one_line_and_by_its_status(tmp_path, told, number):
+    """Whom it was told first is a matter of milliseconds, where all were told."""
     job = Job(tmp_path, 2, "sleep")
-    job.signal(3, signal.SIGTERM)
-    job.assert_everyone_names(re.escape(f"{NAMES[3]} was told to end (SIGTERM) in phase exchange of step 12"))
+    for rank in told:
+        job.signal(rank, number)
+    assert job.wait() == [128 + number] * 4, job.errors()
+    phases = ("exchange", "exchange", "learn", "exchange")
+    said = [f"{NAMES[rank]} was told to end ({number.name}) in phase {phases[rank]} of step 12\n" for rank in told]
+    assert job.errors()[0] in said and not any(job.errors()[1:]), job.errors()
 
 
 def test_an_error_is_named_by_all_with_its_first_line(tmp_path):
@@ -136,6 +143,38 @@ def test_a_stopped_process_is_not_dead(tmp_path):
     assert all((tmp_path / f"{rank}.out").read_text() == "finished\n" for rank in range(4))
 
 
+def test_a_rank_that_gives_no_sign_of_life_is_named_with_the_stacks_of_all(tmp_path):
+    """It is let go on, to write its own, and says the same as the others."""
+    job = Job(tmp_path, 2, "sleep", stall_s=20.0)
+    job.signal(2, signal.SIGSTOP)
+    assert job.wait() == [4, 4, 4, 4], job.errors()
+    cause = (
+        f"{NAMES[2]} has given no sign of life for 20 s, in phase learn of step 12; stacks of all ranks: "
+        f"{tmp_path}/logs/rank_*.stack"
+    )
+    for rank, (name, errors) in enumerate(zip(NAMES, job.errors(), strict=True)):
+        phase = "learn" if rank == 2 else "exchange"
+        line = rf"{re.escape(name)}, for (\d+) s in phase {phase} of step 12, stops: {re.escape(cause)}\n"
+        found = re.fullmatch(line, errors)
+        assert found and int(found[1]) >= 18, (rank, errors)  # the last sign of life may come just before the stop
+        stack = (tmp_path / f"logs/rank_{rank}.stack").read_text()
+        assert "failing_job.py" in stack, stack
+    assert "in gather_bytes" in (tmp_path / "logs/rank_0.stack").read_text()
+
+
+def test_a_rank_that_comes_back_in_time_changes_nothing(tmp_path):
+    """Stopped three times, each for half of what is allowed; nothing is left in logs/."""
+    job = Job(tmp_path, 2, "late", stall_s=20.0)
+    for _ in range(3):
+        job.signal(2, signal.SIGSTOP)
+        time.sleep(10.0)
+        job.signal(2, signal.SIGCONT)
+        time.sleep(4.0)  # two signs of life
+    (tmp_path / "go").touch()
+    assert job.wait() == [0, 0, 0, 0], job.errors()
+    assert not any(job.errors()) and not list((tmp_path / "logs").iterdir())
+
+
 def test_under_torchrun_the_job_ends_with_the_name_on_its_output(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     command += ["--monitor-interval=2", failing_job.__file__, "2", "raise", "1800", str(tmp_path / "ready")]
@@ -155,27 +194,6 @@ def test_env_sh_says_what_the_launcher_says():
     found = dict(line.split("=", 1) for line in printed.splitlines())
     expected = EVERYWHERE | ({} if torch.cuda.is_available() else ON_CPU) | {"HF_HUB_OFFLINE": "0"}
     assert {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")} == expected
-
-
-def descendants(pid: int) -> set[int]:
-    """All processes below one, from /proc."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it may end while we read
-            fields = status.read_text().rpartition(")")[2].split()
-            parents[int(status.parent.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than an entry that nobody has collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def rank_of(pid: int) -> int | None:

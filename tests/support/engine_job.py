@@ -100,6 +100,8 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["other step"] = draw(engine, everyone, step=1)
     seen["greedy"] = draw(engine, everyone, temperature=0.0)
     seen["process"] = (before, process_state())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    seen["shared memory"] = [line for line in maps if "/dev/shm/" in line]
     engine.close()
     return seen
 

@@ -13,12 +13,13 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
 
 
-def run(victim: int, fate: str, timeout_s: float, ready: Path) -> None:
+def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 600.0) -> None:
     """One rank. The victim, in phase "learn", creates the file `ready` when all others are in phase "exchange".
 
     With fate "late" it goes on when somebody has created the file `go` beside it.
     """
-    with Place.join(RANK_MAP, timeout_s) as place:
+    with Place.join(RANK_MAP, timeout_s, stall_s) as place:
+        place.keep_stack_in(ready.parent / "logs")
         rank = place.coordinate.global_rank
         place.enter_phase("roll_out", "of step 11")
         place.barrier()

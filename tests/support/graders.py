@@ -4,3 +4,8 @@
 def share_of_ones(prompt: str, answer: str, gold: str) -> float | None:
     """How much of the answer is the digit 1; an empty answer is none."""
     return answer.count("1") / len(answer) if answer else None
+
+
+def text(prompt: str, answer: str, gold: str) -> str:
+    """A broken grader: it returns its verdict as text."""
+    return "correct"

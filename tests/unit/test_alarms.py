@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hacpo_mega.algorithm import capability_ratios
-from hacpo_mega.logbook.alarms import EngineAlarm, JudgeAlarm, OmegaAlarm
+from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm, UnjudgedLimit
 
 
 def test_an_agent_without_a_reward_is_named_once_for_every_pair_that_it_breaks():
@@ -38,6 +39,24 @@ def test_a_grader_that_fails_is_quoted_once_and_another_error_again():
     assert line == "warning: 64 of 64 answers unjudged; the grader's first error: ValueError: no field 'gold'"
     assert list(alarm.warnings(60, 64, "ValueError: no field 'gold'")) == []
     assert len(list(alarm.warnings(1, 64, "returned str"))) == 1
+
+
+def test_a_grader_that_fails_three_steps_in_a_row_ends_the_run():
+    limit = UnjudgedLimit(0.5)
+    for num_unjudged in (33, 64, 32, 33, 64):  # 32 of 64 are not more than half: the row begins again
+        limit.see(num_unjudged, 64, "ValueError: no field")
+    with pytest.raises(RunStopped) as stop:
+        limit.see(33, 64, "ValueError: no field")
+    assert str(stop.value) == (
+        "more than 50% of the answers (reward.max_unjudged_share) were left unjudged in 3 steps in a row; "
+        "the grader's first error: ValueError: no field"
+    )
+
+
+def test_a_share_of_one_never_ends_a_run():
+    limit = UnjudgedLimit(1.0)
+    for _ in range(9):
+        limit.see(64, 64, "ValueError")
 
 
 def said(alarm: EngineAlarm, *gaps: float | None) -> list[int]:
@@ -82,3 +101,32 @@ def test_the_usual_gap_may_grow_slowly_and_steps_without_one_are_passed_over():
     assert slowly[-1] > 0.15
     assert said(EngineAlarm(("a",), torch.bfloat16), *slowly) == []
     assert said(EngineAlarm(("a",), torch.bfloat16), None, 0.01, None, 0.3, None, 0.3) == [3]
+
+
+def spikes(*norms: float | None) -> list[int]:
+    """The steps, from 0, in which the alarm of one agent speaks."""
+    alarm = GradNormAlarm(("a",))
+    return [step for step, norm in enumerate(norms) if list(alarm.warnings([norm]))]
+
+
+def test_a_gradient_that_leaps_is_named_with_what_was_usual():
+    alarm = GradNormAlarm(("calm", "wild"))
+    for norm in (0.5, 0.4, 0.6, 0.5):
+        assert list(alarm.warnings([0.5, norm])) == []
+    (line,) = alarm.warnings([2.5, 5.0])
+    start = "warning: the gradient norm of wild is 5, 10 times the median of 4 steps. "
+    assert line.startswith(start) and line.endswith("lower agents.wild.optimizer.lr")
+
+
+def test_a_spike_is_above_five_medians_of_at_least_four_steps_and_said_once():
+    assert spikes(1, 1, 1, 100) == []
+    assert spikes(1, 1, 1, 1, 5.0) == []
+    assert spikes(1, 1, 1, 1, 5.1, 50, 500, 1, 6) == [4, 8]
+    assert spikes(1, 1, 0, None, 0, 1, 1, 5.1) == [7], "steps that trained nothing are not what is usual"
+    assert spikes(*([1] * 4), *([100] * 40), 1, 6) == [4, 45], "a spike does not become what is usual"
+
+
+def test_a_gradient_that_is_not_finite_is_said_at_once_and_once():
+    assert spikes(math.nan, math.nan, 1, math.inf) == [0, 3]
+    (line,) = GradNormAlarm(("a",)).warnings([math.nan])
+    assert line == "warning: the gradient norm of a is nan: such updates are skipped and change no weight"

@@ -5,6 +5,7 @@ and test_layout.py.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny_models import LLAMA3_ROPE, make_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron import reshard
 from hacpo_mega.megatron.model import build_model, forward_packed, rope_frequencies
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
@@ -223,6 +225,22 @@ def test_a_failed_export_leaves_the_old_folder(world, source, tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left"):
         save_hf(model, source, out, torch.float32, file_bytes=100_000)
     assert [path.name for path in out.iterdir()] == ["kept.txt"]
+
+
+@pytest.mark.parametrize("dtype, number", [(torch.float32, math.nan), (torch.float32, -math.inf), (torch.float16, 1e6)])
+def test_a_number_that_is_not_finite_is_not_exported(world, source, tmp_path, dtype, number):
+    """1e6 is finite in float32, and infinite in float16. The old folder stays, and nothing of the new one."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept.txt").write_text("of an earlier export")
+    model = loaded(source)
+    with torch.no_grad():
+        dict(model.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"][1, 2:4] = number
+    text = rf"^{out} is not written: model\.layers\.1\.mlp\.down_proj\.weight holds 2 numbers that are not finite"
+    with pytest.raises(RunStopped, match=text):
+        save_hf(model, source, out, dtype)
+    assert [path.name for path in out.iterdir()] == ["kept.txt"]
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_tied_embedding_leaves_once_under_its_own_name(world, source):

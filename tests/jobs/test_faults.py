@@ -1,0 +1,111 @@
+"""Whole runs that end before their last step: by themselves, since going on would train nothing, or by Ctrl-C.
+
+Each ends with an exit code of its own, one line, and files that explain it (docs/faults.md).
+"""
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from job import play_command, start_command, start_ranks
+from processes import descendants, is_running
+from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
+
+from hacpo_mega.logbook.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 900.0  # of a hang, not of a slow machine
+
+
+def play(config: Path, *overrides: str) -> tuple[list[int], list[str], str]:
+    """Trains with two ranks: their exit statuses, the lines any of them wrote to stderr, and rank 0's console."""
+    folder = config.parent
+    ranks = start_ranks(2, folder, play_command, "train", str(config), *overrides)
+    for process in ranks:
+        process.join(timeout=DEADLINE_S)
+    statuses = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    errors = [line for rank in range(2) for line in (folder / f"{rank}.err").read_text().splitlines()]
+    return statuses, errors, (folder / "0.out").read_text()
+
+
+def exploding(folder: Path) -> list[dict]:
+    """A sound agent, and one whose weights are infinite after its first update: weight decay takes all, times 1e300."""
+    fine = agent_table(folder, "fine", "qwen3", CHARACTERS)
+    broken = agent_table(folder, "broken", "llama", CHARACTERS + PAIRS)
+    return [fine, broken | {"optimizer": {"lr": 1.0, "weight_decay": 1e300}}]
+
+
+def test_a_run_whose_updates_are_all_skipped_stops_with_their_samples(tmp_path):
+    """Of the four updates of its first step, the first breaks the model and the others are skipped."""
+    training = {"prompts_per_step": 8, "prompts_per_update": 2, "max_tokens_per_microbatch": 256}
+    config = write_config(tmp_path, exploding(tmp_path), training=training | {"max_skipped_updates": 3})
+    statuses, errors, _ = play(config)
+    assert statuses == [3, 3], errors
+    (line,) = errors
+    start = (
+        "broken: the last 3 updates in a row were skipped (training.max_skipped_updates), up to update 4 of step 1: "
+    )
+    assert line.startswith(start), line
+    (file,) = (tmp_path / "run" / "logs").iterdir()
+    assert f"{file.parent}/broken.cell_*.skipped_updates.json" in line
+    updates = json.loads(file.read_text())["updates"]
+    assert [update["update"] for update in updates] == [2, 3, 4]
+    assert {sample["ratio"] for sample in updates[0]["samples"]} == {"nan"}
+    assert not (tmp_path / "run" / "agents").exists()
+
+
+def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+    training = {"prompts_per_step": 8, "prompts_per_update": 8, "max_tokens_per_microbatch": 256}
+    config = write_config(tmp_path, exploding(tmp_path), num_steps=1, training=training)
+    statuses, errors, _ = play(config)
+    assert statuses == [3, 3], errors
+    (line,) = errors
+    folder = tmp_path / "run" / "agents"
+    assert line.startswith(f"{folder}/broken is not written: model.embed_tokens.weight holds "), line
+    assert not [path for path in folder.iterdir() if path.name not in ("fine", ".fine.partial")]
+
+
+def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):
+    """The first report has the 8 answers of the evaluation, too. What was finished before the third step stays."""
+    agents = [agent_table(tmp_path, "one", "qwen3", CHARACTERS), agent_table(tmp_path, "two", "llama", CHARACTERS)]
+    config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text"})
+    statuses, errors, console = play(config)
+    assert statuses == [3, 3], errors
+    error = "the grader returned str 'correct', expected a number in [0, 1] or None"
+    warnings = [line for line in errors if "warning: 40 of 40 answers unjudged" in line]
+    assert len(warnings) == 2 and all(error in line for line in warnings), errors
+    stops = [line for line in errors if line not in warnings]
+    assert stops == [
+        "more than 50% of the answers (reward.max_unjudged_share) were left unjudged in 3 steps in a row; the grader's "
+        f"first error: {error}"
+    ]
+    assert list(read_metrics(tmp_path / "run/metrics.jsonl")) == [0, 1, 2]
+    assert "step 2/9" in console and "step 3/9" not in console
+
+
+def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_process(tmp_path):
+    """A terminal tells the launcher alone: each of its ranks leads a process group of its own."""
+    agents = [agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2)]
+    config = write_config(tmp_path, agents, num_steps=100_000, algorithm={"method": "gspo"})
+    with (tmp_path / "errors").open("w") as errors:
+        job = start_command("train", config, stdout=subprocess.DEVNULL, stderr=errors)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert job.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.5)
+    family = descendants(job.pid)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=DEADLINE_S) == 130
+    told = r"rank [01] \(agent wide, .*\) was told to end \(SIGINT\) in phase \w+ of step \d+\n"
+    assert re.fullmatch(told, (tmp_path / "errors").read_text()), (tmp_path / "errors").read_text()
+    deadline = time.monotonic() + DEADLINE_S
+    while [pid for pid in family if is_running(pid)]:  # a grader ends when it finds that its rank is gone
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
