@@ -164,16 +164,20 @@ class Watchdog:
             time.sleep(beat_s)
             self._tell("beat")
             self._num_silent_beats += 1
+        stacks = f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
+        cause = f"{self._watched} has given no sign of life for {stall_s:g} s, in phase {self._phase_of_watched}"
+        self._go_down(cause + stacks, STALLED, wakes_watched=True)
+
+    def _wake_watched(self) -> None:
+        """Has the watched process write its stack, if it is on this machine, and lets it go on to hear that it ends."""
         _, hostname, _, process, start = self._address_of_watched.split()
         # A process of that number need not be the one: containers number their own. One that keeps no stack would die.
         is_here = hostname == socket.gethostname() and start == _start_of(int(process))
         if self._watched_keeps_stack and is_here:
-            os.kill(int(process), STACK_SIGNAL)
-            os.kill(int(process), signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it may end at this moment
+                os.kill(int(process), STACK_SIGNAL)
+                os.kill(int(process), signal.SIGCONT)
             time.sleep(STACK_PATIENCE_S)
-        stacks = f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
-        cause = f"{self._watched} has given no sign of life for {stall_s:g} s, in phase {self._phase_of_watched}"
-        self._go_down(cause + stacks, STALLED)
 
     def _heed(self, signals: socket.socket) -> None:
         """Ends this process some time after SIGTERM: a launcher may see a death before the ring has named it."""
@@ -183,7 +187,7 @@ class Watchdog:
         cause = f"{self._me} was told to end ({signal.Signals(number).name}) in phase {self._phase}"
         self._go_down(cause, SIGNALLED + number)
 
-    def _go_down(self, cause: str, status: int) -> None:
+    def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
         self._tell(f"down {status} {cause}")
         sys.stdout.flush()
@@ -192,6 +196,8 @@ class Watchdog:
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
             waited_s = time.monotonic() - self._phase_began
             _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}, stops: {cause}\n")
+            if wakes_watched:  # when all have been told: whoever waits for it would go on, and no longer say so
+                self._wake_watched()
         else:
             self._forget_stack()
         if status == FAILED:

@@ -22,23 +22,23 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 900.0  # of a hang, not of a slow machine
 
 
-def play(config: Path, *overrides: str) -> tuple[list[int], list[str], str]:
-    """Trains with two ranks: their exit statuses, the lines any of them wrote to stderr, and rank 0's console."""
+def play(config: Path, num_ranks: int = 2) -> tuple[list[int], list[str], str]:
+    """Trains: the ranks' exit statuses, the lines any of them wrote to stderr, and rank 0's console."""
     folder = config.parent
-    ranks = start_ranks(2, folder, play_command, "train", str(config), *overrides)
+    ranks = start_ranks(num_ranks, folder, play_command, "train", str(config))
     for process in ranks:
         process.join(timeout=DEADLINE_S)
     statuses = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
-    errors = [line for rank in range(2) for line in (folder / f"{rank}.err").read_text().splitlines()]
+    errors = [line for rank in range(num_ranks) for line in (folder / f"{rank}.err").read_text().splitlines()]
     return statuses, errors, (folder / "0.out").read_text()
 
 
-def exploding(folder: Path) -> list[dict]:
+def exploding(folder: Path, **layout: int) -> list[dict]:
     """A sound agent, and one whose weights are infinite after its first update: weight decay takes all, times 1e300."""
     fine = agent_table(folder, "fine", "qwen3", CHARACTERS)
-    broken = agent_table(folder, "broken", "llama", CHARACTERS + PAIRS)
+    broken = agent_table(folder, "broken", "llama", CHARACTERS + PAIRS, **layout)
     return [fine, broken | {"optimizer": {"lr": 1.0, "weight_decay": 1e300}}]
 
 
@@ -62,14 +62,18 @@ def test_a_run_whose_updates_are_all_skipped_stops_with_their_samples(tmp_path):
 
 
 def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
-    training = {"prompts_per_step": 8, "prompts_per_update": 8, "max_tokens_per_microbatch": 256}
-    config = write_config(tmp_path, exploding(tmp_path), num_steps=1, training=training)
-    statuses, errors, _ = play(config)
-    assert statuses == [3, 3], errors
+    """Its second and last update was skipped by both of its cells: counted once, warned about, and too few to stop."""
+    training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
+    config = write_config(tmp_path, exploding(tmp_path, cells_per_lane=2), num_steps=1, training=training)
+    statuses, errors, console = play(config, num_ranks=3)
+    assert statuses == [3, 3, 3], errors
     (line,) = errors
     folder = tmp_path / "run" / "agents"
     assert line.startswith(f"{folder}/broken is not written: model.embed_tokens.weight holds "), line
     assert not [path for path in folder.iterdir() if path.name not in ("fine", ".fine.partial")]
+    values = read_metrics(tmp_path / "run/metrics.jsonl")[1].values
+    assert [values[f"agent/{name}/num_skipped_updates"] for name in ("fine", "broken")] == [0, 1]
+    assert "warning: the gradient norm of broken is nan" in console
 
 
 def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):
