@@ -235,7 +235,7 @@ class Actor:
         return full_tensors(self.model)
 
     def save(self, folder: Path) -> dict[str, int]:
-        """Writes weights and optimizer into an empty folder; the counts that `load` asks for. Collective over the agent."""
+        """Writes weights and optimizer into an empty folder; the counts for `load`. Collective over the agent."""
         save_state(self.model, self.optimizer, folder)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -56,7 +57,23 @@ def _state(model: DistributedDataParallel, optimizer: ActorOptimizer) -> dict[st
     optimizer.make_moments()
     # A plain state_dict would hold detached copies: Megatron finds a parameter's shard by the parameter itself.
     of_model = unwrapped(model).sharded_state_dict()
-    return {"model": of_model, "optimizer": optimizer.part.sharded_param_state_dp_reshardable(of_model)}
+    of_optimizer = optimizer.part.sharded_param_state_dp_reshardable(of_model)
+    _zero_padding(of_optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def _zero_padding(of_optimizer: dict[Any, Any]) -> None:
+    """What lies between parameters in a buffer would be written as the memory happened to be: nobody's bytes, NaN."""
+    buckets = (bucket for key, dtypes in of_optimizer.items() if isinstance(key, int) for bucket in _buckets(dtypes))
+    for tensors in (tensors for bucket in buckets for tensors in bucket):
+        if tensors["padding"].unwrap():
+            for shard in tensors.values():
+                if isinstance(shard, ShardedTensor):
+                    shard.data.zero_()
+
+
+def _buckets(dtypes: dict[Any, list]) -> list:
+    return [bucket for buckets in dtypes.values() for bucket in buckets]
 
 
 class _SaveInProcess(SaveShardedStrategy):
