@@ -52,7 +52,8 @@ class Checkpoint:
     """A committed step as its step.json tells it.
 
     config      the resolved configuration, as plain values      versions    of the packages that wrote it
-    capability  CapabilityTracker's state                        agents      by name
+    models      digests of the agents' config.json, by name      agents      by name
+    capability  CapabilityTracker's state
     files       every file below `folder`, by its path there
     """
 
@@ -60,6 +61,7 @@ class Checkpoint:
     step: int
     config: dict[str, Any]
     versions: dict[str, str]
+    models: dict[str, str]
     capability: dict[str, list[list[float]]]
     agents: dict[str, AgentState]
     files: dict[str, FileState]
@@ -173,6 +175,11 @@ def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Pa
         return None
     if lines := list(refusals(changes(found.config, plain(config)), accept)):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
+    for name, digest in model_digests(config).items():
+        if digest != found.models.get(name):
+            raise ValueError(
+                f"{found.folder} is of another model: the config.json of agents.{name}.model is not what it was"
+            )
     if found.step > config.num_steps:
         raise ValueError(
             f"{found.folder} has {found.step} steps done, num_steps is {config.num_steps}: give more, or --fresh"
@@ -183,6 +190,12 @@ def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Pa
 def plain(config: Config) -> dict[str, Any]:
     """The resolved configuration as a checkpoint keeps it."""
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def model_digests(config: Config) -> dict[str, str]:
+    """SHA-256 of every agent's config.json, by name; a folder without one is refused elsewhere."""
+    files = {agent.name: agent.model / "config.json" for agent in config.agents}
+    return {name: file_sha256(file) for name, file in files.items() if file.is_file()}
 
 
 def commit(writing: Path, record: Checkpoint) -> None:

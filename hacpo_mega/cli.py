@@ -16,7 +16,7 @@ from typing import Annotated
 import rich
 import typer
 
-from hacpo_mega.checkpoint import find_start
+from hacpo_mega.checkpoint import committed_steps, find_start
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cluster.environment import (
@@ -123,19 +123,18 @@ def train(
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
     config = _load(config_file, overrides, with_models=True)
-    with _one_voice_per_node():
-        start = find_start(config, fresh=fresh, accept=accept or [], branch=branch)
-    if start is not None and start.step == config.num_steps == exported_steps(config.run_dir):
-        if is_first_of_its_node():
-            print(
-                f"{config.run_dir} is finished: {start.step} steps are done, all agents exported. A larger num_steps "
-                "goes on with it, --fresh starts anew"
-            )
-        return
-    if not inside_a_job():  # a job's ranks read the files when they start, before they load a model
+    if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
         from hacpo_mega.data.prompt_files import require_good_files
 
+        find_start(config, fresh=fresh, accept=accept or [], branch=branch)
         require_good_files(config)
+    if not fresh and committed_steps(config.run_dir)[-1:] == [config.num_steps] == [exported_steps(config.run_dir)]:
+        if is_first_of_its_node():
+            print(
+                f"{config.run_dir} is finished: {config.num_steps} steps are done, all agents exported. A larger "
+                "num_steps goes on with it, --fresh starts anew"
+            )
+        return
     if not _this_process_is_a_rank(config):
         return
     from hacpo_mega.trainer import Trainer

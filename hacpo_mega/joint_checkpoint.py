@@ -26,6 +26,7 @@ from hacpo_mega.checkpoint import (
     file_sha256,
     find_start,
     folder_of,
+    model_digests,
     older_step_offered,
     plain,
     remove_old,
@@ -64,6 +65,7 @@ class JointCheckpoint:
 
     def __init__(self, place: Place, config: Config, agent: Agent, safe_step: int) -> None:
         self._place, self._config, self._agent = place, config, agent
+        self._models = model_digests(config)  # as loaded: the folder may be made anew while the run goes on
         self._is_first = place.coordinate.global_rank == 0
         self._last = time.monotonic()
         self.safe_step = safe_step
@@ -125,6 +127,7 @@ class JointCheckpoint:
             step=steps_done,
             config=plain(self._config),
             versions=installed_versions(),
+            models=self._models,
             capability=capability.state_dict(),
             agents={word["agent"]: AgentState(**word["state"]) for word in words},
             files={path: FileState(**file) for word in words for path, file in word["files"].items()},

@@ -22,10 +22,11 @@ from hacpo_mega.algorithm import (
     reward_tally,
     trained_answers,
 )
-from hacpo_mega.checkpoint import Checkpoint, folder_of
+from hacpo_mega.checkpoint import Checkpoint, folder_of, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
+from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.joint_checkpoint import JointCheckpoint, agree_on_start
@@ -93,6 +94,8 @@ class Trainer:
             self.console = stack.enter_context(Console(config.num_steps, self.steps_done, quiet=not is_first))
             if start is not None:
                 self.console.say(f"goes on after step {start.step}, from {start.folder}")
+                for change in changes(start.config, plain(config)):
+                    self.console.say(f"changed since: {change}")
             self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.console.phase)
             with self._phase("load", f"before step {self.steps_done + 1}"):
                 codecs = agent_codecs(config.agents)

@@ -19,6 +19,7 @@ from hacpo_mega.checkpoint import (
     find_start,
     folder_of,
     latest_checkpoint,
+    model_digests,
     plain,
     read_checkpoint,
     remove_old,
@@ -47,6 +48,7 @@ def written(config: Config, step: int) -> tuple[Path, Checkpoint]:
         step=step,
         config=plain(config),
         versions={"torch": "2"},
+        models=model_digests(config),
         # what JSON has no number for, and what needs all of a float64
         capability={"history": [[0.1 + 0.2, math.nan], [1 / 3, 1.0]]},
         agents={name: AgentState(4 * step, 4 * step - 1, {"low": [0.1, 1 / 3]}) for name in NAMES},
@@ -273,4 +275,18 @@ def test_fewer_steps_than_are_done_is_refused(tmp_path):
     assert (
         complaint(config_in(tmp_path, "num_steps=4"))
         == f"{folder} has 6 steps done, num_steps is 4: give more, or --fresh"
+    )
+
+
+def test_another_model_in_the_same_folder_is_refused(tmp_path):
+    models = [f"agents.{name}.model={tmp_path / name}" for name in NAMES]
+    config = config_in(tmp_path / "run", *models)
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    folder = make_step(config, 2)
+    assert start_of(config).step == 2
+    (tmp_path / "llama" / "config.json").write_text('{"hidden_size": 64}')
+    assert complaint(config) == (
+        f"{folder} is of another model: the config.json of agents.llama.model is not what it was"
     )
