@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # A pattern names a key, or a table with all that is in it.
-FREE = ("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers")
-FIXED = ("agents", "lanes", "agents.*.tp", "agents.*.pp", "agents.*.cells_per_lane")
+FREE = (
+    *("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers"),
+    *("lanes", "agents.*.cells_per_lane"),
+)
+FIXED = ("agents", "agents.*.tp", "agents.*.pp")
 
 
 @dataclass(frozen=True)

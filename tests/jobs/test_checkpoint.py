@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import play_command, run_command, run_here, start_ranks
+import torch.distributed as dist
+from actor_cases import full_weights, make_actor, random_samples
+from job import play_command, run_command, run_group, run_here, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
+from tiny_models import make_model
 
 from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
@@ -112,6 +116,58 @@ def test_a_new_run_branches_off_with_only_num_steps_changed(undisturbed):
     assert {name.split("/")[2] for name in steps[3].values.keys() - expected.keys()} == {"accuracy", "num_evaluated"}
     assert read_rollouts(branch, 3) == read_rollouts(run, 3)
     assert committed_steps(branch) == [3] and committed_steps(run) == [2, 4]
+
+
+ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear")
+SHARES = (3, 1)  # of cells that take up what two have written
+
+
+@pytest.fixture(scope="module")
+def on_other_cells(tmp_path_factory) -> tuple[tuple, dict[int, tuple]]:
+    """An actor of two cells after two updates and one more, and what cells of other numbers make of its checkpoint."""
+    folder = tmp_path_factory.mktemp("cells")
+    make_model(folder / "model", "qwen3", tied=True)
+    (folder / "state").mkdir()
+    (written, *_) = run_group(2, save_after_two_updates, folder)
+    return written, {cells: run_group(cells, update_after_loading, folder)[0] for cells in SHARES}
+
+
+def save_after_two_updates(folder: Path) -> tuple:
+    actor = make_actor(folder / "model", optimizer=ADAM)
+    for number in range(2):
+        update(actor, number)
+    counts = actor.save(folder / "state")
+    if dist.get_rank() == 0:
+        (folder / "counts.json").write_text(json.dumps(counts))
+    return full_weights(actor), update(actor, 2)
+
+
+def update_after_loading(folder: Path) -> tuple:
+    actor = make_actor(folder / "model", optimizer=ADAM)
+    actor.load(folder / "state", **json.loads((folder / "counts.json").read_text()))
+    return full_weights(actor), update(actor, 2)
+
+
+def update(actor, number: int) -> tuple:
+    """One update by all cells together: its loss, gradient norm and rate, and the weights that it leaves."""
+    samples = [sample for sample in random_samples(4, seed=60 + number) if sample.num_trained]
+    mine = samples[dist.get_rank() :: dist.get_world_size()]
+    stats = actor.learn_supervised(mine, sum(sample.num_trained for sample in samples))
+    return stats.loss, stats.grad_norm, stats.lr, full_weights(actor)
+
+
+@pytest.mark.parametrize("cells", SHARES)
+def test_other_numbers_of_cells_take_up_a_checkpoint(cells, on_other_cells):
+    """Weights to the last bit; the next update differs by rounding, where lost moments would turn it around."""
+    (weights, (loss, grad_norm, lr, after)), found = on_other_cells
+    (other_weights, (other_loss, other_grad_norm, other_lr, other_after)) = found[cells]
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert other_lr == lr
+    assert (other_loss, other_grad_norm) == pytest.approx((loss, grad_norm), rel=1e-5)
+    moved = sum(float((after[name] - weights[name]).square().sum()) for name in weights) ** 0.5
+    differs = sum(float((after[name] - other_after[name]).square().sum()) for name in weights) ** 0.5
+    assert differs < 1e-2 * moved
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:

@@ -209,6 +209,8 @@ def test_a_run_branches_off_only_where_it_has_no_step_of_its_own(tmp_path):
         "checkpoint.keep_last=5",
         "training.diagnose_every=2",
         "reward.num_workers=3",
+        "lanes=2",
+        "agents.llama.cells_per_lane=2",
     ],
 )
 def test_what_trains_nothing_may_change(override, tmp_path):
@@ -231,14 +233,13 @@ def test_what_trains_is_refused_unless_accepted(tmp_path):
     assert start_of(config, accept=("seed", "agents.*.optimizer.lr", "algorithm")).step == 2
 
 
-@pytest.mark.parametrize("key", ["lanes", "agents.qwen.tp", "agents.llama.cells_per_lane"])
-def test_a_layout_cannot_be_accepted(key, tmp_path):
+@pytest.mark.parametrize("key", ["agents.qwen.tp", "agents.llama.pp"])
+def test_a_split_model_cannot_be_accepted(key, tmp_path):
     config = config_in(tmp_path)
     make_step(config, 2)
     table = plain(config)
-    agents = {agent["name"]: agent for agent in table["agents"]}
-    *_, name, field = ("", *key.split("."))
-    (agents.get(name) or table)[field] = 2
+    _, name, field = key.split(".")
+    next(agent for agent in table["agents"] if agent["name"] == name)[field] = 2
     (change,) = changes(plain(config), table)
     assert (change.key, change.kind) == (key, "fixed")
     (line,) = refusals([change], [key, "agents", "*"])
