@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hacpo_mega.algorithm import engine_weights, sample_weight
+from hacpo_mega.checkpoint import Checkpoint
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.megatron.actor import Actor
@@ -40,8 +41,11 @@ from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 class Agent:
     """The agent whose ranks include this one."""
 
-    def __init__(self, spec: AgentConfig, place: Place, config: Config) -> None:
-        """Loads the model twice: into Megatron, and from Megatron into vLLM. Collective over the agent's ranks."""
+    def __init__(self, spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None = None) -> None:
+        """Loads the model twice: into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
+
+        `start` is the step to go on from; the reference policy of a KL is that of the model folder all the same.
+        """
         self.name = spec.name
         self.index = place.agent
         self.place = place
@@ -68,6 +72,9 @@ class Agent:
         )
         if config.algorithm.kl_coef > 0.0:
             self.actor.keep_reference()
+        if start is not None:
+            state = start.agents[self.name]
+            self.actor.load(start.folder / self.name, num_updates=state.num_updates, num_applied=state.num_applied)
         self.dtype = self.actor.model.config.params_dtype
         self.engine = Engine(
             spec.model,
@@ -213,6 +220,10 @@ class Agent:
         if self._engine_sleeps:
             self.engine.wake()
         self._engine_sleeps = False
+
+    def save(self, folder: Path) -> dict[str, int]:
+        """Writes weights and optimizer into an empty folder; the counts that belong to them. Collective as `learn`."""
+        return self.actor.save(folder)
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""

@@ -9,13 +9,15 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import rich
 import typer
 
+from hacpo_mega.checkpoint import committed_steps, find_start
+from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
@@ -27,11 +29,8 @@ from hacpo_mega.cluster.environment import (
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.logbook.provenance import exported_steps
 
-if TYPE_CHECKING:
-    from hacpo_mega.commands.inspect_data import Findings
-
-data_app = typer.Typer(no_args_is_help=True, help="Read public mathematics data of any layout.")
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0]
 )
@@ -111,18 +110,36 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def train(config_file: ConfigFile, overrides: Overrides = None) -> None:
-    """Train all agents of a configuration together."""
+def train(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")] = False,
+    accept: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="A key that may differ from the run's that goes on.")
+    ] = None,
+    branch: Annotated[
+        Path | None, typer.Option("--from", metavar="STEP", help="RUN/checkpoints/step_N: a new run begins there.")
+    ] = None,
+) -> None:
+    """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
     config = _load(config_file, overrides, with_models=True)
-    if not inside_a_job():  # a job's ranks read the files when they start, before they load a model
+    if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
         from hacpo_mega.data.prompt_files import require_good_files
 
+        find_start(config, fresh=fresh, accept=accept or [], branch=branch)
         require_good_files(config)
+    if not fresh and committed_steps(config.run_dir)[-1:] == [config.num_steps] == [exported_steps(config.run_dir)]:
+        if is_first_of_its_node():
+            print(
+                f"{config.run_dir} is finished: {config.num_steps} steps are done, all agents exported. A larger "
+                "num_steps goes on with it, --fresh starts anew"
+            )
+        return
     if not _this_process_is_a_rank(config):
         return
     from hacpo_mega.trainer import Trainer
 
-    with Trainer(config) as trainer:
+    with Trainer(config, fresh=fresh, accept=accept or [], branch=branch) as trainer:
         trainer.fit()
 
 
@@ -229,51 +246,7 @@ def export(
     print(out)
 
 
-@data_app.command()
-def inspect(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
-    model: Annotated[list[Path] | None, typer.Option(help="A model folder: lengths under its tokenizer.")] = None,
-    against: Annotated[list[Path] | None, typer.Option(help="An evaluation set that must not be in them.")] = None,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
-    golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
-) -> None:
-    """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
-    from hacpo_mega.commands.inspect_data import inspect as inspect_files
-    from hacpo_mega.grading.judge import Judge
-
-    with Judge("math", num_workers=2) if golds else nullcontext() as judge:
-        _print_findings(*inspect_files(files, model or [], against or [], max_prompt_tokens, judge))
-
-
-@data_app.command()
-def convert(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
-    out: Annotated[Path, typer.Option(help="The JSON Lines file to write, for data.files of a run.")],
-    without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
-) -> None:
-    """Write files of any public layout as one JSON Lines file, each problem once."""
-    from hacpo_mega.commands.convert_data import convert as convert_files
-
-    _print_findings(convert_files(files, out, without or []))
-
-
-@app.command()
-def grade(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
-    out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
-    reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
-    workers: Annotated[int, typer.Option(min=1)] = 2,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
-    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
-) -> None:
-    """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
-    from hacpo_mega.commands.grade import grade as grade_answers
-    from hacpo_mega.commands.grade import judge_options
-    from hacpo_mega.grading.judge import Judge
-
-    with Judge(reward, workers, timeout_s, options=judge_options(option or [])) as judge:
-        _print_findings(grade_answers(file, out, judge, explain))
+app.command()(grade)
 
 
 @app.command()
@@ -285,12 +258,6 @@ def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int
 
     result = check_theory(out, seed)
     print(f"{result}\n{draw_theory(result)}")
-
-
-def _print_findings(*findings: "Findings") -> None:
-    print("\n".join(line for found in findings for line in found.lines))
-    if not all(found.is_sound for found in findings):
-        raise typer.Exit(1)
 
 
 def _load(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:

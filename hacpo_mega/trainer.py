@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
@@ -21,13 +22,16 @@ from hacpo_mega.algorithm import (
     reward_tally,
     trained_answers,
 )
+from hacpo_mega.checkpoint import Checkpoint, folder_of, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
+from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
+from hacpo_mega.joint_checkpoint import JointCheckpoint, agree_on_start
 from hacpo_mega.logbook.console import Console
-from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
@@ -66,22 +70,34 @@ class Trainer:
     band         where the band of each source begins for this agent; None where the configuration fixes it
     metrics, report, console, folder   what is measured, shown and written
     skips        ends a run whose updates are all skipped
+    checkpoint   what the run goes on from when it dies
     """
 
-    def __init__(self, config: Config) -> None:
-        """Takes its place in the job, loads the agent and opens the run folder. Collective over the job."""
+    def __init__(
+        self, config: Config, *, fresh: bool = False, accept: Sequence[str] = (), branch: Path | None = None
+    ) -> None:
+        """Takes its place in the job, loads the agents as the run left them, opens its folder. Collective over the job.
+
+        A run that `run_dir` holds goes on from its last checkpoint, unless `fresh`. `accept` are keys in which the
+        configuration may differ from the run's, `branch` the checkpoint of another run to begin with.
+        """
         self.config = config
         self.names = tuple(agent.name for agent in config.agents)
-        self.steps_done = 0
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
             self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
-            self.console = stack.enter_context(Console(config.num_steps, quiet=not is_first))
+            start = agree_on_start(self.place, config, fresh=fresh, accept=accept, branch=branch)
+            self.steps_done = 0 if start is None else start.step
+            self.console = stack.enter_context(Console(config.num_steps, self.steps_done, quiet=not is_first))
+            if start is not None:
+                self.console.say(f"goes on after step {start.step}, from {start.folder}")
+                for change in changes(start.config, plain(config)):
+                    self.console.say(f"changed since: {change}")
             self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.console.phase)
-            with self._phase("load", "before step 1"):
+            with self._phase("load", f"before step {self.steps_done + 1}"):
                 codecs = agent_codecs(config.agents)
                 num_tokens = longest_encoding(codecs)
                 self.sampler, num_dropped = training_sampler(config, num_tokens)
@@ -89,12 +105,14 @@ class Trainer:
                 # every other key of [reward] is an argument of the judge
                 reward = config.reward.model_dump(exclude={"max_unjudged_share"})
                 self.judge = stack.enter_context(Judge(**reward))
-                self.agent = Agent(config.agents[self.place.agent], self.place, config)
+                self.agent = Agent(config.agents[self.place.agent], self.place, config, start)
             if num_dropped:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
             is_calibrated = config.algorithm.band == "calibrated"
             self.band = BandTracker(len(config.agents), config.algorithm) if is_calibrated else None
+            if start is not None:
+                self._take_up(start)
             self.report = StepReport(self.metrics, self.console, self.place, config, self.agent.dtype)
             self.view_rules = ViewRules(
                 sources=codecs,
@@ -104,7 +122,9 @@ class Trainer:
                 ratio_length=config.algorithm.ratio_length,
                 max_answer_tokens=config.rollout.max_answer_tokens,
             )
-            self.folder = stack.enter_context(RunFolder(config, self.place))
+            goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
+            self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
+            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -117,13 +137,15 @@ class Trainer:
             self._stack = stack.pop_all()
 
     def fit(self) -> None:
-        """Evaluates, trains `num_steps` steps, evaluates, and exports every agent. Collective over the job."""
-        self.evaluate("before step 1")
-        self._write_metrics(0)
+        """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job."""
+        if self.steps_done == 0:
+            self.evaluate("before step 1")
+            self._show(0, self._write_metrics(0))
         while self.steps_done < self.config.num_steps:
             self.step()
         with self._phase("export", "after the last step"):
             self.agent.export(self.config.run_dir / "agents" / self.agent.name)
+            self.folder.finish(self.steps_done)
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
@@ -173,8 +195,12 @@ class Trainer:
         self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
         if self._evaluation_is_due():
             self.evaluate()
-        self._write(pool, advantages_PNG, updates)
+        reduced = self._write(pool, advantages_PNG, updates)
         self.steps_done += 1
+        if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
+            with self._phase("checkpoint", f"of step {self.steps_done}"):
+                self.checkpoint.save(self.steps_done, self.capability, self.band)
+        self._show(self.steps_done, reduced)
 
     def evaluate(self, when: str = "") -> None:
         """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
@@ -187,6 +213,13 @@ class Trainer:
             judgements = self._judge(mine, answers)
         if self.place.is_leader:
             add_accuracy(self.metrics, self.agent.name, mine, judgements)
+
+    def _take_up(self, start: Checkpoint) -> None:
+        """What a checkpoint holds beside the agents' own state."""
+        self.capability.load_state_dict(start.capability)
+        band = start.agents[self.agent.name].band
+        if self.band is not None and band is not None:  # None: the user has accepted another algorithm.band
+            self.band.load_state_dict(band)
 
     def _judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
         """One judgement per rollout, on the cell's leader; nobody else needs them."""
@@ -252,18 +285,21 @@ class Trainer:
         if self.place.is_leader:
             add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
-    def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> None:
+    def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> StepMetrics:
         """The step's answers and numbers into the run folder. Collective over the job."""
         self.place.enter_phase("write", f"of step {self.steps_done + 1}")
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
         seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
         self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen)
-        self._write_metrics(self.steps_done + 1)
+        return self._write_metrics(self.steps_done + 1)
 
-    def _write_metrics(self, step: int) -> None:
+    def _write_metrics(self, step: int) -> StepMetrics:
         reduced = self.metrics.reduce()
         self.folder.write_step(step, reduced)
-        self.console.step(step, reduced)
+        return reduced
+
+    def _show(self, step: int, reduced: StepMetrics) -> None:
+        self.console.step(step, reduced, self.checkpoint.safe_step if self.checkpoint.is_on else None)
         self.report.warn(reduced)
 
     def _diagnosis_is_due(self) -> bool:

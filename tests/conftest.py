@@ -13,6 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 FOUR_RANKS = {
     "test_actor",
+    "test_checkpoint",
     "test_exchange",
     "test_failure",
     "test_fused_head",

@@ -133,6 +133,10 @@ class Place:
         assert (payload is not None) == self.is_leader, f"{self.coordinate}: the leader gives the payload, nobody else"
         return share_bytes(self.cell_group, payload)
 
+    def share_in_job(self, payload: bytes | None) -> bytes:
+        """The payload of the job's rank 0 on every rank of the job; what the others pass is not looked at."""
+        return share_bytes(self.job_group, payload)
+
     def sum_over_lanes(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over lanes of a float64 tensor that all ranks of a lane agree on, on every rank.
 

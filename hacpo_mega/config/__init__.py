@@ -6,6 +6,7 @@ from hacpo_mega.config.load import load_config
 from hacpo_mega.config.prompting import Prompting
 from hacpo_mega.config.run import config_of_run
 from hacpo_mega.config.schema import (
+    CheckpointConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -17,6 +18,7 @@ from hacpo_mega.config.schema import (
 __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",

@@ -13,7 +13,7 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import Skill
 from hacpo_mega.config.methods import METHODS
-from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Section
+from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, PositiveOrZero, Section
 
 
 class DataConfig(Section):
@@ -107,11 +107,25 @@ class EvaluationConfig(Section):
     """Tokens at which an answer is cut in an evaluation; not given: rollout.max_answer_tokens."""
 
 
+class CheckpointConfig(Section):
+    """When the run is put on disk so that it can go on from there, and how many such steps are kept."""
+
+    every_steps: CountOrZero = 10
+    """Steps from one checkpoint to the next; the last step has one too. With every_minutes, too, at 0: none ever."""
+    every_minutes: PositiveOrZero = 30.0
+    """Minutes after which a step ends with a checkpoint although its number does not ask for one; 0: never."""
+    keep_last: Count = 2
+    """Newest checkpoints that are kept; the one before the newest is there in case the newest is damaged."""
+    keep_every: CountOrZero = 0
+    """Steps whose checkpoints are never removed: the multiples of this number; 0: no such step."""
+
+
 class Config(Section):
     """A whole run. Load it with `load_config`; nobody writes to it afterwards."""
 
     run_dir: FilePath
-    """Folder that the run writes, and nothing else; one that exists is renamed to run_dir.1, run_dir.2, ..."""
+    """Folder that the run writes, and nothing else; a run in it goes on from its last checkpoint, and without one is
+    renamed to run_dir.1, run_dir.2, ..."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 1
     """Decides the order of prompts and every sampled answer, below 2^32; the same on one machine repeats a run."""
     num_steps: Count
@@ -136,6 +150,8 @@ class Config(Section):
     """How many prompts and tokens are trained at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How often and on what the agents are measured."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run is put on disk, to go on from there."""
 
     @property
     def answers_per_prompt(self) -> int:

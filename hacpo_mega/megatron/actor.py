@@ -33,6 +33,7 @@ from hacpo_mega.megatron.schedule import (
     sum_over_cells,
     tensor_from_last_stage,
 )
+from hacpo_mega.megatron.sharded_state import load_state, save_state
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
@@ -232,6 +233,15 @@ class Actor:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
         return full_tensors(self.model)
+
+    def save(self, folder: Path) -> dict[str, int]:
+        """Writes weights and optimizer into an empty folder; the counts for `load`. Collective over the agent."""
+        save_state(self.model, self.optimizer, folder)
+        return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}
+
+    def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
+        """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""
+        load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes."""

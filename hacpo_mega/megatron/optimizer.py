@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hacpo_mega.config import OptimizerConfig
 
@@ -48,12 +49,38 @@ class ActorOptimizer:
     def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int):
         self.config = config
         self.total_updates = total_updates
-        self.num_updates = 0
+        self.num_updates = self.num_applied = 0
         self.megatron = get_megatron_optimizer(_megatron_config(model, config), [model], use_gloo_process_groups=False)
         # wd_mult is Megatron's own choice of what decays (matrices, not norms and biases); its scheduler, which would
         # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    @property
+    def part(self) -> DistributedOptimizer:
+        """The one distributed optimizer inside Megatron's chain: all parameters are sharded over the same ranks."""
+        (part,) = self.megatron.chained_optimizers
+        return part
+
+    def make_moments(self) -> None:
+        """Gives Adam its moments, as zeros, where the first update has not yet; parameters stay as they are."""
+        if self.part.optimizer.state:
+            return
+        for group in self.megatron.param_groups:
+            group["lr"] = 0.0
+        self.part._init_optimizer_states_with_dummy_values()
+        self.set_progress(self.num_updates, self.num_applied)
+
+    def set_progress(self, num_updates: int, num_applied: int) -> None:
+        """Where the learning rate stands (updates), and Adam's bias correction (those that were applied)."""
+        self.num_updates, self.num_applied = num_updates, num_applied
+        # torch's Adam counts in every parameter's state, the fused ones in the group.
+        for state in self.part.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(num_applied)
+        for group in self.part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = num_applied
 
     def counted_gradients(self) -> list[torch.Tensor]:
         """The gradients in the model's buffers that this rank counts: over all ranks every element of the model once.
@@ -82,6 +109,7 @@ class ActorOptimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
         grad_norm, applied = _clipped_step(self.megatron, self.config.clip_grad, loss)
+        self.num_applied += applied
         return OptimizerStep(grad_norm=grad_norm, lr=lr, applied=applied)
 
 

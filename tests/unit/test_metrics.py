@@ -218,6 +218,13 @@ def test_console_prints_one_plain_line_per_step_into_a_log() -> None:
     )
 
 
+def test_console_says_which_step_a_crash_would_return_to() -> None:
+    log = io.StringIO()
+    with Console(40, 10, file=log) as console:
+        console.step(12, StepMetrics({}, {}), safe_step=10)
+    assert log.getvalue() == "step 12/40 | safe 10\n"
+
+
 def test_console_shows_the_phase_on_a_terminal() -> None:
     terminal = Terminal()
     with Console(40, file=terminal) as console:

@@ -1,0 +1,239 @@
+"""A checkpoint on disk: one folder per step for all agents together, whole or not at all.
+
+    checkpoints/step_000012/step.json      what belongs to the run: capability, bands, counts, configuration; size and
+                                           SHA-256 of every file below
+    checkpoints/step_000012/<agent>/       weights and optimizer, by Megatron (megatron/sharded_state.py)
+    checkpoints/step_000012.writing/       the same before its commit, which is the one rename that takes `.writing` off
+    checkpoints/step_000012.removing/      the same while it is being removed
+
+So a folder whose name is only `step_` and a number has been written and synced by every rank of every agent. The other
+two are never read; the next start of the run removes them.
+Not here: who writes and when (joint_checkpoint.py). Imports no torch, so that a wrong start is refused at once.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.config import Config
+from hacpo_mega.config.changes import changes, refusals
+
+FORMAT = 1
+RECORD = "step.json"
+COMMITTED = re.compile(r"step_(\d{6,})")
+WRITING, REMOVING = ".writing", ".removing"
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What is not in an agent's own files. `band` is BandTracker's state, None without a calibrated band."""
+
+    num_updates: int
+    num_applied: int
+    band: dict[str, list[float]] | None
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What a file was when its step was committed."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed step as its step.json tells it.
+
+    config      the resolved configuration, as plain values      versions    of the packages that wrote it
+    models      digests of the agents' config.json, by name      agents      by name
+    capability  CapabilityTracker's state
+    files       every file below `folder`, by its path there
+    """
+
+    folder: Path
+    step: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    models: dict[str, str]
+    capability: dict[str, list[list[float]]]
+    agents: dict[str, AgentState]
+    files: dict[str, FileState]
+
+    @classmethod
+    def parse(cls, folder: Path, text: str) -> "Checkpoint":
+        """From the text of a step.json. ValueError when it is torn, changed, or of another format."""
+        file = folder / RECORD
+        try:
+            table = json.loads(text)
+            version, sha256, state = table["format"], table["sha256"], table["state"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged: it is no record of a checkpoint") from error
+        if version != FORMAT:
+            raise ValueError(f"{file} is of format {version!r}, this version of hacpo_mega reads format {FORMAT}")
+        if _digest(state) != sha256:
+            raise ValueError(f"{file} is damaged: it is not what was written (SHA-256 differs)")
+        agents = {name: AgentState(**agent) for name, agent in state.pop("agents").items()}
+        files = {path: FileState(**file) for path, file in state.pop("files").items()}
+        return cls(folder=folder, agents=agents, files=files, **state)
+
+    def text(self) -> str:
+        """What `parse` reads."""
+        state = {key: value for key, value in asdict(self).items() if key != "folder"}
+        return json.dumps({"format": FORMAT, "sha256": _digest(state), "state": state}, indent=1)
+
+    def misshapen(self) -> Iterator[str]:
+        """A line for every file that is missing or has another size; reads none of them."""
+        for path, expected in self.files.items():
+            file = self.folder / path
+            if not file.is_file():
+                yield f"{file} is missing"
+            elif (size := file.stat().st_size) != expected.num_bytes:
+                yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
+
+    def altered(self, share: slice = slice(None)) -> Iterator[str]:
+        """A line for every file of a share of them whose bytes are not those that were written; reads them all."""
+        for path, expected in list(self.files.items())[share]:
+            if file_sha256(self.folder / path) != expected.sha256:
+                yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, once committed."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def committed_steps(run_dir: Path) -> list[int]:
+    """The steps with a committed checkpoint, ascending."""
+    names = (path.name for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir())
+    return sorted(int(match[1]) for name in names if (match := COMMITTED.fullmatch(name)))
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
+    try:
+        text = (folder / RECORD).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{folder / RECORD} is missing: {folder} is no checkpoint of a run") from error
+    found = Checkpoint.parse(folder, text)
+    for problem in found.misshapen():
+        raise ValueError(problem)
+    return found
+
+
+def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The newest committed step, None without one. ValueError, which offers an older step, when it cannot be read."""
+    steps = committed_steps(run_dir)
+    if not steps:
+        return None
+    try:
+        return read_checkpoint(folder_of(run_dir, steps[-1]))
+    except ValueError as error:
+        raise ValueError(f"{error}. {older_step_offered(run_dir, steps[-1])}") from error
+
+
+def older_step_offered(run_dir: Path, step: int) -> str:
+    """What to do when a step cannot be read: the newest one before it whose every byte is as it was written."""
+    for older in reversed([older for older in committed_steps(run_dir) if older < step]):
+        try:
+            if not list(read_checkpoint(folder_of(run_dir, older)).altered()):
+                return f"Step {older} is whole: move {folder_of(run_dir, step)} away to go on from there"
+        except ValueError:
+            continue
+    return "No older step is whole: start anew with --fresh"
+
+
+def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Path | None) -> Checkpoint | None:
+    """The step that a run goes on from, None for a new run.
+
+    fresh    whether what lies in run_dir is left alone
+    accept   keys of the configuration that may differ from the run's
+    branch   a committed step of any run, to begin with where run_dir has none
+
+    ValueError, one line per problem, when that step cannot be read or the configuration is not the run's.
+    """
+    found = None if fresh else latest_checkpoint(config.run_dir)
+    if found is None and branch is not None:
+        found = read_checkpoint(branch)
+    if found is None:
+        return None
+    if lines := list(refusals(changes(found.config, plain(config)), accept)):
+        raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
+    for name, digest in model_digests(config).items():
+        if digest != found.models.get(name):
+            raise ValueError(
+                f"{found.folder} is of another model: the config.json of agents.{name}.model is not what it was"
+            )
+    if found.step > config.num_steps:
+        raise ValueError(
+            f"{found.folder} has {found.step} steps done, num_steps is {config.num_steps}: give more, or --fresh"
+        )
+    return found
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The resolved configuration as a checkpoint keeps it."""
+    return config.model_dump(mode="json", exclude_none=True)
+
+
+def model_digests(config: Config) -> dict[str, str]:
+    """SHA-256 of every agent's config.json, by name; a folder without one is refused elsewhere."""
+    files = {agent.name: agent.model / "config.json" for agent in config.agents}
+    return {name: file_sha256(file) for name, file in files.items() if file.is_file()}
+
+
+def commit(writing: Path, record: Checkpoint) -> None:
+    """Makes a written step the newest committed one. Every file that it names must have been synced."""
+    path = writing / RECORD
+    with path.open("w", encoding="utf-8") as file:
+        file.write(record.text())
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in (*(writing / name for name in record.agents), writing):
+        sync(folder)
+    writing.rename(record.folder)
+    sync(record.folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_old(run_dir: Path, keep_last: int, keep_every: int) -> None:
+    """Removes all but the `keep_last` newest committed steps, and the multiples of `keep_every`."""
+    for step in committed_steps(run_dir)[:-keep_last]:
+        if keep_every and step % keep_every == 0:
+            continue
+        folder = folder_of(run_dir, step)
+        # Renamed first: killed in the middle, it must not look like a step.
+        removing = folder.with_name(folder.name + REMOVING)
+        folder.rename(removing)
+        shutil.rmtree(removing)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Removes what a killed run was writing or removing."""
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        if path.name.endswith((WRITING, REMOVING)):
+            shutil.rmtree(path)

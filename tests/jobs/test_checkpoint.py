@@ -1,0 +1,241 @@
+"""A run that is killed goes on as if it had not been: weights, Adam, metrics and answers, to the last bit.
+
+Two agents of unequal layout, tensor parallel 2 beside two cells, with a KL to the initial policy and a calibrated band:
+whatever a run remembers from step to step is in the comparison.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from actor_cases import full_weights, make_actor, random_samples
+from job import play_command, run_command, run_group, run_here, start_ranks
+from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from safetensors.torch import load_file
+from tiny_models import make_model
+
+from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("wide", "twice")
+NUM_RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The configuration of a run of four steps, a checkpoint every second one, that was left in peace."""
+    folder = tmp_path_factory.mktemp("runs")
+    agents = [
+        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "twice", "llama", CHARACTERS + PAIRS, cells_per_lane=2),
+    ]
+    config = write_config(
+        folder,
+        agents,
+        num_steps=4,
+        algorithm={"delta": 0.9, "kl_coef": 0.01, "band": "calibrated"},
+        checkpoint={"every_steps": 2},
+    )
+    train(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def resumed(undisturbed) -> Path:
+    """The folder of the same run, killed in step 4 after the checkpoint of step 2, and started again."""
+    run_dir = undisturbed.parent / "killed"
+    override = f"run_dir={run_dir}"
+    logs = undisturbed.parent / "logs"
+    logs.mkdir()
+    ranks = start_ranks(NUM_RANKS, logs, play_command, "train", str(undisturbed), override)
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or max(read_metrics(metrics), default=0) < 3:
+        assert all(rank.is_alive() for rank in ranks), [log.read_text() for log in logs.glob("*.err")]
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert committed_steps(run_dir) == [2]
+    half = run_dir / "checkpoints" / "step_000004.writing" / "wide"
+    half.mkdir(parents=True, exist_ok=True)
+    (half / "__0_0.distcp").write_bytes(b"half")
+    train(undisturbed, override)
+    return run_dir
+
+
+def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(undisturbed, resumed):
+    """The shards of a checkpoint hold weights, main weights and both moments of every rank."""
+    one, other = (read_checkpoint(folder_of(run, 4)) for run in (undisturbed.parent / "run", resumed))
+    shards = {path: file for path, file in one.files.items() if path.endswith(".distcp")}
+    assert len(shards) == NUM_RANKS
+    assert {path: other.files[path] for path in shards} == shards
+    assert (other.agents, other.capability) == (one.agents, one.capability)
+    for name in NAMES:
+        first, second = (
+            load_file(run / "agents" / name / "model.safetensors") for run in (one.folder.parents[1], resumed)
+        )
+        assert all(torch.equal(first[tensor], second[tensor]) for tensor in first)
+
+
+def test_every_step_is_logged_once_and_alike(undisturbed, resumed):
+    run = undisturbed.parent / "run"
+    one, other = (read_metrics(folder / "metrics.jsonl") for folder in (run, resumed))
+    lines = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [0, 1, 2, 3, 4]
+    assert [m.values for m in other.values()] == [m.values for m in one.values()]
+    assert logged_steps(resumed) == logged_steps(run) == [1, 2, 3, 4]
+    assert all(read_rollouts(resumed, step) == read_rollouts(run, step) for step in range(1, 5))
+    assert any(value > 0.0 for name, value in other[4].values.items() if name.endswith("/kl"))
+    assert other[4].values["agent/wide/from/twice/band_low"] != 1 - 0.9
+    assert [start["steps_done"] for start in read_starts(resumed)] == [0, 2]
+    assert "checkpoint" not in str([m.values for m in other.values()]), "its seconds are timing"
+
+
+def test_what_a_killed_run_was_writing_is_gone(resumed):
+    assert sorted(path.name for path in (resumed / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+
+
+def test_a_new_run_branches_off_with_only_num_steps_changed(undisturbed):
+    """It does step 3 as the run did that it comes from, evaluation aside: it is its last."""
+    run, branch = undisturbed.parent / "run", undisturbed.parent / "branch"
+    overrides = (f"run_dir={branch}", "num_steps=3")
+    run_command(NUM_RANKS, "train", undisturbed, *overrides, "--from", folder_of(run, 2))
+    steps = read_metrics(branch / "metrics.jsonl")
+    expected = read_metrics(run / "metrics.jsonl")[3].values
+    assert list(steps) == [3]
+    assert {name: value for name, value in steps[3].values.items() if name in expected} == expected
+    assert {name.split("/")[2] for name in steps[3].values.keys() - expected.keys()} == {"accuracy", "num_evaluated"}
+    assert read_rollouts(branch, 3) == read_rollouts(run, 3)
+    assert committed_steps(branch) == [3] and committed_steps(run) == [2, 4]
+
+
+ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear")
+SHARES = (3, 1)  # of cells that take up what two have written
+
+
+@pytest.fixture(scope="module")
+def on_other_cells(tmp_path_factory) -> tuple[tuple, dict[int, tuple]]:
+    """An actor of two cells after two updates and one more, and what cells of other numbers make of its checkpoint."""
+    folder = tmp_path_factory.mktemp("cells")
+    make_model(folder / "model", "qwen3", tied=True)
+    (folder / "state").mkdir()
+    (written, *_) = run_group(2, save_after_two_updates, folder)
+    return written, {cells: run_group(cells, update_after_loading, folder)[0] for cells in SHARES}
+
+
+def save_after_two_updates(folder: Path) -> tuple:
+    actor = make_actor(folder / "model", optimizer=ADAM)
+    for number in range(2):
+        update(actor, number)
+    counts = actor.save(folder / "state")
+    if dist.get_rank() == 0:
+        (folder / "counts.json").write_text(json.dumps(counts))
+    return full_weights(actor), update(actor, 2)
+
+
+def update_after_loading(folder: Path) -> tuple:
+    actor = make_actor(folder / "model", optimizer=ADAM)
+    actor.load(folder / "state", **json.loads((folder / "counts.json").read_text()))
+    return full_weights(actor), update(actor, 2)
+
+
+def update(actor, number: int) -> tuple:
+    """One update by all cells together: its loss, gradient norm and rate, and the weights that it leaves."""
+    samples = [sample for sample in random_samples(4, seed=60 + number) if sample.num_trained]
+    mine = samples[dist.get_rank() :: dist.get_world_size()]
+    stats = actor.learn_supervised(mine, sum(sample.num_trained for sample in samples))
+    return stats.loss, stats.grad_norm, stats.lr, full_weights(actor)
+
+
+@pytest.mark.parametrize("cells", SHARES)
+def test_other_numbers_of_cells_take_up_a_checkpoint(cells, on_other_cells):
+    """Weights to the last bit; the next update differs by rounding, where lost moments would turn it around."""
+    (weights, (loss, grad_norm, lr, after)), found = on_other_cells
+    (other_weights, (other_loss, other_grad_norm, other_lr, other_after)) = found[cells]
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert other_lr == lr
+    assert (other_loss, other_grad_norm) == pytest.approx((loss, grad_norm), rel=1e-5)
+    moved = sum(float((after[name] - weights[name]).square().sum()) for name in weights) ** 0.5
+    differs = sum(float((after[name] - other_after[name]).square().sum()) for name in weights) ** 0.5
+    assert differs < 1e-2 * moved
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def refused(config: Path, run_dir: Path, *arguments: str) -> str:
+    """What `train` says as it refuses, before any rank starts; the folder is as it was."""
+    before = contents(run_dir)
+    done = run_here("train", config, f"run_dir={run_dir}", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert contents(run_dir) == before
+    return done.stderr
+
+
+@pytest.fixture
+def copy(undisturbed, tmp_path) -> Path:
+    return shutil.copytree(undisturbed.parent / "run", tmp_path / "copy")
+
+
+def test_a_finished_run_says_so_and_stays(undisturbed):
+    run = undisturbed.parent / "run"
+    before = contents(run)
+    done = run_here("train", undisturbed)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 steps are done" in done.stdout and "--fresh starts anew" in done.stdout
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    "harm, said",
+    [
+        (lambda file: file.unlink(), "is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is damaged: it has "),
+    ],
+)
+def test_a_missing_or_torn_file_is_named_and_the_older_step_offered(undisturbed, copy, harm, said):
+    file = folder_of(copy, 4) / "twice" / "__1_0.distcp"
+    harm(file)
+    line = refused(undisturbed, copy)
+    assert line.startswith(f"{file} {said}") and line.count("\n") == 1
+    assert f"Step 2 is whole: move {folder_of(copy, 4)} away to go on from there" in line
+
+
+def test_a_flipped_bit_is_named_before_a_model_is_loaded(undisturbed, copy, tmp_path):
+    file = folder_of(copy, 4) / "wide" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    before = contents(copy)
+    ranks = start_ranks(NUM_RANKS, tmp_path, play_command, "train", str(undisturbed), f"run_dir={copy}", "num_steps=5")
+    for rank in ranks:
+        rank.join()
+    said = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(NUM_RANKS))
+    assert [rank.exitcode for rank in ranks] == [2] * NUM_RANKS, said
+    assert said.startswith(f"{file} is damaged: it is not what was written") and said.count("\n") == 1
+    assert "Step 2 is whole" in said
+    assert contents(copy) == before
+
+
+def test_another_configuration_is_refused_key_by_key(undisturbed, copy):
+    lines = refused(undisturbed, copy, "seed=3", "agents.wide.optimizer.lr=0.5", "num_steps=9").splitlines()
+    assert lines == [
+        f"{folder_of(copy, 4)} is of another configuration:",
+        "seed was 1, is 3: go on all the same with --accept seed, or start anew with --fresh",
+        "agents.wide.optimizer.lr was 0.02, is 0.5: go on all the same with --accept agents.wide.optimizer.lr, or "
+        "start anew with --fresh",
+    ]
+    line = refused(undisturbed, copy, "agents.wide.pp=2", "agents.wide.tp=1", "--accept", "agents")
+    assert "agents.wide.tp was 2, is 1: a run cannot go on with another" in line
+    assert "has 4 steps done, num_steps is 3" in refused(undisturbed, copy, "num_steps=3")
