@@ -79,9 +79,12 @@ class Checkpoint:
             raise ValueError(f"{file} is of format {version!r}, this version of hacpo_mega reads format {FORMAT}")
         if _digest(state) != sha256:
             raise ValueError(f"{file} is damaged: it is not what was written (SHA-256 differs)")
-        agents = {name: AgentState(**agent) for name, agent in state.pop("agents").items()}
-        files = {path: FileState(**file) for path, file in state.pop("files").items()}
-        return cls(folder=folder, agents=agents, files=files, **state)
+        try:
+            agents = {name: AgentState(**agent) for name, agent in state.pop("agents").items()}
+            files = {path: FileState(**state_of) for path, state_of in state.pop("files").items()}
+            return cls(folder=folder, agents=agents, files=files, **state)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file} is not a record that this version of hacpo_mega reads: {error}") from error
 
     def text(self) -> str:
         """What `parse` reads."""

@@ -1,6 +1,7 @@
 """Checkpoints as files: which step a run goes on from, whatever a killed job has left, and what may differ then."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -165,6 +166,18 @@ def test_a_damaged_step_is_named_and_an_older_one_offered(harm, file, said, tmp_
     assert contents(tmp_path) == before
     folder.rename(tmp_path / "checkpoints" / "damaged_step_4")
     assert start_of(config).step == 2
+
+
+def test_a_record_with_other_entries_is_refused_in_a_line(tmp_path):
+    """As another version would write it: whole, of the same format, but not what is read here."""
+    folder = make_step(config_in(tmp_path), 2)
+    state = json.loads((folder / RECORD).read_text())["state"]
+    del state["models"]
+    digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    (folder / RECORD).write_text(json.dumps({"format": 1, "sha256": digest, "state": state}))
+    line = complaint(config_in(tmp_path))
+    assert line.startswith(f"{folder / RECORD} is not a record that this version of hacpo_mega reads: ")
+    assert "'models'" in line and "\n" not in line
 
 
 def test_an_older_step_is_offered_only_if_every_byte_of_it_is_right(tmp_path):
