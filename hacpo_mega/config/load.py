@@ -80,7 +80,10 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
     So one file serves for every method. An option that an override gives itself stays, and is refused if it is unread.
     """
     given = {override.partition("=")[0] for override in overrides}
-    if "algorithm.method" not in given or (method := table["algorithm"]["method"]) not in METHODS:
+    if "algorithm.method" not in given:
+        return
+    method = table["algorithm"]["method"]
+    if not isinstance(method, str) or method not in METHODS:  # whatever else it is, the schema says so
         return
     for name in unread_options(method, frozenset(in_file & set(AlgorithmConfig.model_fields))):
         if f"algorithm.{name}" not in given:
