@@ -44,6 +44,7 @@ def test_two_steps_on_real_problems_with_real_tokenizers(tmp_path):
         "agents": [agent_table(tmp_path, "gpt", "qwen3", "gpt-2"), agent_table(tmp_path, "phi", "llama", "phi-3")],
         "data": {"files": [str(tmp_path / "math.jsonl")]},
         "reward": {"kind": "math"},
+        "algorithm": {"kl_coef": 1e-3, "kl_on": "all"},  # noise earns nothing: without a KL nothing would be trained
         "rollout": {
             "rollouts_per_prompt": 2,
             "max_prompt_tokens": 256,
