@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 python=${PYTHON:-.venv/bin/python}
 
-fast=(tests/unit/test_{layers,megatron_model,objective,algorithm,sequence_objective,update_metrics}.py)
+fast=(tests/unit/test_{layers,megatron_model,objective,algorithm,methods,sequence_objective,update_metrics}.py)
 kernels=(tests/unit/test_{linear_logprob,kernel_complaints}.py)
 jobs=(tests/jobs/test_{actor,gradient_invariance}.py)
 
