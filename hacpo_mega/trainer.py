@@ -41,7 +41,7 @@ from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
-from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
+from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encoding
 
 
 class Learning(NamedTuple):
@@ -114,14 +114,7 @@ class Trainer:
             if start is not None:
                 self._take_up(start)
             self.report = StepReport(self.metrics, self.console, self.place, config, self.agent.dtype)
-            self.view_rules = ViewRules(
-                sources=codecs,
-                shares_answers=config.algorithm.shares_answers,
-                trains_changed=config.rollout.train_changed_reencodings,
-                eos_in_loss=config.algorithm.eos_in_loss,
-                ratio_length=config.algorithm.ratio_length,
-                max_answer_tokens=config.rollout.max_answer_tokens,
-            )
+            self.view_rules = _view_rules(config, codecs)
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
             self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done)
@@ -325,3 +318,14 @@ class Trainer:
         if kind is None:
             self.agent.close()  # after an error the process ends as it is: closing an engine may wait for dead peers
         self._stack.__exit__(kind, *error)
+
+
+def _view_rules(config: Config, codecs: tuple[TextCodec, ...]) -> ViewRules:
+    return ViewRules(
+        sources=codecs,
+        shares_answers=config.algorithm.shares_answers,
+        trains_changed=config.rollout.train_changed_reencodings,
+        eos_in_loss=config.algorithm.eos_in_loss,
+        ratio_length=config.algorithm.ratio_length,
+        max_answer_tokens=config.rollout.max_answer_tokens,
+    )

@@ -41,7 +41,7 @@ class JobServer:
 
         What rank r writes goes to r.out and r.err of `folder`. None: a rank that was killed because another failed.
         """
-        with _environment(SERVER_ONLY):
+        with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
         threads = self._threads_asked or str(max(1, (os.cpu_count() or 1) // world_size))
         port = free_port()
@@ -52,7 +52,7 @@ class JobServer:
                 call = (rank, folder, environment, function, arguments)
                 processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
                 processes[-1].start()
-            _wait(processes)
+            wait_for_ranks(processes)
             return [process.exitcode for process in processes]
         finally:
             for process in processes:
@@ -100,7 +100,7 @@ def _end_with_queue() -> None:
     os._exit(1)
 
 
-def _wait(processes: list[BaseProcess]) -> None:
+def wait_for_ranks(processes: list[BaseProcess]) -> None:
     """Until all have ended, or one has failed and the others have had their last words."""
     running = {process.sentinel: process for process in processes}
     has_failed = False
@@ -115,7 +115,7 @@ def _wait(processes: list[BaseProcess]) -> None:
 
 
 @contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
+def changed_environment(changes: dict[str, str]) -> Iterator[None]:
     """Variables set inside, and everything as it was afterwards."""
     before = dict(os.environ)
     os.environ.update(changes)

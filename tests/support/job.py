@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from multiprocessing import connection, forkserver
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.environment import EVERYWHERE, ON_CPU
-from hacpo_mega.cluster.forked_job import free_port, launcher_environment
+from hacpo_mega.cluster.forked_job import changed_environment, free_port, launcher_environment, wait_for_ranks
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 
@@ -41,8 +41,6 @@ ENVIRONMENT = {**EVERYWHERE, **({} if torch.cuda.is_available() else ON_CPU), "O
 
 # The time limit of a test's collectives: long, because a crowded machine is no error.
 TIMEOUT_S = 900.0
-# After a rank has failed, the others get this long to say what they know of it.
-LAST_WORDS_S = 20.0
 
 
 def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[BaseProcess]:
@@ -70,7 +68,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         tempfile.TemporaryDirectory() as folder,
         _ended(start_ranks(num_ranks, Path(folder), function, *arguments)) as processes,
     ):
-        _wait(processes)
+        wait_for_ranks(processes)
         statuses = [process.exitcode for process in processes]
         told = "\n".join((Path(folder) / f"{rank}.err").read_text()[-4000:] for rank in range(num_ranks))
         assert statuses == [0] * num_ranks, f"exit statuses {statuses}\n{told}"
@@ -113,7 +111,7 @@ def run_here(*arguments: str | Path) -> subprocess.CompletedProcess:
     """`hacpo-mega ARGUMENTS` in this process, for commands that start no job: exit status and what it writes."""
     out, err, status, before = io.StringIO(), io.StringIO(), 0, sys.argv
     try:
-        with redirect_stdout(out), redirect_stderr(err), _environment({}):
+        with redirect_stdout(out), redirect_stderr(err), changed_environment({}):
             play_command(*map(str, arguments))
     except SystemExit as end:
         status = end.code
@@ -132,20 +130,8 @@ def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
 def _start_server() -> None:
     """Starts the server, if there is none yet, in the environment that a run's processes have."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
+    with changed_environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
         forkserver.ensure_running()
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Variables set inside, and everything as it was afterwards."""
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
@@ -172,20 +158,6 @@ def _in_group(function: Callable, arguments: tuple) -> Any:
 def _in_place(function: Callable, rank_map: RankMap, timeout_s: float) -> Any:
     with Place.join(rank_map, timeout_s) as place:
         return function(place, rank_map)
-
-
-def _wait(processes: list[BaseProcess]) -> None:
-    """Until all have ended, or one has failed and the others have had their last words."""
-    running = {process.sentinel: process for process in processes}
-    has_failed = False
-    while running:
-        ended = connection.wait(list(running), timeout=LAST_WORDS_S if has_failed else None)
-        if not ended:
-            return
-        for sentinel in ended:
-            process = running.pop(sentinel)
-            process.join()
-            has_failed = has_failed or process.exitcode != 0
 
 
 @contextmanager
