@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hacpo_mega.checkpoint import RECORD, Checkpoint, committed_steps, file_sha256, model_digests, read_checkpoint
+from hacpo_mega.checkpoint import (
+    RECORD,
+    Checkpoint,
+    committed_steps,
+    file_sha256,
+    folder_of,
+    model_digests,
+    read_checkpoint,
+)
 from hacpo_mega.config import AgentConfig, Config, config_of_table
 
 
@@ -62,7 +70,7 @@ class StoredAgent:
                 raise
             raise ValueError(
                 f"{self.checkpoint.folder} was removed while it was read: its run keeps checkpoint.keep_last steps. "
-                f"{_committed_beside(self.checkpoint.folder)}"
+                f"{_others(self.checkpoint.folder)}"
             ) from error
 
 
@@ -75,7 +83,7 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
     try:
         found = read_checkpoint(folder)
     except ValueError as error:
-        raise ValueError(f"{error}. {_committed_beside(folder)}") from error
+        raise ValueError(f"{error}. {_others(folder)}") from error
     config = config_of_table(found.config, folder / RECORD)
     agent = chosen_agent(config, name, folder)
     digest = model_digests(config).get(agent.name)
@@ -114,6 +122,9 @@ def chosen_agent(config: Config, name: str | None, where: Path) -> AgentConfig:
     return config.agents[0 if name is None else names.index(name)]
 
 
-def _committed_beside(folder: Path) -> str:
-    steps = committed_steps(folder.resolve().parent.parent)
-    return f"Steps there: {', '.join(map(str, steps))}" if steps else "There is no other step"
+def _others(folder: Path) -> str:
+    """What else the run has, for who asked in vain for `folder`."""
+    folder = folder.resolve()
+    run_dir = folder.parent.parent
+    others = [str(step) for step in committed_steps(run_dir) if folder_of(run_dir, step) != folder]
+    return f"Other steps there: {', '.join(others)}" if others else "There is no other step"

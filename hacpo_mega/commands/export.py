@@ -106,7 +106,7 @@ def export_copy(agent: TrainedAgent, out: Path) -> None:
             card = model_card(agent)
         else:
             write_stored(agent.stored, draft)
-            card = model_card(agent, f"of the checkpoint after {agent.num_steps} steps")
+            card = model_card(agent, f"of the checkpoint {agent.stored.checkpoint.folder.name}")
         (draft / CARD).write_text(card, encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from actor_cases import full_weights, make_actor, random_samples
 from job import run_group
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from tiny_models import make_model
 
 from hacpo_mega.config import OptimizerConfig
@@ -50,6 +51,7 @@ def folder(tmp_path_factory) -> Path:
         make_model(folder / name, **shape)
         for state in ("state", "again"):
             (folder / f"{name}.{state}").mkdir()
+    (folder / "half.state").mkdir()
     return folder
 
 
@@ -61,7 +63,36 @@ def seen(folder) -> dict[str, dict]:
 
 
 def visit_layouts(folder: Path) -> dict[str, dict]:
-    return {name: visit_layouts_of(folder, name) for name in MODELS}
+    in_halves = {"as CUDA has it": visit_in_half_precision(folder)}
+    return {name: visit_layouts_of(folder, name) for name in MODELS} | in_halves
+
+
+class HalfActor(Actor):
+    """As CUDA has it: weights in bf16, main weights in float32."""
+
+    def _build(self, *arguments) -> DistributedDataParallel:
+        here, self.device = self.device, torch.device("cuda")
+        try:
+            return super()._build(*arguments)
+        finally:
+            self.device = here
+
+
+def half_actor(folder: Path, **layout) -> Actor:
+    parallel_state.destroy_model_parallel()
+    options = {"pp": 1, "total_updates": 10, "max_tokens_per_microbatch": 60, **layout}
+    return HalfActor(folder / "tied", optimizer=ADAM, **options)
+
+
+def visit_in_half_precision(folder: Path) -> list[dict]:
+    """The state of an actor after two updates, and of one on another layout that took it up."""
+    writer = half_actor(folder, **WRITTEN)
+    for number in range(2):
+        update(writer, number)
+    counts, written = writer.save(folder / "half.state"), state_of(writer)
+    reader = half_actor(folder, tp=2, pp=2, **UNEVEN)
+    reader.load(folder / "half.state", **counts)
+    return [written, state_of(reader)]
 
 
 def visit_layouts_of(folder: Path, name: str) -> dict:
@@ -132,6 +163,18 @@ def test_the_next_update_is_that_of_the_undisturbed_actor(model, layout, seen):
     assert (other_loss, other_grad_norm) == pytest.approx((loss, grad_norm), rel=1e-5)
     if layout == "as written":
         assert (other_loss, other_grad_norm) == (loss, grad_norm)
+
+
+def test_weights_in_half_precision_are_the_main_weights_rounded(seen, folder):
+    written, found = seen["as CUDA has it"]
+    for kind, tensors in written.items():
+        assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+    sources = tuple(all_sources(Architecture.from_folder(folder / "tied")))
+    stored = dict(stored_weights(folder / "half.state", sources, torch.bfloat16))
+    assert all(torch.equal(stored[name], tensor) for name, tensor in written["weights"].items())
+    main = dict(stored_weights(folder / "half.state", sources, torch.float32))
+    assert {tensor.dtype for tensor in written["weights"].values()} == {torch.bfloat16}
+    assert any(not torch.equal(main[name], stored[name].float()) for name in main)
 
 
 @pytest.mark.parametrize("model", MODELS)
