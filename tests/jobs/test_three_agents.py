@@ -3,6 +3,7 @@
 Tensor parallel 2 beside single ranks, with a KL to the initial policy and a calibrated band.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 pytestmark = pytest.mark.slow
 
 NAMES = ("wide", "single", "third")
+# Rounding errors themselves, how samples are packed, and greedy answers of weights that Adam has moved by signs.
+OF_A_LAYOUT = re.compile("engine_|num_microbatches|accuracy")
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +85,14 @@ def test_other_lanes_and_another_tp_go_on_by_rounding(config, undisturbed):
     overrides = (f"run_dir={run_dir}", "lanes=2", "agents.wide.tp=1")
     run_command(6, "train", config, *overrides, "--from", folder_of(undisturbed, 1))
     assert committed_steps(run_dir) == [2]
-    found, expected = read_rollouts(run_dir, 2), read_rollouts(undisturbed, 2)
-    print(found[0], expected[0])
-    one, other = (read_metrics(run / "metrics.jsonl")[2].values for run in (undisturbed, run_dir))
-    for key in sorted(one.keys() | other.keys()):
-        print(key, one.get(key), other.get(key))
-    raise AssertionError
+    assert answers(run_dir) == answers(undisturbed)
+    expected, found = (read_metrics(run / "metrics.jsonl")[2].values for run in (undisturbed, run_dir))
+    assert found.keys() == expected.keys()
+    for key in expected.keys() - {key for key in expected if OF_A_LAYOUT.search(key)}:
+        assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
+
+
+def answers(run_dir: Path) -> dict[tuple, str]:
+    """The texts of step 2 by prompt, agent and number; lanes log their prompts one after another."""
+    prompts = read_rollouts(run_dir, 2)
+    return {(p["id"], answer["agent"], answer["rollout"]): answer["text"] for p in prompts for answer in p["answers"]}
