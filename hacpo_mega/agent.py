@@ -221,9 +221,9 @@ class Agent:
             self.engine.wake()
         self._engine_sleeps = False
 
-    def save(self, folder: Path) -> dict[str, int]:
-        """Writes weights and optimizer into an empty folder; the counts that belong to them. Collective as `learn`."""
-        return self.actor.save(folder)
+    def save(self, folder: Path) -> dict[str, int | str]:
+        """Writes weights and optimizer into an empty folder; what AgentState says of them. Collective as `learn`."""
+        return {**self.actor.save(folder), "dtype": str(self.dtype).removeprefix("torch.")}
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""

@@ -2,7 +2,7 @@
 
     checkpoints/step_000012/step.json      what belongs to the run: capability, bands, counts, configuration; size and
                                            SHA-256 of every file below
-    checkpoints/step_000012/<agent>/       weights and optimizer, by Megatron (megatron/sharded_state.py)
+    checkpoints/step_000012/<agent>/       main weights and moments of Adam (megatron/sharded_state.py)
     checkpoints/step_000012.writing/       the same before its commit, which is the one rename that takes `.writing` off
     checkpoints/step_000012.removing/      the same while it is being removed
 
@@ -24,7 +24,7 @@ from typing import Any
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes, refusals
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "step.json"
 COMMITTED = re.compile(r"step_(\d{6,})")
 WRITING, REMOVING = ".writing", ".removing"
@@ -32,10 +32,15 @@ WRITING, REMOVING = ".writing", ".removing"
 
 @dataclass(frozen=True)
 class AgentState:
-    """What is not in an agent's own files. `band` is BandTracker's state, None without a calibrated band."""
+    """What is not in an agent's own files.
+
+    dtype   the type of its model's weights, which are the stored ones rounded to it: "bfloat16"
+    band    BandTracker's state, None without a calibrated band
+    """
 
     num_updates: int
     num_applied: int
+    dtype: str
     band: dict[str, list[float]] | None
 
 
@@ -130,6 +135,8 @@ def committed_steps(run_dir: Path) -> list[int]:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
+    if folder.name.endswith((WRITING, REMOVING)):
+        raise ValueError(f"{folder} is no checkpoint: it is half written, or half removed; give a folder step_N")
     try:
         text = (folder / RECORD).read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -177,7 +177,9 @@ def report(
 
 @app.command(name="eval")
 def evaluate_model(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, such as RUN/agents/NAME.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or RUN/checkpoints/step_N/NAME.")
+    ],
     files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Benchmarks of any layout.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of answers and evaluation.json; an old one is continued.")] = ...,
     suite: Annotated[str | None, typer.Option(help="'paper': its seven benchmarks, found in --data.")] = None,
@@ -227,22 +229,25 @@ def evaluate_model(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A finished run, or RUN/checkpoints/step_N, even while it goes on.")
+    ],
     out: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
     agent: Annotated[str | None, typer.Option(help="Its name; a run of one agent needs none.")] = None,
     quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
 ) -> None:
     """Write an agent of a run as a Hugging Face folder with a model card."""
     prepare_environment()
-    from hacpo_mega.commands.export import export_copy, trained_agent
+    from hacpo_mega.commands.export import as_folder, export_copy, trained_agent
 
-    chosen = trained_agent(run_dir, agent)
+    chosen = trained_agent(run, agent)
     if quantize is None:
         export_copy(chosen, out)
     else:
         from hacpo_mega.commands.quantize import export_quantized
 
-        export_quantized(chosen, out, quantize)
+        with as_folder(chosen, out) as whole:
+            export_quantized(whole, out, quantize)
     print(out)
 
 

@@ -21,6 +21,8 @@ FOUR_RANKS = {
     "test_megatron_layout",
     "test_place",
     "test_refusal",
+    "test_relayout",
+    "test_three_agents",
     "test_trainer",
 }
 

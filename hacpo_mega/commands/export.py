@@ -1,33 +1,44 @@
 """`hacpo-mega export`: an agent of a run leaves it as a Hugging Face folder of its own, with a model card.
 
-The weights are copied byte by byte: what was trained is what is served. Smaller number formats are quantize.py's.
-A folder appears whole or not at all, and never over another one.
+The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there:
+what was trained is what is served. Smaller number formats are quantize.py's. A folder appears whole or not at all, and
+never over another one.
 """
 
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.megatron.hf_writer import copy_beside_weights, finite, write_weights
+from hacpo_mega.megatron.stored_state import stored_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import all_sources
+from hacpo_mega.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 
 CARD = "README.md"
 
 
 @dataclass(frozen=True)
 class TrainedAgent:
-    """One agent of a finished run: its exported folder, and what the run knows of it.
+    """One agent of a run, and what the run knows of it.
 
+    folder                         its Hugging Face folder; None where only a checkpoint has its weights: `stored`
     accuracy_start, accuracy_end   held-out greedy accuracy before and after training; None where it was not measured
     commit                         of the source that made the last start of the run
     """
 
     run_dir: Path
-    folder: Path
+    folder: Path | None
+    stored: StoredAgent | None
     config: Config
     agent: AgentConfig
     num_steps: int
@@ -36,40 +47,101 @@ class TrainedAgent:
     commit: str | None
 
 
-def trained_agent(run_dir: Path, name: str | None) -> TrainedAgent:
-    """Reads a run folder. `name` may be None when the run has one agent. ValueError for what is not there."""
-    config = config_of_run(run_dir)
-    names = [agent.name for agent in config.agents]
-    if name is None and len(names) > 1:
-        raise ValueError(f"{run_dir} trained {', '.join(names)}: say which one with --agent")
-    name = name or names[0]
-    if name not in names:
-        raise ValueError(f"{run_dir} has no agent {name!r}; there are: {', '.join(names)}")
-    folder = run_dir / "agents" / name
+def trained_agent(path: Path, name: str | None) -> TrainedAgent:
+    """Reads a finished run, or one of its checkpoints. `name` may be None when the run has one agent.
+
+    ValueError for what is not there.
+    """
+    if is_checkpoint(path):
+        stored = stored_agent(path, name)
+        run_dir, step = path.resolve().parent.parent, stored.checkpoint.step
+        return _with_record(run_dir, step, None, stored, stored.config, stored.agent)
+    config = config_of_run(path)
+    agent = chosen_agent(config, name, path)
+    folder = path / "agents" / agent.name
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} does not exist: a run writes it after its last step; finish the run first")
-    steps = read_metrics(run_dir / "metrics.jsonl")
-    measured = [
-        m.values[f"agent/{name}/accuracy"] for _, m in sorted(steps.items()) if f"agent/{name}/accuracy" in m.values
-    ]
+        raise ValueError(
+            f"{folder} does not exist: a run writes it after its last step; finish the run first, or give one of "
+            f"{path}/checkpoints"
+        )
+    return _with_record(path, None, folder, None, config, agent)
+
+
+def _with_record(
+    run_dir: Path,
+    last: int | None,
+    folder: Path | None,
+    stored: StoredAgent | None,
+    config: Config,
+    agent: AgentConfig,
+) -> TrainedAgent:
+    """With what the run measured up to step `last`, None for all; a checkpoint may lie where no run is."""
+    metrics = run_dir / "metrics.jsonl"
+    steps = read_metrics(metrics) if last is None or metrics.is_file() else {}
+    steps = {step: found for step, found in steps.items() if last is None or step <= last}
+    accuracy = f"agent/{agent.name}/accuracy"
+    measured = [found.values[accuracy] for found in steps.values() if accuracy in found.values]
     starts = read_starts(run_dir)
     return TrainedAgent(
-        run_dir,
-        folder,
-        config,
-        config.agents[names.index(name)],
-        max(steps, default=0),
-        measured[0] if measured else None,
-        measured[-1] if len(measured) > 1 else None,
-        starts[-1]["commit"] if starts else None,
+        run_dir=run_dir,
+        folder=folder,
+        stored=stored,
+        config=config,
+        agent=agent,
+        num_steps=max(steps, default=0) if last is None else last,
+        accuracy_start=measured[0] if measured else None,
+        accuracy_end=measured[-1] if len(measured) > 1 else None,
+        commit=starts[-1]["commit"] if starts else None,
     )
 
 
 def export_copy(agent: TrainedAgent, out: Path) -> None:
-    """Writes the agent as it is, every file byte-equal, and its model card. ValueError when `out` exists."""
+    """Writes the agent as it is, every file as the run's own export has it, and its model card.
+
+    ValueError when `out` exists, and for a checkpoint that is damaged or removed meanwhile.
+    """
     with draft_of(out) as draft:
-        shutil.copytree(agent.folder, draft, dirs_exist_ok=True)
-        (draft / CARD).write_text(model_card(agent), encoding="utf-8")
+        if agent.stored is None:
+            shutil.copytree(agent.folder, draft, dirs_exist_ok=True)
+            card = model_card(agent)
+        else:
+            write_stored(agent.stored, draft)
+            card = model_card(agent, f"of the checkpoint {agent.stored.checkpoint.folder.name}")
+        (draft / CARD).write_text(card, encoding="utf-8")
+
+
+@contextmanager
+def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
+    """The agent with a Hugging Face folder; one of a checkpoint has it beside `out` until the block ends."""
+    if agent.stored is None:
+        yield agent
+        return
+    folder = out.with_name(f"{out.name}.unquantized")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        write_stored(agent.stored, folder)
+        yield replace(agent, folder=folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def write_stored(stored: StoredAgent, folder: Path) -> None:
+    """Fills a folder with the agent of a checkpoint, bit by bit what its run would have exported there.
+
+    One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
+    when one differs, is not finite, or is gone.
+    """
+    dtype = getattr(torch, stored.dtype)
+    sources = tuple(all_sources(Architecture.from_folder(stored.agent.model)))
+    with stored.being_read():
+        stored.require_unaltered()
+        copy_beside_weights(stored.agent.model, folder, dtype)
+        tensors = finite(stored_weights(stored.folder, sources, dtype), dtype, folder)
+        try:
+            write_weights(tensors, sources, folder, dtype)
+        except RunStopped as stop:
+            raise ValueError(str(stop)) from stop
 
 
 @contextmanager
@@ -80,7 +152,11 @@ def draft_of(out: Path) -> Iterator[Path]:
     draft = out.with_name(f"{out.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    yield draft
+    try:
+        yield draft
+    except BaseException:
+        shutil.rmtree(draft)
+        raise
     draft.rename(out)
 
 

@@ -4,7 +4,7 @@ from hacpo_mega.config.agents import AgentConfig, InitConfig, OptimizerConfig, W
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.load import load_config
 from hacpo_mega.config.prompting import Prompting
-from hacpo_mega.config.run import config_of_run
+from hacpo_mega.config.run import config_of_run, config_of_table
 from hacpo_mega.config.schema import (
     CheckpointConfig,
     Config,
@@ -30,5 +30,6 @@ __all__ = [
     "TrainingConfig",
     "WarmStartConfig",
     "config_of_run",
+    "config_of_table",
     "load_config",
 ]

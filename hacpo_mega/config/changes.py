@@ -2,7 +2,7 @@
 
 free      changes nothing that is trained: goes through
 asked     would make another run of it: refused, unless the user accepts this key
-fixed     the checkpoint cannot be read under another value
+fixed     a run cannot have another value
 """
 
 import fnmatch
@@ -10,13 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE
+
 # A pattern names a key, or a table with all that is in it.
 FREE = (
     *("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers"),
-    *("lanes", "agents.*.cells_per_lane"),
+    # who computes what: changes results by rounding
+    *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
+    *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )
-FIXED = ("agents", "agents.*.tp", "agents.*.pp")
+FIXED = ("agents",)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def refusals(found: Sequence[Change], accepted: Sequence[str]) -> Iterator[str]:
 
 
 def _kind(key: str) -> Literal["free", "asked", "fixed"]:
-    if key in FIXED or any(fnmatch.fnmatchcase(key, pattern) for pattern in FIXED if "*" in pattern):
+    if key in FIXED:
         return "fixed"
     return "free" if any(_covers(table, key) for table in FREE) else "asked"
 

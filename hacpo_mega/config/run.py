@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,12 +17,17 @@ def config_of_run(run_dir: Path) -> Config:
     """
     file = run_dir / "config.toml"
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-        return Config.model_validate(table)
+        return config_of_table(tomllib.loads(file.read_text(encoding="utf-8")), file)
     except OSError as error:
         raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not the configuration of a run: {error}") from error
+
+
+def config_of_table(table: dict[str, Any], file: Path) -> Config:
+    """The resolved configuration that `file` holds as a table. ValueError, which names the file, when it is none."""
+    try:
+        return Config.model_validate(table)
     except ValidationError as error:
         lines = readable_problems(error, table)
         raise ValueError("\n".join(f"{file} is not the configuration of a run: {line}" for line in lines)) from error

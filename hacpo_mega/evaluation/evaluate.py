@@ -25,11 +25,14 @@ from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.math_grader import plain
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
-from hacpo_mega.models.folder import check_positions, dtype_name
-from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.megatron.stored_state import stored_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.folder import check_positions
+from hacpo_mega.models.segments import all_sources
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
+from hacpo_mega.stored_agent import StoredAgent
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
 ANSWERS_PER_WRITE = 512
@@ -52,9 +55,9 @@ def evaluate(
 
     Collective over tp * engines processes. Raises ValueError for settings that do not fit the model or the folder.
     """
-    check_positions(settings.model, settings.max_prompt_tokens, settings.max_answer_tokens)
-    codec = TextCodec(load_tokenizer(settings.model, settings.trust_remote_code), settings.prompting)
-    asked = settings.record(weights_fingerprint(settings.model))
+    check_positions(settings.folder, settings.max_prompt_tokens, settings.max_answer_tokens)
+    codec = TextCodec(load_tokenizer(settings.folder, settings.trust_remote_code), settings.prompting)
+    asked = settings.record(settings.fingerprint)
     check_folder(out, asked)
     with Place.join(RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))) as place, ExitStack() as stack:
         is_first = place.coordinate.global_rank == 0
@@ -117,15 +120,30 @@ class _Run:
     def _start(self) -> None:
         settings = self.settings
         self.place.enter_phase("load", f"of {settings.model}")
+        stored, dtype = settings.stored, getattr(torch, settings.dtype)
+        if stored is not None:
+            self._require_unaltered(stored)
         self.engine = Engine(
-            settings.model,
+            settings.folder,
             max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
-            dtype=getattr(torch, dtype_name(settings.model)),
+            dtype=dtype,
             tensor_parallel_size=self.place.rank_map.agents[0].engine_tp,
             trust_remote_code=settings.trust_remote_code,
+            random_weights=stored is not None,
             options=settings.vllm,
         )
         self._stack.callback(self.engine.close)
+        if stored is not None:
+            sources = all_sources(Architecture.from_folder(settings.folder))
+            with stored.being_read():
+                self.engine.load(stored_weights(stored.folder, sources, dtype))
+
+    def _require_unaltered(self, stored: StoredAgent) -> None:
+        """Every byte of a checkpoint is compared, by all ranks together, before an engine starts."""
+        ranks = self.place.rank_map.world_size
+        with stored.being_read():
+            stored.require_unaltered(slice(self.place.coordinate.global_rank, None, ranks))
+        self.place.barrier()
 
     def _judge_of(self, benchmark: Benchmark) -> Judge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""

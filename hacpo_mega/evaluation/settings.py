@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.config import Prompting, config_of_run
+from hacpo_mega.config import AgentConfig, Config, Prompting, config_of_run
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_MAX_TOKENS,
     PAPER_SUITE,
@@ -18,12 +18,17 @@ from hacpo_mega.evaluation.benchmarks import (
     load_benchmarks,
     load_suite,
 )
+from hacpo_mega.models.folder import dtype_name
+from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.stored_agent import StoredAgent, stored_agent_at
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
     """Everything that can change an answer or its verdict; all of it must be equal for an evaluation to be resumed.
 
+    model       a Hugging Face folder, or RUN/checkpoints/step_N/NAME
+    stored      the agent that the second is
     stop_text   where an answer is cut before it is judged: a base model goes on with the next question of a few-shot
                 prompt. The tokens behind it were drawn all the same and count as such
     vllm        engine arguments, as in `agents.vllm` of a run
@@ -42,10 +47,26 @@ class EvaluationSettings:
     seed: int = 0
     trust_remote_code: bool = False
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    stored: StoredAgent | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The Hugging Face folder with the architecture and the tokenizer."""
+        return self.model if self.stored is None else self.stored.agent.model
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights, such as "bfloat16"."""
+        return dtype_name(self.model) if self.stored is None else self.stored.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the weights."""
+        return weights_fingerprint(self.model) if self.stored is None else self.stored.fingerprint
 
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "stored"} | {
             "model": str(self.model),
             "weights": fingerprint,
             "prompting": asdict(self.prompting),
@@ -56,17 +77,14 @@ class EvaluationSettings:
 
 
 def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSettings:
-    """The defaults; for RUN/agents/NAME those of the run, so that an agent is asked and judged as in its training.
+    """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME those of the run, so that an agent is asked and
+    judged as in its training.
 
-    ValueError when the run's config.toml is broken.
+    ValueError when the run's config.toml is broken, or the checkpoint cannot be used.
     """
     benchmarks = tuple(benchmarks)
-    folder = model.resolve()
-    run_dir = folder.parent.parent
-    if folder.parent.name != "agents" or not (run_dir / "config.toml").is_file():
-        return EvaluationSettings(model, benchmarks)
-    config = config_of_run(run_dir)
-    agent = next((agent for agent in config.agents if agent.name == folder.name), None)
+    stored = stored_agent_at(model)
+    config, agent = _of_run(model) if stored is None else (stored.config, stored.agent)
     if agent is None:
         return EvaluationSettings(model, benchmarks)
     return EvaluationSettings(
@@ -81,7 +99,19 @@ def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSett
         max_answer_tokens=config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
         trust_remote_code=agent.trust_remote_code,
         vllm=agent.vllm,
+        stored=stored,
     )
+
+
+def _of_run(model: Path) -> tuple[Config, AgentConfig] | tuple[None, None]:
+    """What the run says whose agent RUN/agents/NAME is; nothing for another folder."""
+    folder = model.resolve()
+    run_dir = folder.parent.parent
+    if folder.parent.name != "agents" or not (run_dir / "config.toml").is_file():
+        return None, None
+    config = config_of_run(run_dir)
+    agent = next((agent for agent in config.agents if agent.name == folder.name), None)
+    return (None, None) if agent is None else (config, agent)
 
 
 def benchmarks_of(

@@ -43,6 +43,18 @@ class OptimizerStep:
     applied: bool
 
 
+@dataclass(frozen=True)
+class ParameterShare:
+    """What a rank's optimizer has of a parameter: the numbers start:stop of it, flattened.
+
+    state   of these numbers, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies
+    """
+
+    start: int
+    stop: int
+    state: dict[str, torch.Tensor]
+
+
 class ActorOptimizer:
     """Megatron's distributed Adam over one wrapped model: fp32 moments and main weights, sharded over data parallel."""
 
@@ -70,6 +82,19 @@ class ActorOptimizer:
             group["lr"] = 0.0
         self.part._init_optimizer_states_with_dummy_values()
         self.set_progress(self.num_updates, self.num_applied)
+
+    def share_of(self, parameter: torch.nn.Parameter) -> ParameterShare | None:
+        """This rank's share of the state of a parameter, once there are moments; None where it has nothing of it."""
+        if parameter not in self.part.model_param_gbuf_map:
+            return None
+        numbers = self.part._get_model_param_range_map(parameter)["param"]
+        state = self.part._get_main_param_and_optimizer_states(parameter)
+        return ParameterShare(numbers.start, numbers.end, state)
+
+    def spread_main_weights(self, model: DistributedDataParallel) -> None:
+        """Rounds the main weights into the model's own, on all ranks, as an update ends. Collective over the agent."""
+        self.part._copy_main_params_to_model_params()
+        model.start_param_sync()
 
     def set_progress(self, num_updates: int, num_applied: int) -> None:
         """Where the learning rate stands (updates), and Adam's bias correction (those that were applied)."""

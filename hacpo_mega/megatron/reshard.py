@@ -2,10 +2,9 @@
 
 Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage
 that owns the bucket, then one all-gather over tensor parallelism. In this order only a shard crosses the pipeline,
-whose stages may be nodes apart. Not here: how a parameter is cut (names.py).
+whose stages may be nodes apart. Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py).
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,18 +13,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.megatron.hf_writer import FILE_BYTES, copy_beside_weights, finite, write_weights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import slots_of, sources_of, write_back
-from hacpo_mega.models.folder import read_config, with_dtype
 from hacpo_mega.models.segments import Slot, Source, shard_shape
-from hacpo_mega.models.weight_files import INDEX, SINGLE
 
 BUCKET_BYTES = 1 << 30
-FILE_BYTES = 5 << 30
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -70,10 +65,10 @@ def save_hf(
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_beside_weights(source_folder, partial, dtype)
-    tensors = _finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)
+        copy_beside_weights(source_folder, partial, dtype)
+    tensors = finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)
     try:
-        _write_weights(tensors, unwrapped(model), partial, dtype, file_bytes, writes)
+        write_weights(tensors, sources_of(unwrapped(model)), partial, dtype, file_bytes=file_bytes, writes=writes)
     except RunStopped:
         if writes:
             shutil.rmtree(partial)
@@ -136,71 +131,6 @@ def _unpack(bucket: _Bucket, model: HiddenStateModel, shards_RN: torch.Tensor) -
 
 def _num_elements(slot: Slot, model: HiddenStateModel) -> int:
     return torch.Size(shard_shape(slot, model.architecture, tp=model.pg_collection.tp.size())).numel()
-
-
-def _finite(
-    tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, out_folder: Path
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `dtype`. Every rank of the cell looks, so that all stop and none waits for the next bucket."""
-    for name, tensor in tensors:
-        converted = tensor.to(dtype)
-        if num_bad := converted.numel() - int(converted.isfinite().sum()):
-            raise RunStopped(
-                f"{out_folder} is not written: {name} holds {num_bad} numbers that are not finite (NaN or infinite in "
-                f"{str(dtype).removeprefix('torch.')}) among {converted.numel()}"
-            )
-        yield name, converted
-
-
-def _write_weights(
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    model: HiddenStateModel,
-    folder: Path,
-    dtype: torch.dtype,
-    file_bytes: int,
-    writes: bool,
-) -> None:
-    """Write `tensors` file by file; ranks that do not write only take part in the collectives."""
-    files = _plan_files(model, dtype, file_bytes)
-    for name, planned in files.items():
-        taken = {}
-        for _ in planned:
-            tensor_name, tensor = next(tensors)
-            if writes:
-                taken[tensor_name] = tensor.cpu()
-        if writes:
-            assert list(taken) == planned, (list(taken), planned)
-            save_file(taken, folder / name, metadata={"format": "pt"})
-    assert next(tensors, None) is None, "a tensor is not in the plan"
-    if writes and len(files) > 1:
-        weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
-        total = sum(torch.Size(source.shape).numel() for source in sources_of(model)) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _plan_files(model: HiddenStateModel, dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
-    """File name -> the tensors in it, in the order in which full_tensors yields them."""
-    groups, size = [[]], 0
-    for source in sources_of(model):
-        source_bytes = torch.Size(source.shape).numel() * dtype.itemsize
-        if groups[-1] and size + source_bytes > file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(source.name)
-        size += source_bytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
-
-
-def _copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy everything of a model folder but its weights, and name the new dtype in config.json."""
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and not path.name.startswith("."):
-            shutil.copyfile(path, out / path.name)
-    config = with_dtype(read_config(source), str(dtype).removeprefix("torch."))
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

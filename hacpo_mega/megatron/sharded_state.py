@@ -1,39 +1,35 @@
-"""What an actor leaves on disk and takes up again: its shards of weights, main weights and moments, by Megatron.
+"""What an actor leaves on disk and takes up again: float32 main weights and both moments of Adam.
 
-Every rank writes what it owns, once (Megatron's dist_checkpointing); nothing is gathered. Weights are stored by their
-place in the whole model, Adam's state by its place in the data-parallel buffers ("dp_reshardable"): it can be read back
-on any number of cells, but only under the tp and pp that wrote it. Gradients are not stored, since a step begins
-without; neither is the learning rate, a function of the number of updates, nor the reference policy, which is the model
-folder.
+Every rank writes what it owns, once, as rectangles of the Hugging Face tensors (stored_state.py); nothing is gathered.
+So any tp, pp, number of cells and padding of the vocabulary can take it up. Megatron's own forms cannot:
+"dp_reshardable" is bound to tp and pp, "fully_reshardable" gathers the whole state on every data-parallel rank.
+Not stored, since it follows: the model's own weights (the main weights, rounded), the rows that pad a vocabulary
+(zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (by the
+number of updates), the reference policy (the model folder).
 Not here: which steps are kept, and that a step exists for all agents or for none (checkpoint.py).
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed import DistributedDataParallel
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
 
-from hacpo_mega.megatron.model import unwrapped
+from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
+from hacpo_mega.megatron.names import slots_of
 from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.stored_state import KINDS, Part, StateReader, stored_name, write_parts
+from hacpo_mega.models.segments import Cut, Slot, rectangles
 
 
 @torch.no_grad()
 def save_state(model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path) -> None:
     """Writes the actor into an empty folder that every rank sees, synced to disk. Collective over the agent."""
     with megatron_platform():
-        dist_checkpointing.save(_state(model, optimizer), str(folder), sharded_strategy=_SaveInProcess("torch_dist", 1))
+        optimizer.make_moments()
+    write_parts(_parts(unwrapped(model), optimizer, written=True), folder)
 
 
 @torch.no_grad()
@@ -46,51 +42,36 @@ def load_state(
     num_applied   those of them that were applied: Adam's step
     """
     with megatron_platform():
-        state = dist_checkpointing.load(_state(model, optimizer), str(folder))
-        unwrapped(model).load_state_dict(state["model"])
-        optimizer.part.load_parameter_state_from_dp_reshardable(state["optimizer"])
+        optimizer.make_moments()
+    StateReader(folder).read(_parts(unwrapped(model), optimizer, written=False))
+    with megatron_platform():
+        optimizer.spread_main_weights(model)
     optimizer.set_progress(num_updates, num_applied)
 
 
-def _state(model: DistributedDataParallel, optimizer: ActorOptimizer) -> dict[str, Any]:
-    """What this rank owns, with its place in the whole."""
-    optimizer.make_moments()
-    # A plain state_dict would hold detached copies: Megatron finds a parameter's shard by the parameter itself.
-    of_model = unwrapped(model).sharded_state_dict()
-    of_optimizer = optimizer.part.sharded_param_state_dp_reshardable(of_model)
-    _zero_padding(of_optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
+def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:
+    """This rank's share of the state, as views; `written` leaves out what another rank has, too."""
+    tp = model.pg_collection.tp
+    parts = defaultdict(list)
+    for slot in _written_slots(model) if written else slots_of(model, model.pg_collection.pp.rank()):
+        share = optimizer.share_of(model.get_parameter(slot.parameter))
+        if share is None:  # of this parameter other cells have everything
+            continue
+        for place in rectangles(
+            slot, model.architecture, tp=tp.size(), tp_rank=tp.rank(), start=share.start, stop=share.stop
+        ):
+            first = place.start - share.start
+            for kind in KINDS:
+                data = share.state[kind].detach()[first : first + torch.Size(place.sizes).numel()].view(place.sizes)
+                parts[stored_name(kind, place.source.name)].append(Part(place.source.shape, place.offsets, data))
+    return parts
 
 
-def _zero_padding(of_optimizer: dict[Any, Any]) -> None:
-    """What lies between parameters in a buffer would be written as the memory happened to be: nobody's bytes, NaN."""
-    buckets = (bucket for key, dtypes in of_optimizer.items() if isinstance(key, int) for bucket in _buckets(dtypes))
-    for tensors in (tensors for bucket in buckets for tensors in bucket):
-        if tensors["padding"].unwrap():
-            for shard in tensors.values():
-                if isinstance(shard, ShardedTensor):
-                    shard.data.zero_()
-
-
-def _buckets(dtypes: dict[Any, list]) -> list:
-    return [bucket for buckets in dtypes.values() for bucket in buckets]
-
-
-class _SaveInProcess(SaveShardedStrategy):
-    """Megatron's format, written by the process itself.
-
-    Its own writer forks a process that holds an engine, threads and sockets, and starts a second one that imports
-    everything again: made to write while training goes on, which we do not yet.
-    """
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        checkpoint.save(
-            mcore_to_pyt_state_dict(state, is_loading=False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+def _written_slots(model: HiddenStateModel) -> Iterator[Slot]:
+    """The slots that this rank writes: a copy of an earlier stage's, and of another tensor rank's, is not written."""
+    stage = model.pg_collection.pp.rank()
+    earlier = {source for before in range(stage) for slot in slots_of(model, before) for source in slot.sources}
+    for slot in slots_of(model, stage):
+        is_copy = slot.cut is Cut.WHOLE and model.pg_collection.tp.rank() > 0
+        if not is_copy and earlier.isdisjoint(slot.sources):
+            yield slot

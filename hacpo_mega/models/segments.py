@@ -7,6 +7,7 @@ Imports no torch and no Megatron, so that a plan can be made where neither is. N
 """
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,6 +42,16 @@ class Segment:
     source: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of a Hugging Face tensor whose numbers lie end to end in a flattened shard, from its `start`."""
+
+    source: Source
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,31 @@ def segments(slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int) -
         return _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
     share = size // tp
     return tuple(Segment(source, tp_rank * share, (tp_rank + 1) * share) for source in range(len(slot.sources)))
+
+
+def rectangles(
+    slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int, start: int, stop: int
+) -> Iterator[Rectangle]:
+    """What the numbers start:stop of the flattened shard of `tp_rank` are; padding of the vocabulary is in none.
+
+    Data parallelism cuts the optimizer's state wherever it likes: a part of a row, whole rows, a part of a row.
+    """
+    rows, *columns = shard_shape(slot, architecture, tp=tp)
+    width, first = math.prod(columns), 0
+    for piece in segments(slot, architecture, tp=tp, tp_rank=tp_rank):
+        # Columns are cut for every row alike, and all that a rank has of them is one segment.
+        size = rows if slot.dim else piece.stop - piece.start
+        row_shift, column_shift = (0, piece.start) if slot.dim else (piece.start - first, 0)
+        low, high = max(start, first * width), min(stop, (first + size) * width)
+        while low < high:
+            row, column = divmod(low, width)
+            whole = column == 0 and high - low >= width
+            sizes = ((high - low) // width, width) if whole else (1, min(width - column, high - low))
+            ndim = 1 + len(columns)
+            offsets = (row + row_shift, column + column_shift)
+            yield Rectangle(slot.sources[piece.source], offsets[:ndim], sizes[:ndim], low)
+            low += math.prod(sizes)
+        first += size
 
 
 def shard_shape(slot: Slot, architecture: Architecture, *, tp: int) -> tuple[int, ...]:

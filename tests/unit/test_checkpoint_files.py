@@ -10,6 +10,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.checkpoint import (
+    FORMAT,
     RECORD,
     AgentState,
     Checkpoint,
@@ -52,7 +53,7 @@ def written(config: Config, step: int) -> tuple[Path, Checkpoint]:
         models=model_digests(config),
         # what JSON has no number for, and what needs all of a float64
         capability={"history": [[0.1 + 0.2, math.nan], [1 / 3, 1.0]]},
-        agents={name: AgentState(4 * step, 4 * step - 1, {"low": [0.1, 1 / 3]}) for name in NAMES},
+        agents={name: AgentState(4 * step, 4 * step - 1, "bfloat16", {"low": [0.1, 1 / 3]}) for name in NAMES},
         files={path: FileState(file.stat().st_size, file_sha256(file)) for path, file in files.items()},
     )
     return writing, record
@@ -147,9 +148,9 @@ def edit_record(folder: Path, **changed) -> None:
         (lambda folder: (folder / RECORD).write_text("{}"), RECORD, "is damaged: it is no record of a checkpoint"),
         (lambda folder: (folder / RECORD).write_bytes(b"\xff"), RECORD, "is damaged: it is no record of a checkpoint"),
         (
-            lambda folder: edit_record(folder, format=2),
+            lambda folder: edit_record(folder, format=FORMAT - 1),
             RECORD,
-            "is of format 2, this version of hacpo_mega reads format 1",
+            f"is of format {FORMAT - 1}, this version of hacpo_mega reads format {FORMAT}",
         ),
         (lambda folder: edit_record(folder, sha256="0"), RECORD, "is damaged: it is not what was written"),
     ],
@@ -174,7 +175,7 @@ def test_a_record_with_other_entries_is_refused_in_a_line(tmp_path):
     state = json.loads((folder / RECORD).read_text())["state"]
     del state["models"]
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-    (folder / RECORD).write_text(json.dumps({"format": 1, "sha256": digest, "state": state}))
+    (folder / RECORD).write_text(json.dumps({"format": FORMAT, "sha256": digest, "state": state}))
     line = complaint(config_in(tmp_path))
     assert line.startswith(f"{folder / RECORD} is not a record that this version of hacpo_mega reads: ")
     assert "'models'" in line and "\n" not in line
@@ -247,17 +248,15 @@ def test_what_trains_is_refused_unless_accepted(tmp_path):
     assert start_of(config, accept=("seed", "agents.*.optimizer.lr", "algorithm")).step == 2
 
 
-@pytest.mark.parametrize("key", ["agents.qwen.tp", "agents.llama.pp"])
-def test_a_split_model_cannot_be_accepted(key, tmp_path):
-    config = config_in(tmp_path)
-    make_step(config, 2)
-    table = plain(config)
-    _, name, field = key.split(".")
-    next(agent for agent in table["agents"] if agent["name"] == name)[field] = 2
-    (change,) = changes(plain(config), table)
-    assert (change.key, change.kind) == (key, "fixed")
-    (line,) = refusals([change], [key, "agents", "*"])
-    assert line.startswith(f"{key} was 1, is 2: a run cannot go on with another")
+def test_another_layout_goes_through_and_other_fields_of_megatron_are_asked_for():
+    before, now = plain(config_in(Path("run"))), plain(config_in(Path("run")))
+    stages = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}
+    now["agents"][0] |= {"tp": 2, "pp": 2, "engine_tp": 1, "megatron": {**stages, "recompute_granularity": "full"}}
+    free = ("tp", "pp", "engine_tp", *(f"megatron.{key}" for key in stages))
+    assert {change.key: change.kind for change in changes(before, now)} == {
+        **{f"agents.qwen.{key}": "free" for key in free},
+        "agents.qwen.megatron.recompute_granularity": "asked",
+    }
 
 
 def test_agents_are_compared_by_name_and_their_order_counts():

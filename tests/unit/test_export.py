@@ -1,22 +1,29 @@
-"""Export of a trained agent: byte-equal as it is, within a number format's rounding when quantized, and a true card."""
+"""An agent leaves its run, at the end or by a checkpoint: byte-equal as it is, within a number format's rounding when
+quantized, with a true card; and a checkpoint is evaluated as what was exported.
+"""
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
-from job import play_command, run_here, start_command, start_ranks
+from job import play_command, run_command, run_here, start_command, start_ranks
 from repository import ROOT
 from run_cases import train
 from safetensors.torch import load_file
 from tiny_models import make_model
 
+from hacpo_mega.checkpoint import FORMAT, RECORD, folder_of, remove_old
+from hacpo_mega.commands import export
 from hacpo_mega.commands.export import draft_of, export_copy, trained_agent
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 CHARACTERS = tuple("0123456789+-*=,;s")
@@ -101,11 +108,146 @@ def test_what_is_not_there_is_named(run_dir, tmp_path):
         assert done.returncode == 2 and complaint in done.stderr, done.stderr
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def going_on(run_dir, tmp_path) -> Path:
+    """The run as it was before its end: it has a checkpoint, and nothing exported."""
+    return shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("agents", "finished.json"))
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_checkpoint_of_a_run_that_goes_on_leaves_as_the_run_exports_it(name, run_dir, going_on, tmp_path):
+    with RunLock(going_on):
+        done = run_here("export", folder_of(going_on, 1), "--agent", name, "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = files_of(tmp_path / "out")
+    card = found.pop("README.md").decode()
+    assert found == files_of(run_dir / "agents" / name)
+    steps = read_metrics(run_dir / "metrics.jsonl")
+    assert "| weights | of the checkpoint step_000001 |" in card
+    assert f"| held-out accuracy at the end | {steps[1].values[f'agent/{name}/accuracy']:.4f} |" in card
+
+
+def flip_a_bit(folder: Path) -> None:
+    (file,) = (folder / "first").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def be_of_another_format(folder: Path) -> None:
+    record = json.loads((folder / RECORD).read_text())
+    (folder / RECORD).write_text(json.dumps(record | {"format": FORMAT + 1}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder: (folder / RECORD).unlink(), "step_000001 is no checkpoint of a run. There is no other step"),
+        (
+            lambda folder: folder.rename(folder_of(folder.parents[1], 2)),
+            "is no checkpoint of a run. Other steps there: 2",
+        ),
+        (flip_a_bit, "__0_0.distcp is damaged: it is not what was written (SHA-256 differs)"),
+        (lambda folder: (folder / "first" / ".metadata").unlink(), "first/.metadata is missing"),
+        (be_of_another_format, f"is of format {FORMAT + 1}, this version of hacpo_mega reads format {FORMAT}"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_one_line(harm: Callable[[Path], object], said: str, going_on, tmp_path):
+    """And nothing is left where the model was to be."""
+    folder = folder_of(going_on, 1)
+    harm(folder)
+    assert said in refused_export(folder, tmp_path)
+
+
+def refused_export(folder: Path, tmp_path: Path, agent: str = "first") -> str:
+    done = run_here("export", folder, "--agent", agent, "--out", tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == []
+    return done.stderr
+
+
+def test_what_is_no_checkpoint_is_one_line(going_on, tmp_path):
+    folder = folder_of(going_on, 1)
+    assert "step_000001 has no agent 'third'; there are: first, second" in refused_export(folder, tmp_path, "third")
+    writing = folder.rename(folder.with_name("step_000001.writing"))
+    assert "step_000001.writing is no checkpoint: it is half written" in refused_export(writing, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (Path.unlink, "its config.json is not there"),
+        (lambda file: file.write_text("{}"), "config.json is not what it was"),
+    ],
+)
+def test_the_model_folder_must_be_what_it_was(harm: Callable[[Path], object], said: str, going_on, tmp_path):
+    file = trained_agent(folder_of(going_on, 1), "first").agent.model / "config.json"
+    content = file.read_bytes()
+    try:
+        harm(file)
+        assert said in refused_export(folder_of(going_on, 1), tmp_path)
+    finally:
+        file.write_bytes(content)
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_leaves_nothing_half_written(going_on, tmp_path, monkeypatch):
+    """It is removed when its bytes have been compared, and before its weights are read."""
+    shutil.copytree(folder_of(going_on, 1), folder_of(going_on, 2))
+    copy_beside_weights = export.copy_beside_weights
+
+    def then_it_is_removed(*arguments: object) -> None:
+        copy_beside_weights(*arguments)
+        remove_old(going_on, 1, 0)
+
+    monkeypatch.setattr(export, "copy_beside_weights", then_it_is_removed)
+    line = refused_export(folder_of(going_on, 1), tmp_path)
+    assert "step_000001 was removed while it was read: its run keeps checkpoint.keep_last steps. Other" in line
+    assert "Other steps there: 2" in line
+
+
+def test_a_checkpoint_is_evaluated_as_what_the_run_exported(run_dir, tmp_path):
+    """The same answers, and again no engine; a damaged one is refused by name before an engine starts."""
+    bench = tmp_path / "bench.jsonl"
+    rows = [{"prompt": f"{i}+{2 * i}=", "answer": "1"} for i in range(30)]
+    bench.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = {}
+    for model in (run_dir / "agents" / "second", folder_of(run_dir, 1) / "second"):
+        out = tmp_path / model.parent.name
+        arguments = ("eval", model, bench, "--out", out, "-k", "2")
+        run_command(1, *arguments)
+        (file,) = (out / "answers").iterdir()
+        answers[out.name] = file.read_text()
+        settings = json.loads((out / "settings.json").read_text())
+        assert (settings["prompting"]["prompt_template"], settings["max_answer_tokens"]) == ("s{prompt}", 12)
+    assert answers["step_000001"] == answers["agents"] and answers["agents"].count("\n") == 60
+    run_command(1, *arguments)  # everything is answered
+    assert file.read_text() == answers["agents"]
+
+
+def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path):
+    bench = tmp_path / "bench.jsonl"
+    bench.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    folder = folder_of(going_on, 1)
+    done = run_here("eval", folder, bench, "--out", tmp_path / "out")
+    agents = f"give one of them, {folder}/first, {folder}/second"
+    assert (done.returncode, done.stderr) == (2, f"{folder} holds all agents of a run: {agents}\n")
+    flip_a_bit(folder)
+    (rank,) = start_ranks(1, tmp_path, play_command, "eval", f"{folder}/first", str(bench), "--out", f"{tmp_path}/out")
+    rank.join()
+    errors = (tmp_path / "0.err").read_text()
+    assert rank.exitcode == 2 and "first/__0_0.distcp is damaged" in errors and errors.count("\n") == 1, errors
+
+
 @pytest.fixture(scope="module")
 def fp8(run_dir) -> Path:
+    """Of the checkpoint of the run's end, which is the run's export."""
     out = run_dir.parent / "fp8"
     # in a fresh process, as a user does: modelopt changes the modules of the process that quantizes
-    process = start_command("export", run_dir, "--agent", "first", "--out", out, "--quantize", "fp8")
+    process = start_command("export", folder_of(run_dir, 1), "--agent", "first", "--out", out, "--quantize", "fp8")
     _, errors = process.communicate()
     assert process.returncode == 0, errors[-3000:]
     return out

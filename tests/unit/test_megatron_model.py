@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hacpo_mega.cluster.watchdog import RunStopped
-from hacpo_mega.megatron import reshard
+from hacpo_mega.megatron import hf_writer
 from hacpo_mega.megatron.model import build_model, forward_packed, rope_frequencies
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
@@ -221,7 +221,7 @@ def test_a_failed_export_leaves_the_old_folder(world, source, tmp_path, monkeypa
             raise OSError("No space left on device")
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(reshard, "save_file", fail_at_the_second_file)
+    monkeypatch.setattr(hf_writer, "save_file", fail_at_the_second_file)
     with pytest.raises(OSError, match="No space left"):
         save_hf(model, source, out, torch.float32, file_bytes=100_000)
     assert [path.name for path in out.iterdir()] == ["kept.txt"]

@@ -1,0 +1,91 @@
+"""The files of a Hugging Face folder, written from whole tensors: weights in safetensors, and what lies beside them.
+
+Not here: where the tensors come from (reshard.py, stored_state.py). Imports no Megatron.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.models.folder import read_config, with_dtype
+from hacpo_mega.models.segments import Source
+from hacpo_mega.models.weight_files import INDEX, SINGLE
+
+FILE_BYTES = 5 << 30
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def finite(
+    tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, out_folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in `dtype`. RunStopped for one that is not finite in it; every process that takes them looks, so that
+    all stop and none waits for the next bucket.
+    """
+    for name, tensor in tensors:
+        converted = tensor.to(dtype)
+        if num_bad := converted.numel() - int(converted.isfinite().sum()):
+            raise RunStopped(
+                f"{out_folder} is not written: {name} holds {num_bad} numbers that are not finite (NaN or infinite in "
+                f"{str(dtype).removeprefix('torch.')}) among {converted.numel()}"
+            )
+        yield name, converted
+
+
+def write_weights(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    sources: Sequence[Source],
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    file_bytes: int = FILE_BYTES,
+    writes: bool = True,
+) -> None:
+    """Write `tensors`, which are `sources` in their order and in `dtype`, in files of about `file_bytes`.
+
+    A process that does not write only takes them, for whoever makes them by collectives.
+    """
+    files = _plan_files(sources, dtype, file_bytes)
+    for name, planned in files.items():
+        taken = {}
+        for _ in planned:
+            tensor_name, tensor = next(tensors)
+            if writes:
+                taken[tensor_name] = tensor.cpu()
+        if writes:
+            assert list(taken) == planned, (list(taken), planned)
+            save_file(taken, folder / name, metadata={"format": "pt"})
+    assert next(tensors, None) is None, "a tensor is not in the plan"
+    if writes and len(files) > 1:
+        weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
+        total = sum(torch.Size(source.shape).numel() for source in sources) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
+    """File name -> the tensors in it, in their order."""
+    groups, size = [[]], 0
+    for source in sources:
+        source_bytes = torch.Size(source.shape).numel() * dtype.itemsize
+        if groups[-1] and size + source_bytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(source.name)
+        size += source_bytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
+    """Copy everything of a model folder but its weights, and name the new dtype in config.json."""
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and not path.name.startswith("."):
+            shutil.copyfile(path, out / path.name)
+    config = with_dtype(read_config(source), str(dtype).removeprefix("torch."))
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

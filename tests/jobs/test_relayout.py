@@ -1,0 +1,188 @@
+"""A checkpoint is of no layout: tensor and pipeline parallel sizes, cells, and one process without any take it up.
+
+What an actor holds is read here by Megatron's own gather of the optimizer's state, put into the model's parameters and
+named by the exporter: nothing of the code that stores takes part.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from actor_cases import full_weights, make_actor, random_samples
+from job import run_group
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from tiny_models import make_model
+
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.stored_state import KINDS, stored_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import all_sources
+
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 4
+ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear", warmup_updates=2)
+# A vocabulary of 131 rows is padded to 256 at tp 1 and 2, to 512 at tp 4, where ranks share the two key/value heads.
+MODELS = {
+    "tied": {"family": "qwen3", "tied": True, "num_layers": 3},
+    "untied": {"family": "llama", "tied": False, "num_layers": 3, "attention_bias": True},
+}
+WRITTEN = {"tp": 2}
+UNEVEN = {"overrides": {"num_layers_in_first_pipeline_stage": 2}}
+LAYOUTS = {
+    "as written": WRITTEN,
+    "pp 2, uneven, two cells": {"pp": 2, **UNEVEN},
+    "tp 2 x pp 2": {"tp": 2, "pp": 2, **UNEVEN},
+    "tp 4": {"tp": 4},
+    "four cells, from tp 2 x pp 2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, shape in MODELS.items():
+        make_model(folder / name, **shape)
+        for state in ("state", "again"):
+            (folder / f"{name}.{state}").mkdir()
+    (folder / "half.state").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder) -> dict[str, dict]:
+    """What every layout makes of a checkpoint, and of the update after it, by model; `written` is who wrote it."""
+    (seen, *_) = run_group(NUM_RANKS, visit_layouts, folder)
+    return seen
+
+
+def visit_layouts(folder: Path) -> dict[str, dict]:
+    in_halves = {"as CUDA has it": visit_in_half_precision(folder)}
+    return {name: visit_layouts_of(folder, name) for name in MODELS} | in_halves
+
+
+class HalfActor(Actor):
+    """As CUDA has it: weights in bf16, main weights in float32."""
+
+    def _build(self, *arguments) -> DistributedDataParallel:
+        here, self.device = self.device, torch.device("cuda")
+        try:
+            return super()._build(*arguments)
+        finally:
+            self.device = here
+
+
+def half_actor(folder: Path, **layout) -> Actor:
+    parallel_state.destroy_model_parallel()
+    options = {"pp": 1, "total_updates": 10, "max_tokens_per_microbatch": 60, **layout}
+    return HalfActor(folder / "tied", optimizer=ADAM, **options)
+
+
+def visit_in_half_precision(folder: Path) -> list[dict]:
+    """The state of an actor after two updates, and of one on another layout that took it up."""
+    writer = half_actor(folder, **WRITTEN)
+    for number in range(2):
+        update(writer, number)
+    counts, written = writer.save(folder / "half.state"), state_of(writer)
+    reader = half_actor(folder, tp=2, pp=2, **UNEVEN)
+    reader.load(folder / "half.state", **counts)
+    return [written, state_of(reader)]
+
+
+def visit_layouts_of(folder: Path, name: str) -> dict:
+    """Two updates and a checkpoint at tp 2 and two cells, then one more update, by it and by every layout."""
+    writer = make_actor(folder / name, optimizer=ADAM, **WRITTEN)
+    for number in range(2):
+        update(writer, number)
+    counts = writer.save(folder / f"{name}.state")
+    found = {"written": (state_of(writer), update(writer, 2))}
+    for layout, options in LAYOUTS.items():
+        actor = make_actor(folder / name, optimizer=ADAM, **options)
+        actor.load(folder / f"{name}.{'again' if 'from' in layout else 'state'}", **counts)
+        if layout == "tp 2 x pp 2":
+            actor.save(folder / f"{name}.again")
+        found[layout] = (state_of(actor), update(actor, 2))
+    return found
+
+
+def update(actor: Actor, number: int) -> tuple[float, float, float]:
+    """One update by all cells together: loss, gradient norm and learning rate."""
+    samples = [sample for sample in random_samples(4, seed=60 + number) if sample.num_trained]
+    cell, cells = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    stats = actor.learn_supervised(samples[cell::cells], sum(sample.num_trained for sample in samples))
+    return stats.loss, stats.grad_norm, stats.lr
+
+
+def state_of(actor: Actor) -> dict[str, dict[str, torch.Tensor]]:
+    """The model's weights and, by kind, the optimizer's state, all by Hugging Face name."""
+    part = actor.optimizer.part
+    with megatron_platform():
+        gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    found = {"weights": full_weights(actor)}
+    for kind in KINDS:
+        with parameters_kept(actor), torch.no_grad():
+            for index, buffer in enumerate(part.buffers):
+                (tensors,) = gathered[index].values()
+                for parameter, (start, stop, _) in buffer.param_index_map.items():
+                    parameter.copy_(tensors[kind][start:stop].view(parameter.shape))
+            found[kind] = full_weights(actor)
+    return found
+
+
+@contextmanager
+def parameters_kept(actor: Actor) -> Iterator[None]:
+    before = [parameter.detach().clone() for parameter in actor.model.parameters()]
+    yield
+    with torch.no_grad():
+        for parameter, value in zip(actor.model.parameters(), before, strict=True):
+            parameter.copy_(value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_takes_up_every_bit(model, layout, seen):
+    expected, found = seen[model]["written"][0], seen[model][layout][0]
+    assert set(found) == {"weights", *KINDS}
+    for kind, tensors in expected.items():
+        assert found[kind].keys() == tensors.keys()
+        assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+        assert all(float(tensor.abs().max()) > 0.0 for tensor in tensors.values()), kind
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_next_update_is_that_of_the_undisturbed_actor(model, layout, seen):
+    (loss, grad_norm, lr), (other_loss, other_grad_norm, other_lr) = seen[model]["written"][1], seen[model][layout][1]
+    assert other_lr == lr > 0.0
+    assert (other_loss, other_grad_norm) == pytest.approx((loss, grad_norm), rel=1e-5)
+    if layout == "as written":
+        assert (other_loss, other_grad_norm) == (loss, grad_norm)
+
+
+def test_weights_in_half_precision_are_the_main_weights_rounded(seen, folder):
+    written, found = seen["as CUDA has it"]
+    for kind, tensors in written.items():
+        assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+    sources = tuple(all_sources(Architecture.from_folder(folder / "tied")))
+    stored = dict(stored_weights(folder / "half.state", sources, torch.bfloat16))
+    assert all(torch.equal(stored[name], tensor) for name, tensor in written["weights"].items())
+    main = dict(stored_weights(folder / "half.state", sources, torch.float32))
+    assert {tensor.dtype for tensor in written["weights"].values()} == {torch.bfloat16}
+    assert any(not torch.equal(main[name], stored[name].float()) for name in main)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_without_a_group_reads_the_weights(model, seen, folder):
+    assert not dist.is_initialized()
+    sources = tuple(all_sources(Architecture.from_folder(folder / model)))
+    expected = seen[model]["written"][0]["weights"]
+    for state in ("state", "again"):
+        found = dict(stored_weights(folder / f"{model}.{state}", sources, torch.float32))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

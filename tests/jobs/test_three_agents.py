@@ -1,0 +1,98 @@
+"""Three agents in one checkpoint: a run goes on from it bit for bit, and on other lanes with another tp by rounding.
+
+Tensor parallel 2 beside single ranks, with a KL to the initial policy and a calibrated band.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from job import run_command, run_here
+from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from safetensors.torch import load_file
+
+from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.rollout_log import read_rollouts
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("wide", "single", "third")
+# Rounding errors themselves, how samples are packed, and greedy answers of weights that Adam has moved by signs.
+OF_A_LAYOUT = re.compile("engine_|num_microbatches|accuracy")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    agents = [
+        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "single", "llama", CHARACTERS + PAIRS),
+        agent_table(folder, "third", "qwen3", CHARACTERS + PAIRS),
+    ]
+    return write_config(
+        folder, agents, algorithm={"kl_coef": 0.01, "band": "calibrated"}, checkpoint={"every_steps": 1}
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config) -> Path:
+    """The folder of a run of two steps that was left in peace."""
+    train(config)
+    return config.parent / "run"
+
+
+@pytest.fixture(scope="module")
+def in_two(config) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
+    """The folder of the same run, finished after one step and then asked for two; what it exported after the first."""
+    run_dir = config.parent / "in_two"
+    train(config, f"run_dir={run_dir}", "num_steps=1")
+    first = {name: load_file(run_dir / "agents" / name / "model.safetensors") for name in NAMES}
+    train(config, f"run_dir={run_dir}")
+    return run_dir, first
+
+
+def test_a_finished_run_goes_on_when_only_num_steps_is_changed(undisturbed, in_two):
+    """And ends with every bit of all three agents as the undisturbed one."""
+    run_dir, _ = in_two
+    one, other = (read_checkpoint(folder_of(run, 2)) for run in (undisturbed, run_dir))
+    shards = {path: file for path, file in one.files.items() if path.endswith(".distcp")}
+    assert {path.split("/")[0] for path in shards} == set(NAMES) and len(shards) == 4
+    assert {path: other.files[path] for path in shards} == shards
+    assert (other.agents, other.capability) == (one.agents, one.capability)
+    expected, found = (read_metrics(run / "metrics.jsonl") for run in (undisturbed, run_dir))
+    assert list(found) == [0, 1, 2]
+    assert found[2].values == expected[2].values
+    assert read_rollouts(run_dir, 2) == read_rollouts(undisturbed, 2)
+    assert any(value > 0.0 for name, value in found[2].values.items() if name.endswith("/kl"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_is_exported_as_the_run_would_have_been(name, undisturbed, in_two, tmp_path):
+    done = run_here("export", folder_of(undisturbed, 1), "--agent", name, "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    found, expected = load_file(tmp_path / "out" / "model.safetensors"), in_two[1][name]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
+    end = load_file(undisturbed / "agents" / name / "model.safetensors")
+    assert not all(torch.equal(found[tensor], end[tensor]) for tensor in end)
+
+
+def test_other_lanes_and_another_tp_go_on_by_rounding(config, undisturbed):
+    """Six ranks take up what four have written, and do the same step."""
+    run_dir = config.parent / "lanes"
+    overrides = (f"run_dir={run_dir}", "lanes=2", "agents.wide.tp=1")
+    run_command(6, "train", config, *overrides, "--from", folder_of(undisturbed, 1))
+    assert committed_steps(run_dir) == [2]
+    assert answers(run_dir) == answers(undisturbed)
+    expected, found = (read_metrics(run / "metrics.jsonl")[2].values for run in (undisturbed, run_dir))
+    assert found.keys() == expected.keys()
+    for key in expected.keys() - {key for key in expected if OF_A_LAYOUT.search(key)}:
+        assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
+
+
+def answers(run_dir: Path) -> dict[tuple, str]:
+    """The texts of step 2 by prompt, agent and number; lanes log their prompts one after another."""
+    prompts = read_rollouts(run_dir, 2)
+    return {(p["id"], answer["agent"], answer["rollout"]): answer["text"] for p in prompts for answer in p["answers"]}
