@@ -47,20 +47,25 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     told: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        told.append(number)
+        _send_to_ranks(number)
+
     for number in DEFERRED:
-        signal.signal(number, lambda number, _: told.append(number) or _pass_on(number))
+        signal.signal(number, pass_on)
     try:
         elastic_launch(launcher, sys.executable)("-m", "hacpo_mega.cli", *arguments)
     except ChildFailedError as error:
         # A rank that a signal has ended has a negative one: the launcher's, after another failed, or the one passed on.
         highest = max(failure.exitcode for failure in error.failures.values())
         return SIGNALLED + told[0] if highest < 0 and told else max(FAILED, highest)
-    except SignalException as told:
-        return SIGNALLED + told.sigval
+    except SignalException as ended:
+        return SIGNALLED + ended.sigval
     return 0
 
 
-def _pass_on(number: int) -> None:
+def _send_to_ranks(number: int) -> None:
     """Sends a signal to the ranks, the children of this process; without any there is nothing to wait for."""
     children = [int(status.parent.name) for status in Path("/proc").glob("[0-9]*/stat") if _is_child(status)]
     if not children:
