@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -57,14 +58,15 @@ def undisturbed(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(undisturbed) -> Path:
-    """The folder of the same run, killed in step 4 after the checkpoint of step 2, and started again."""
+    """The folder of the same run, killed after step 3 and the commit of step 2, and started again."""
     run_dir = undisturbed.parent / "killed"
     override = f"run_dir={run_dir}"
     logs = undisturbed.parent / "logs"
     logs.mkdir()
     ranks = start_ranks(NUM_RANKS, logs, play_command, "train", str(undisturbed), override)
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or max(read_metrics(metrics), default=0) < 3:
+    # The checkpoint of step 2 is written while step 3 goes on, and counts from the end of that at the earliest.
+    while not committed_steps(run_dir) or max(read_metrics(metrics)) < 3:
         assert all(rank.is_alive() for rank in ranks), [log.read_text() for log in logs.glob("*.err")]
         time.sleep(0.01)
     for rank in ranks:
@@ -125,7 +127,10 @@ def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(how, undisturbe
     shards = {path: file for path, file in one.files.items() if path.endswith(".distcp")}
     assert len(shards) == NUM_RANKS
     assert {path: other.files[path] for path in shards} == shards
-    assert (other.agents, other.capability) == (one.agents, one.capability)
+    assert (other.agents, other.capability, other.accuracy) == (one.agents, one.capability, one.accuracy)
+    values = read_metrics(one.folder.parents[1] / "metrics.jsonl")[4].values
+    assert one.accuracy == fmean(values[f"agent/{name}/accuracy"] for name in NAMES)
+    assert read_checkpoint(folder_of(one.folder.parents[1], 2)).accuracy is None, "it had no evaluation"
     for name in NAMES:
         first, second = (
             load_file(run / "agents" / name / "model.safetensors") for run in (one.folder.parents[1], resumed)
