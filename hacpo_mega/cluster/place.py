@@ -125,7 +125,9 @@ class Place:
 
     def told_to_end(self) -> int:
         """The number of the signal by which any process of the job was told to end, 0 without one. Collective."""
-        return self.highest_in_job(self._watchdog.told)
+        told = self.highest_in_job(self._watchdog.told)
+        self._watchdog.is_leaving = told > 0
+        return told
 
     def highest_in_job(self, number: int) -> int:
         """The highest of the numbers that the processes of the job give. Collective."""

@@ -59,7 +59,8 @@ class RunStopped(Exception):
 class Watchdog:
     """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead.
 
-    told   the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
+    told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
+    is_leaving   whether the job has agreed to end by such a signal, whoever was told
     """
 
     def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float, stall_s: float) -> None:
@@ -76,7 +77,7 @@ class Watchdog:
         self._phase_of_watched = "start"
         self._defers = False
         self._outlook = ""
-        self.told = 0
+        self.told, self.is_leaving = 0, False
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
@@ -128,7 +129,7 @@ class Watchdog:
         self._tell("bye")
         for number in SIGNAL_PATIENCE_S:
             # A launcher tells the others to end when the first one has left: all must leave with their own status.
-            signal.signal(number, signal.SIG_IGN if self.told else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if self.is_leaving else signal.SIG_DFL)
         self._forget_stack()
 
     def fail(self, error: BaseException) -> None:
