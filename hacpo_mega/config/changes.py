@@ -14,7 +14,15 @@ from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE
 
 # A pattern names a key, or a table with all that is in it.
 FREE = (
-    *("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers"),
+    *(
+        "run_dir",
+        "num_steps",
+        "evaluation",
+        "checkpoint",
+        "training.diagnose_every",
+        "training.verify_weights_every",
+        "reward.num_workers",
+    ),
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),

@@ -10,26 +10,45 @@ Not here: which steps are kept, and that a step exists for all agents or for non
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import slots_of
 from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.stored_state import KINDS, Part, StateReader, stored_name, write_parts
+from hacpo_mega.megatron.stored_state import KINDS, Part, Parts, StateReader, stored_name, write_parts
 from hacpo_mega.models.segments import Cut, Slot, rectangles
 
 
 @torch.no_grad()
-def save_state(model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path) -> None:
-    """Writes the actor into an empty folder that every rank sees, synced to disk. Collective over the agent."""
+def save_state(
+    model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, group: dist.ProcessGroup, *, copies: bool
+) -> Callable[[], None]:
+    """What writes the actor, as it is now, into an empty folder that every rank sees, synced to disk.
+
+    group    of gloo, over the agent, for the save alone
+    copies   whether the actor may change before it is written, at the cost of a copy of its state in host memory
+    It is called once, in any thread, by all ranks of the agent; docs/reliability.md says why Megatron's writers do not.
+    """
     with megatron_platform():
         optimizer.make_moments()
-    write_parts(_parts(unwrapped(model), optimizer, written=True), folder)
+    parts = _parts(unwrapped(model), optimizer, written=True)
+    if copies:
+        parts = {name: [part.on_host() for part in own] for name, own in parts.items()}
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return partial(_write, parts, folder, group, device)
+
+
+def _write(parts: Parts, folder: Path, group: dist.ProcessGroup, device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # a thread begins on device 0, which is another rank's
+    write_parts(parts, folder, group)
 
 
 @torch.no_grad()

@@ -8,10 +8,11 @@ Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Size, Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
@@ -39,6 +40,10 @@ class Part:
         """Its place, as torch's planner wants it."""
         return ChunkStorageMetadata(Size(self.offsets), self.data.shape)
 
+    def on_host(self) -> "Part":
+        """The same numbers in host memory, where nobody changes them."""
+        return replace(self, data=self.data.to("cpu", copy=True))
+
 
 # The parts that one process has of every stored tensor.
 Parts = Mapping[str, Sequence[Part]]
@@ -49,13 +54,14 @@ def stored_name(kind: str, tensor: str) -> str:
     return f"{kind}.{tensor}"
 
 
-def write_parts(parts: Parts, folder: Path) -> None:
-    """Writes what this process has, synced, into a folder that all see. Collective over the default process group.
+def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup) -> None:
+    """Writes what this process has, synced, into a folder that all see. Collective over `group`.
 
     All processes together must have every number of every tensor once: torch refuses a gap and an overlap.
     """
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
-    checkpoint.save(dict(parts), storage_writer=writer, planner=_WriteParts(flatten_state_dict=False))
+    planner = _WriteParts(flatten_state_dict=False)
+    checkpoint.save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
 
 
 class StateReader:

@@ -89,7 +89,7 @@ def visit_in_half_precision(folder: Path) -> list[dict]:
     writer = half_actor(folder, **WRITTEN)
     for number in range(2):
         update(writer, number)
-    counts, written = writer.save(folder / "half.state"), state_of(writer)
+    counts, written = save(writer, folder / "half.state"), state_of(writer)
     reader = half_actor(folder, tp=2, pp=2, **UNEVEN)
     reader.load(folder / "half.state", **counts)
     return [written, state_of(reader)]
@@ -100,15 +100,22 @@ def visit_layouts_of(folder: Path, name: str) -> dict:
     writer = make_actor(folder / name, optimizer=ADAM, **WRITTEN)
     for number in range(2):
         update(writer, number)
-    counts = writer.save(folder / f"{name}.state")
+    counts = save(writer, folder / f"{name}.state")
     found = {"written": (state_of(writer), update(writer, 2))}
     for layout, options in LAYOUTS.items():
         actor = make_actor(folder / name, optimizer=ADAM, **options)
         actor.load(folder / f"{name}.{'again' if 'from' in layout else 'state'}", **counts)
         if layout == "tp 2 x pp 2":
-            actor.save(folder / f"{name}.again")
+            save(actor, folder / f"{name}.again")
         found[layout] = (state_of(actor), update(actor, 2))
     return found
+
+
+def save(actor: Actor, folder: Path) -> dict[str, int]:
+    """Writes the actor; the counts for its `load`."""
+    counts, write = actor.save(folder)
+    write()
+    return counts
 
 
 def update(actor: Actor, number: int) -> tuple[float, float, float]:
