@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
+from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher
 from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
 
-# torchrun sets the left names; under srun every task has the right ones.
-RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
 SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
@@ -82,19 +81,23 @@ class Place:
         self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), timeout_s, stall_s)
 
     @classmethod
-    def join(cls, rank_map: RankMap, timeout_s: float = 1800.0, stall_s: float = 600.0) -> Self:
+    def join(
+        cls, rank_map: RankMap, timeout_s: float = 1800.0, stall_s: float = 600.0, store: dist.Store | None = None
+    ) -> Self:
         """Takes this process's place in the job that torchrun or srun started; a collective over the job.
 
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
+        `store` is the job's, where the caller has it already.
         Raises ValueError when the job was started with another number of processes, or without a launcher.
         """
-        rank, world_size, local_rank = (_from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
+        rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
         device = _device(local_rank)
-        _allow_connections(world_size)
-        # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
+        if store is None:
+            allow_connections(world_size)
+            # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
+            store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
         place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
         os.environ["RANK"] = str(place.coordinate.agent_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
@@ -161,6 +164,10 @@ class Place:
         broadcast(self.cell_group, total)
         return total
 
+    def leave_ring(self) -> None:
+        """From here on nobody hears of this process's end, nor it of others': for who asks that in another way."""
+        self._watchdog.close()
+
     def close(self) -> None:
         """Leaves the job; a collective. What a process does after it is nobody else's concern."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
@@ -210,14 +217,7 @@ def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, counts)]
 
 
-def _from_launcher(name: str, slurm_name: str) -> int:
-    value = os.environ.get(name) or os.environ.get(slurm_name)
-    if value is None:
-        raise ValueError(f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun")
-    return int(value)
-
-
-def _allow_connections(world_size: int) -> None:
+def allow_connections(world_size: int) -> None:
     """Lets this process open as many files as the system grants it: rank 0 keeps a connection to every process.
 
     The usual limit of 1024 would end a job of a thousand ranks. ValueError where the hard limit is too low.

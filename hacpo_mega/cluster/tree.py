@@ -1,7 +1,7 @@
 """Bytes from all processes to the first and back, over groups of at most FANOUT: nobody speaks to everybody.
 
 A gather that gives every process everything moves world^2 payloads, and around a ring takes world rounds. Here blocks
-of FANOUT neighbours hand what they have to their first member, the first members do the same among themselves, and so on:
+of FANOUT neighbours hand what they have to their first member, these do the same among themselves, and so on:
 
     size 32,768    3 levels; 93 messages reach the root, 31 a head of a block, everybody else sends one
 
