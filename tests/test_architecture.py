@@ -29,6 +29,7 @@ TOP_FILES = {
     "cli.py": "cli",
     "cli_data.py": "cli",
     "cli_experiment.py": "cli",
+    "cli_preflight.py": "cli",
     "__init__.py": "cli",
 }
 # Lowest first. A room may use the rooms on lower floors, and nothing beside it.
@@ -46,7 +47,7 @@ FLOORS = (
     ("cli",),
 )
 
-CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py"))
+CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py", "cli_preflight.py"))
 
 # Where a heavy library may be named at all.
 DOORS = {
@@ -73,6 +74,7 @@ ENVIRONMENT = (
     "hacpo_mega/cluster/local_job.py",
     "hacpo_mega/cluster/place.py",
     "hacpo_mega/cluster/rank_map.py",
+    "hacpo_mega/cluster/seat.py",
     "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",
     "hacpo_mega/rollout/engine.py",
