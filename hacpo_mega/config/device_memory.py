@@ -43,7 +43,8 @@ def capacity(config: Config) -> int | None:
 def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture) -> Budget:
     """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses."""
     most = capacity(config)
-    actor, engine = _actor(config, agent, architecture, on_cpu=most is None), _engine(config, agent, on_cpu=most is None)
+    actor = _actor(config, agent, architecture, on_cpu=most is None)
+    engine = _engine(config, agent, on_cpu=most is None)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
         budget = fullest_stage(replace(actor, recompute=choice), engine, most)

@@ -63,9 +63,10 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is
-        what backward computes again, `overrides` are fields of Megatron's TransformerConfig. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError
-        for a layout or a folder the model cannot have (model.py, weights.py).
+        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
+        backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig. bf16 with
+        fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError for a layout or a folder the model cannot have
+        (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature

@@ -2,9 +2,9 @@
 
 torch's FakeTensorMode gives every tensor its shape and no memory, its fake process group stands for a cluster of any
 size, and every storage is counted while it lives. So a 70B model on 256 devices is counted on a laptop, with
-Megatron's own layers, buffers, optimizer and autograd; models/memory.py says the same by formula and is held to this.
-The tensors are on the CPU, because only there a build of torch without CUDA runs backward; the attention that CUDA would
-take can be asked for. Not here: the engine, and what no tensor shows (context, NCCL, fragmentation).
+Megatron's own layers, buffers, optimizer and autograd; models/memory.py says the same by formula and is held to it.
+The tensors are on the CPU, where any build of torch runs backward; what CUDA's kernels keep can be asked for.
+Not here: the engine, and what no tensor shows (context, NCCL, fragmentation).
 """
 
 import weakref
@@ -33,7 +33,6 @@ from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.schedule import data_parallel
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
-
 
 # CUDA's caching allocator hands out multiples of this.
 ALLOCATION = 512
@@ -67,24 +66,25 @@ def trace_actor(
     *,
     dp: int,
     num_tokens: int,
-    dtype: torch.dtype = torch.bfloat16,
     pp_rank: int = 0,
     in_flight: int = 1,
     recompute: str = "none",
     overrides: dict[str, Any] | None = None,
-    cuda_kernels: bool = True,
+    on_cuda: bool = True,
 ) -> TracedMemory:
     """Counts one rank of an actor of dp cells that learns from micro-batches of `num_tokens`, all of them trained.
 
-    `in_flight` micro-batches of a pipeline stage are forwarded before the first backward. With `cuda_kernels` attention
-    and norms keep what they keep on CUDA, else what they keep on the CPU, where attention sees one sequence; the head is
-    the CPU's either way, since a Triton kernel has no fake. Needs a process without process groups.
+    `in_flight` micro-batches of a pipeline stage are forwarded before the first backward. `on_cuda`: bf16, attention
+    and norms keep what CUDA's kernels keep; else float32 and what the CPU keeps, whose attention sees one sequence. The
+    head is the CPU's either way, since a Triton kernel has no fake. Needs a process without process groups.
     """
     with ExitStack() as stack:
         stack.enter_context(_fake_world(layout, dp, rank=pp_rank * layout.tp))
+        # A compiler would look for numbers; what it fuses keeps the same for backward.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
-        if cuda_kernels:
+        if on_cuda:
             stack.enter_context(mock.patch.object(layers, "_attend_in_groups", layers._attend_flash))
             stack.enter_context(mock.patch.object(layers.RMSNorm, "forward", _fused_norm))
         model = data_parallel(
@@ -92,7 +92,7 @@ def trace_actor(
                 architecture,
                 tp=layout.tp,
                 pp=layout.pp,
-                dtype=dtype,
+                dtype=torch.bfloat16 if on_cuda else torch.float32,
                 max_positions=num_tokens,
                 recompute=recompute,
                 overrides=overrides,
@@ -116,9 +116,9 @@ def _traced(
     states = [*weights, *gradients, *main]
     with _Count(states) as count, torch.no_grad():
         run.head(run.forward())
-    score = count.peak
     buffers = list(parallel_state.get_global_memory_buffer().buffer.values())
     gathered = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+    score = count.peak - gathered
     states += buffers
     with _Count(states) as count:
         outputs = [run.forward() for _ in range(in_flight)]
@@ -132,7 +132,17 @@ def _traced(
     with _Count(states) as count:
         _step(optimizer)
     update = count.peak
-    return TracedMemory(_nbytes(weights), _nbytes(gradients), _nbytes(main), moments, gathered, score, saved, learn, update)
+    return TracedMemory(
+        weights=_nbytes(weights),
+        gradients=_nbytes(gradients),
+        main_weights=_nbytes(main),
+        moments=moments,
+        gather_buffer=gathered,
+        score=score,
+        saved=saved,
+        learn=learn,
+        update=update,
+    )
 
 
 @dataclass(frozen=True)

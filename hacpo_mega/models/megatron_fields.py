@@ -105,7 +105,7 @@ DECIDED = frozenset(
 def decided_fields(
     architecture: Architecture, layout: Layout, recompute: str, from_torch: dict[str, Any]
 ) -> dict[str, Any]:
-    """Every decided field with its value; `recompute` is one of RECOMPUTE, `from_torch` has the fields of FROM_TORCH."""
+    """Every decided field with its value; `recompute` is a key of RECOMPUTE, `from_torch` has those of FROM_TORCH."""
     assert from_torch.keys() == FROM_TORCH, from_torch.keys() ^ FROM_TORCH
     return {
         **{field: getattr(architecture, name) for field, name in FROM_ARCHITECTURE.items()},

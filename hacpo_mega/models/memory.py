@@ -103,7 +103,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
         # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
         kept=(plan.layout.pp - stage) * _kept(plan, layer, layers, is_first=stage == 0, is_last=is_last),
-        working=max(layer.working(plan.recompute), _head(plan) if is_last else 0),
+        working=max(layer.working(plan.recompute, plan.layout.tp), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once.
         step=share * FLOAT32,
@@ -123,37 +123,47 @@ class _Layer:
     """Bytes of the tensors of one layer and one micro-batch.
 
     residual   [S, h], between the layers; gathered [T, h]
-    attention  all that attention keeps, from the output of the first norm on; mlp likewise, from that of the second
-    ffn        [T, f]
+    norm       what a norm keeps beside its input, its output among it
+    attention  all that attention keeps, its norm included
+    ffn        [T, f]; mlp: all that the feed-forward keeps, its norm not included
+    down       the gradient of the feed-forward's second matrix
     """
 
     residual: int
     gathered: int
-    attention: int
-    mlp: int
-    ffn: int
     norm: int
+    attention: int
+    ffn: int
+    mlp: int
+    down: int
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
         a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
-        # Of a norm: its input is the residual stream, which is counted there; its output; a float32 number per row.
-        norm = residual + (tokens // tp * FLOAT32 if plan.device.fused_norms else tokens // tp * FLOAT32 + residual)
-        # gate and up, and their product; unfused also the activated gate and up, to which Megatron adds an offset of 0
-        mlp = (3 if plan.fused_swiglu else 5) * ffn
-        return cls(residual, tokens * a.hidden_size * number, norm + _attention(plan), norm + mlp, ffn, norm)
+        norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
+        return cls(
+            residual=residual,
+            gathered=tokens * a.hidden_size * number,
+            norm=norm,
+            attention=norm + _attention(plan),
+            ffn=ffn,
+            # gate and up, and their product; unfused also the activated gate, and up with Megatron's offset of 0 added
+            mlp=(3 if plan.fused_swiglu else 5) * ffn,
+            down=a.hidden_size * (a.ffn_size // tp) * number,
+        )
 
     def kept(self, recompute: Recompute) -> int:
         """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
         if recompute == "full":
             return self.residual
-        return 2 * self.residual + self.attention + (self.norm if recompute == "mlp" else self.mlp)
+        return 2 * self.residual + self.attention + self.norm + (self.mlp if recompute == "none" else 0)
 
-    def working(self, recompute: Recompute) -> int:
-        """What the backward of one layer takes: what it computes again, and the gradients inside the feed-forward."""
-        again = {"none": 0, "mlp": self.mlp - self.norm, "full": self.kept("none") - self.residual}[recompute]
-        return again + 3 * self.ffn + 2 * self.gathered
+    def working(self, recompute: Recompute, tp: int) -> int:
+        """What the backward of one layer takes: what it computes again with its output, and, where the feed-forward's
+        second matrix gets its gradient, that of the layer's output, gathered, and of what the matrix read."""
+        again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
+        return again + self.residual + (self.gathered if tp > 1 else 0) + self.ffn + self.down
 
 
 def _attention(plan: ActorPlan) -> int:
@@ -193,7 +203,8 @@ def _head(plan: ActorPlan) -> int:
     cast = tokens * row * number if tp > 1 and plan.device.mixed else 0
     logit = number if plan.device.triton_head else FLOAT32
     operand = columns * row * FLOAT32 if plan.device.mixed and not plan.device.triton_head else 0
-    in_chunk = rows * (columns * logit + row * (FLOAT32 + number))  # logits, their rows of hidden, a product
+    # A chunk of logits, while the one before it is still there; their rows of hidden, a product.
+    in_chunk = rows * (columns * logit * (1 if rows == tokens else 2) + row * (FLOAT32 + number))
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.
     placeholder, own = (weight, 0) if plan.device.mixed else (0, weight)
@@ -210,13 +221,13 @@ def logit_rows(columns: int, *, triton: bool) -> int:
 
 def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
-    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
-    inside = layer.residual * 3 + 4 * layer.ffn
+    a, tp, tokens = plan.architecture, plan.layout.tp, plan.num_tokens
+    # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
+    inside = 4 * layer.residual + layer.mlp + tokens * a.head_dim * FLOAT32
     columns = padded_vocab_size(a.vocab_size, tp) // tp
-    hidden = tokens * a.hidden_size * number
-    if plan.device.triton_head:
-        head = 2 * hidden
-    else:
-        chunk = min(tokens, logit_rows(columns, triton=False)) * columns * FLOAT32
-        head = 2 * hidden + chunk + (columns * a.hidden_size * FLOAT32 if plan.device.mixed else 0)
+    head = 2 * layer.gathered
+    if not plan.device.triton_head:
+        rows = min(tokens, logit_rows(columns, triton=False))
+        head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
+        head += columns * a.hidden_size * FLOAT32 if plan.device.mixed else 0
     return max(inside, head if is_last else 0)
