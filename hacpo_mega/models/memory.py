@@ -8,6 +8,7 @@ columns and v vocabulary rows of a rank.
 Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -110,6 +111,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     )
 
 
+@functools.cache  # advice asks again and again
 def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
     """Numbers in the weights of one rank of pipeline stage `stage`."""
     stages = stage_layers(architecture.num_layers, layout)
