@@ -20,6 +20,8 @@ from hacpo_mega.checkpoint import Checkpoint
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey
 from hacpo_mega.records import (
@@ -70,6 +72,7 @@ class Agent:
             max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
             temperature=config.rollout.temperature,
             seed=config.seed,
+            recompute=agent_budget(config, spec, architecture_of(spec)).actor.recompute,
             overrides=spec.megatron,
         )
         if config.algorithm.kl_coef > 0.0:

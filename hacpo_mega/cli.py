@@ -30,6 +30,8 @@ from hacpo_mega.cluster.environment import (
 )
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.device_memory import agent_budget, memory_table
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.logbook.provenance import exported_steps
 
@@ -65,14 +67,15 @@ def check(
     world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
     run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
 ) -> None:
-    """Print the resolved configuration, who runs where, and the batch arithmetic; load nothing heavy."""
+    """Print the resolved configuration, who runs where, the batch arithmetic, the memory; load nothing heavy."""
     config = _load(config_file, overrides)
     ranks = RankMap.of(config)
     if world_size or run_dir:
         print(ranks.world_size if world_size else config.run_dir)
         return
     print(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
-    print(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}")
+    budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
+    print(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
     if data:
         prepare_environment()
         from hacpo_mega.commands.check_prompts import check_prompts

@@ -125,6 +125,9 @@ class AgentConfig(Section):
     """The system message before the user's, in a chat template."""
     prompt_template: str | None = None
     """Text with {prompt} where the task goes: an instruction, or worked examples for a base model."""
+    recompute: Literal["auto", "none", "mlp", "full"] = "auto"
+    """What backward computes a second time instead of keeping it: nothing, every feed-forward, or every whole layer; no
+    gradient changes. auto: the least with which a twentieth of device_memory_gib stays free."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and the learning rate of this agent."""
     megatron: PassedOn = Field(default_factory=dict)

@@ -14,18 +14,11 @@ from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE
 
 # A pattern names a key, or a table with all that is in it.
 FREE = (
-    *(
-        "run_dir",
-        "num_steps",
-        "evaluation",
-        "checkpoint",
-        "training.diagnose_every",
-        "training.verify_weights_every",
-        "reward.num_workers",
-    ),
+    *("run_dir", "num_steps", "evaluation", "checkpoint", "reward.num_workers", "device_memory_gib"),
+    *("training.diagnose_every", "training.verify_weights_every"),
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
-    *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
+    *("agents.*.recompute", *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE))),
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )
 FIXED = ("agents",)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.choices import SKILLS
+from hacpo_mega.config.device_memory import memory_problems
 from hacpo_mega.config.input_checks import input_problems
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
@@ -25,7 +26,7 @@ def find_problems(config: Config) -> list[str]:
     problems = [*_names(config), *_method(config), *_batches(config), *_generator(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        found = _agent(agent, longest)
+        found = list(_agent(agent, longest)) or memory_problems(config, agent, architecture_of(agent))
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
 

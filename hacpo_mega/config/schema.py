@@ -142,6 +142,9 @@ class Config(Section):
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
     by rounding alone."""
+    device_memory_gib: Annotated[float, Field(strict=True, gt=0.0, le=65536.0)] | None = None
+    """GiB of memory of one CUDA device, which every phase of every agent must fit into; not given: 79, for one of
+    80 GB, or no limit where the CPU build of vLLM is installed."""
     stall_s: Annotated[float, Field(strict=True, ge=10.0)] = 600.0
     """Seconds without a sign of life from a process, which is stopped or stuck then, after which the job names it,
     writes all stacks to logs/ and ends; a long phase gives signs of life."""

@@ -46,10 +46,11 @@ GIVES_UP = {"stall_s": True, "training": {"max_skipped_updates"}, "reward": {"ma
 
 
 def _what_a_method_is(config: Config) -> dict[str, Any]:
-    left_out = {"run_dir": True, "seed": True, "checkpoint": True, **GIVES_UP}
+    left_out = {"run_dir": True, "seed": True, "checkpoint": True, "device_memory_gib": True, **GIVES_UP}
     table = config.model_dump(mode="json", exclude=left_out)
     for agent in table["agents"]:
         del agent["optimizer"]["lr"]
+        del agent["recompute"]  # changes no gradient
     return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
 
 

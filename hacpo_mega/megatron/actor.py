@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from hacpo_kernels import linear_logprob, segment_sum
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.config import OptimizerConfig
@@ -27,8 +27,8 @@ from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
 from hacpo_mega.megatron.schedule import (
     accumulate_gradients,
+    data_parallel,
     forward_only,
-    obey_scaling_law,
     object_from_last_stage,
     sum_over_cells,
     tensor_from_last_stage,
@@ -58,13 +58,15 @@ class Actor:
         max_positions: int | None = None,
         temperature: float = 1.0,
         seed: int = 1,
+        recompute: str = "none",
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `overrides` are
-        fields of Megatron's TransformerConfig. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError
-        for a layout or a folder the model cannot have (model.py, weights.py).
+        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
+        backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig. bf16 with
+        fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError for a layout or a folder the model cannot have
+        (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
@@ -73,24 +75,26 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         initialize_parallel(tp, pp, seed)
         with megatron_platform():
-            self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, overrides)
+            self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, recompute, overrides)
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
 
     def _build(
-        self, tp: int, pp: int, max_positions: int, overrides: Mapping[str, Any] | None
+        self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
     ) -> DistributedDataParallel:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         model = build_model(
-            self.architecture, tp=tp, pp=pp, dtype=dtype, max_positions=max_positions, overrides=dict(overrides or {})
+            self.architecture,
+            tp=tp,
+            pp=pp,
+            dtype=dtype,
+            max_positions=max_positions,
+            recompute=recompute,
+            overrides=dict(overrides or {}),
         )
         load_hf_weights(model, self.folder)
-        obey_scaling_law(model.config)
-        # Reduction is not overlapped with backward: it happens once after all micro-batches of an update, and a cell
-        # without samples would have no backward to start it from.
-        wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        return DistributedDataParallel(model.config, wrapping, model)
+        return data_parallel(model)
 
     # ---- scoring
 

