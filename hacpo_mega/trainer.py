@@ -37,8 +37,10 @@ from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis
 from hacpo_mega.logbook.step_report import StepReport
+from hacpo_mega.logbook.trace import StepTrace
+from hacpo_mega.logbook.trackers import Trackers
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
-from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
+from hacpo_mega.records import AnswerTokens, Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encoding
@@ -68,7 +70,7 @@ class Trainer:
     judge        text and gold in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
-    metrics, report, console, folder   what is measured, shown and written
+    metrics, report, console, folder, trackers, trace   what is measured, shown and written
     skips        ends a run whose updates are all skipped
     checkpoint   what the run goes on from when it dies
     """
@@ -85,7 +87,8 @@ class Trainer:
         self.names = tuple(agent.name for agent in config.agents)
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
+            joined = Place.join(RankMap.of(config), stall_s=config.stall_s, is_traced=config.logging.trace)
+            self.place = stack.enter_context(joined)
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
@@ -118,6 +121,8 @@ class Trainer:
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
             self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done)
+            self.trackers = stack.enter_context(Trackers(config, self.console.say, goes_on=goes_on, quiet=not is_first))
+            self.trace = StepTrace(config.logging, self.place, config.run_dir, self.console.say)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -142,6 +147,7 @@ class Trainer:
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
+        self.trace.begin(self.steps_done + 1)
         prompts = self.sampler.at(self.steps_done, self.place.lane, self.config.lanes)
         my_share = self.place.rank_map.share_of_lane(self.place.coordinate)  # of the lane's prompts, this cell's
         mine = prompts[my_share]
@@ -188,12 +194,16 @@ class Trainer:
         self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
         if self._evaluation_is_due():
             self.evaluate()
-        reduced = self._write(pool, advantages_PNG, updates)
+        tokens = self.agent.describe_tokens(rollouts, scores, updates)
+        reduced = self._write(pool, advantages_PNG, updates, tokens)
         self.steps_done += 1
         if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
             with self._phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.save(self.steps_done, self.capability, self.band)
         self._show(self.steps_done, reduced)
+        if self.place.spans.is_on:
+            with self._phase("trace", f"of step {self.steps_done}"):
+                self.trace.end(self.steps_done)
 
     def evaluate(self, when: str = "") -> None:
         """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
@@ -278,17 +288,24 @@ class Trainer:
         if self.place.is_leader:
             add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
-    def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> StepMetrics:
+    def _write(
+        self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats], tokens: Sequence[AnswerTokens]
+    ) -> StepMetrics:
         """The step's answers and numbers into the run folder. Collective over the job."""
-        self.place.enter_phase("write", f"of step {self.steps_done + 1}")
-        ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-        seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
-        self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen)
+        with self._phase("write"):
+            ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
+            seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
+            self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen, tokens)
         return self._write_metrics(self.steps_done + 1)
 
     def _write_metrics(self, step: int) -> StepMetrics:
+        """Collective over the job. What follows the reduction counts in the seconds of the next line."""
+        with self._phase("wait"):  # for the slowest rank, which would else hide in the reduction
+            self.place.barrier()
         reduced = self.metrics.reduce()
-        self.folder.write_step(step, reduced)
+        with self._phase("write"):
+            self.folder.write_step(step, reduced)
+            self.trackers.log(step, reduced)
         return reduced
 
     def _show(self, step: int, reduced: StepMetrics) -> None:
@@ -308,7 +325,7 @@ class Trainer:
     def _phase(self, phase: str, when: str = "") -> Iterator[None]:
         """Times a phase, shows it, and names it ("learn of step 3") in case this process dies in it."""
         self.place.enter_phase(phase, when or f"of step {self.steps_done + 1}")
-        with self.metrics.time(phase):
+        with self.metrics.time(phase), self.place.spans.span(phase, "phase"):
             yield
 
     def __enter__(self) -> Self:

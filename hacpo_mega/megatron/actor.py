@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.utils._pytree import tree_map_only
 
+from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.model import build_model, lm_head_weight, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer, OptimizerStep
@@ -59,16 +60,18 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         overrides: Mapping[str, Any] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `overrides` are
-        fields of Megatron's TransformerConfig. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError
-        for a layout or a folder the model cannot have (model.py, weights.py).
+        fields of Megatron's TransformerConfig; `spans` records the parts of an update. bf16 with fp32 main weights on
+        CUDA, fp32 on the CPU. Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
         self.max_tokens = max_tokens_per_microbatch
+        self._spans = spans or Spans()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         initialize_parallel(tp, pp, seed)
@@ -85,7 +88,7 @@ class Actor:
             self.architecture, tp=tp, pp=pp, dtype=dtype, max_positions=max_positions, overrides=dict(overrides or {})
         )
         load_hf_weights(model, self.folder)
-        obey_scaling_law(model.config)
+        obey_scaling_law(model.config, self._spans)
         # Reduction is not overlapped with backward: it happens once after all micro-batches of an update, and a cell
         # without samples would have no backward to start it from.
         wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -159,11 +162,13 @@ class Actor:
         update. A loss or a gradient that is not finite anywhere skips the update everywhere.
         """
         with megatron_platform():
-            seen = self._backward(batches, loss_fn)
+            with self._spans.span("forward and backward"):
+                seen = self._backward(batches, loss_fn)
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports))
-            step = self.optimizer.step(loss)
+            with self._spans.span("optimizer"):
+                step = self.optimizer.step(loss)
         return _update_stats(batches, loss, reports, step)
 
     def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:

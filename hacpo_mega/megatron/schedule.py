@@ -14,6 +14,7 @@ count is withheld here. tests/jobs/test_gradient_invariance.py holds the law aga
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.megatron.model import forward_packed
 from hacpo_mega.records import MicroBatch
 
@@ -32,10 +34,13 @@ LastStage = Callable[[torch.Tensor, MicroBatch], Any]
 NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
 
 
-def obey_scaling_law(config: TransformerConfig) -> None:
-    """Put a model's configuration under the law above. Before DDP wraps the model: it reads this once, then."""
+def obey_scaling_law(config: TransformerConfig, spans: Spans) -> None:
+    """Put a model's configuration under the law above. Before DDP wraps the model: it reads this once, then.
+
+    The reduction of gradients, in which cells wait for each other, is one of the `spans`.
+    """
     config.calculate_per_token_loss = True
-    config.finalize_model_grads_func = _reduce_gradients
+    config.finalize_model_grads_func = partial(_reduce_gradients, spans)
 
 
 def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
@@ -61,7 +66,7 @@ def accumulate_gradients(
     """
     model.zero_grad_buffer()
     if not batches:
-        _reduce_gradients([model])
+        model.config.finalize_model_grads_func([model])
         return []
 
     def step(batches_left, model):
@@ -93,9 +98,11 @@ def _run(model: DistributedDataParallel, batches: Sequence[MicroBatch], step: Ca
     )
 
 
-def _reduce_gradients(models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
     """Sum gradients over the data-parallel, sequence-parallel and tied-embedding groups, and divide by nothing."""
-    finalize_model_grads(models, None, **groups)
+    first = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())[0]
+    with spans.span("reduce gradients", "collective", f"gradients/{spans.owner}/{first}"):
+        finalize_model_grads(models, None, **groups)
 
 
 def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:
