@@ -204,7 +204,7 @@ class AnswerTokens:
 
     prompt_index: int
     rollout_index: int
-    pieces: Sequence[str]
+    pieces: tuple[str, ...]
     logprobs: np.ndarray | None
     ratios: np.ndarray | None
 

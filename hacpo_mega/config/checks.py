@@ -105,9 +105,10 @@ def _logging(config: Config) -> Iterator[str]:
         if len(set(values)) < len(values):
             yield f"logging.{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
     if logging.trace and max(logging.trace_steps) > config.num_steps:
+        nearest = [step for step in logging.trace_steps if step <= config.num_steps] or [config.num_steps]
         yield (
             f"logging.trace_steps: step {max(logging.trace_steps)} is after the last one (num_steps = "
-            f"{config.num_steps}). Nearest: [{config.num_steps}]"
+            f"{config.num_steps}). Nearest: {nearest}"
         )
 
 

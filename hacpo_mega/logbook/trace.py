@@ -11,6 +11,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -72,28 +73,27 @@ class StepTrace:
         payloads = self._place.gather_job(json.dumps(asdict(own)).encode())
         if me.global_rank == 0:
             table = chrome_trace(step, [Track.from_payload(payload) for payload in payloads])
-            self._write(step, gzip.compress(json.dumps(table).encode(), mtime=0))
-
-    def _write(self, step: int, content: bytes) -> None:
-        path = trace_file(self._run_dir, step)
-        fresh = path.with_suffix(".tmp")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            fresh.write_bytes(content)
-            fresh.replace(path)
-        except OSError as error:
-            fresh.unlink(missing_ok=True)
-            free = shutil.disk_usage(self._run_dir).free
-            self._say(
-                f"step {step} leaves no trace: {path} needs {len(content):,} bytes, {free:,} are free there "
-                f"({error.strerror}); training goes on. Make room, or choose fewer of the {len(self._steps)} steps in "
-                "logging.trace_steps"
-            )
+            if problem := write_trace(self._run_dir, step, table):
+                self._say(f"{problem}; training goes on")
 
 
-def trace_file(run_dir: Path, step: int) -> Path:
-    """Where the trace of a step is."""
-    return run_dir / FOLDER / f"step_{step:06d}.json.gz"
+def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
+    """Writes a trace, whole or not at all; what was in the way where it could not."""
+    path = run_dir / FOLDER / f"step_{step:06d}.json.gz"
+    content, fresh = gzip.compress(json.dumps(table).encode(), mtime=0), path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            fresh.unlink()
+        free = shutil.disk_usage(run_dir).free
+        return (
+            f"step {step} leaves no trace ({error.strerror}): {path} needs {len(content):,} bytes, the file system has "
+            f"{free:,} free; make room there, or name fewer steps in logging.trace_steps"
+        )
+    return None
 
 
 def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
