@@ -18,7 +18,7 @@ class Identity(Section):
     """Equal for two runs of one method; `models` and `held_out` also for two methods of one regime."""
 
     config: str
-    """Digest of the configuration and of the training files, without run_dir, seed, learning rates, checkpoint, logging."""
+    """Digest of configuration and training files, without run_dir, seed, learning rates, checkpoint and logging."""
     held_out: str
     """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged."""
     models: dict[str, str]
