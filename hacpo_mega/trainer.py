@@ -188,13 +188,15 @@ class Trainer:
                 updates.append(self.agent.learn(update, m, low_N))
                 self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
-            self._calibrate(self.band, updates)
+            with self._phase("calibrate"):
+                self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+        with self._phase("write"):
+            self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+            tokens = self.agent.describe_tokens(rollouts, scores, updates)
         if self._evaluation_is_due():
             self.evaluate()
-        tokens = self.agent.describe_tokens(rollouts, scores, updates)
         reduced = self._write(pool, advantages_PNG, updates, tokens)
         self.steps_done += 1
         if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
@@ -302,8 +304,8 @@ class Trainer:
         """Collective over the job. What follows the reduction counts in the seconds of the next line."""
         with self._phase("wait"):  # for the slowest rank, which would else hide in the reduction
             self.place.barrier()
-        reduced = self.metrics.reduce()
         with self._phase("write"):
+            reduced = self.metrics.reduce()
             self.folder.write_step(step, reduced)
             self.trackers.log(step, reduced)
         return reduced

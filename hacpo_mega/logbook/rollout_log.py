@@ -143,7 +143,7 @@ def _describe(trajectory: Trajectory, agent: str) -> dict[str, Any]:
 def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
     """(prompt index, rollout index, what the log says of the answer's tokens)."""
     numbers = {"token_logprob": answer.logprobs, "token_ratio": answer.ratios}
-    known = {name: [json_number(round(x, 5)) for x in v.tolist()] for name, v in numbers.items() if v is not None}
+    known = {name: [json_number(float(f"{x:.6g}")) for x in v.tolist()] for name, v in numbers.items() if v is not None}
     return answer.prompt_index, answer.rollout_index, {"tokens": list(answer.pieces)} | known
 
 

@@ -88,14 +88,13 @@ def watched(three_agents) -> dict:
 
 def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed_and_traced(three_agents, watched):
     config, steps = three_agents
-    again = watched
     names = ("qwen", "llama", "twin-of-qwen")
     pairs = [(learner, source) for learner in names for source in names if learner != source]
     ends = [f"{learner}/from/{source}" for learner, source in pairs]
     new = {f"agent/{end}/{what}" for end in ends for what in ("grad_norm", "grad_share", "grad_cosine")}
     new |= {f"agent/{name}/self/grad_norm" for name in names}
-    assert again.keys() == steps.keys()
-    for step, metrics in again.items():
+    assert watched.keys() == steps.keys()
+    for step, metrics in watched.items():
         diagnosed = {name: value for name, value in metrics.values.items() if name in new}
         assert {k: v for k, v in metrics.values.items() if k not in new} == steps[step].values
         # a source all of whose answers lie outside the band has no gradient, and so no angle
@@ -141,13 +140,8 @@ def test_a_traced_step_shows_what_every_rank_did_and_for_whom_it_waited(three_ag
                 assert sum(event["name"] == name for event in mine) >= 2, "two updates a step"
         accuracy_us = 1e6 * max(trace["otherData"]["clock_accuracy_s"].values())
         # Nobody leaves a gathering before the last has come: on one clock, up to how well it is known.
-        for turn in zip(
-            *(
-                [e for e in drawn if e["tid"] == r and e["name"] == "allgather" and e["args"]["group"] == "lane/0"]
-                for r in range(3)
-            ),
-            strict=True,
-        ):
+        gathered = [e for e in drawn if e["name"] == "allgather" and e["args"]["group"] == "lane/0"]
+        for turn in zip(*([e for e in gathered if e["tid"] == rank] for rank in range(3)), strict=True):
             begins, ends = [e["ts"] for e in turn], [e["ts"] + e["dur"] for e in turn]
             assert max(begins) <= min(ends) + 2 * accuracy_us + 1
         assert any(event["cat"] == "wait" for event in drawn)
@@ -158,7 +152,7 @@ def check_phases(phases: list[dict], is_diagnosed: bool) -> None:
     expected = ["roll_out", "judge", "exchange", "score", "exchange"]
     expected += (["diagnose"] if is_diagnosed else []) + ["learn"]
     names = [event["name"] for event in phases if event["name"] != "checkpoint"]  # due after some minutes, too
-    assert names[: len(expected)] == expected and names[-4:] == ["publish", "write", "wait", "write"]
+    assert names[: len(expected)] == expected and names[-5:] == ["publish", "write", "write", "wait", "write"]
     for one, other in itertools.pairwise(phases):
         assert one["ts"] + one["dur"] <= other["ts"] + 1, "to a rounded microsecond"
 
@@ -179,12 +173,12 @@ def test_tokens_are_logged_with_what_their_agent_said_of_them(three_agents, watc
     assert trained
     for answer in answers:
         assert len(answer["tokens"]) == answer["num_tokens"]
-        assert "".join(answer["tokens"]).removesuffix("<eos>") == answer["text"]
+        assert "".join(piece for piece in answer["tokens"] if piece not in ("<eos>", "<pad>")) == answer["text"]
     for answer in trained:
         mean = sum(answer["token_logprob"]) / len(answer["token_logprob"])
-        assert mean == pytest.approx(answer["mean_logprob"], abs=2e-5)  # the log rounds to 5 decimals
+        assert mean == pytest.approx(answer["mean_logprob"], rel=1e-5)  # the log rounds to 6 digits
         log_ratio = sum(map(math.log, answer["token_ratio"])) / len(answer["token_ratio"])
-        assert math.exp(log_ratio) == pytest.approx(answer["ratio"][answer["agent"]], abs=5e-5)
+        assert math.exp(log_ratio) == pytest.approx(answer["ratio"][answer["agent"]], rel=1e-4)
 
 
 def test_rollouts_are_logged_with_every_learners_view(three_agents):
