@@ -31,6 +31,7 @@ setup(
     extras_require={
         "cuda": ["vllm>=0.25.1"],
         "te": ["transformer-engine[pytorch]>=2.10"],
+        "test-trackers": ["trackio>=0.43"],  # in no lock file: it asks for an older pillow than the locks have
         "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "ruff"],
     },
 )

@@ -23,8 +23,9 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.policy_loss import PolicyLoss, SampleKey
+from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs
 from hacpo_mega.records import (
+    AnswerTokens,
     Completion,
     GradientProducts,
     Prompt,
@@ -57,6 +58,7 @@ class Agent:
         self._seed = config.seed
         self._rollout = config.rollout
         self._algorithm = config.algorithm
+        self._logs_tokens = config.logging.rollout_tokens
         self._num_agents = len(config.agents)
         self._prompts_per_update = config.prompts_per_update
         self._answers_per_prompt = config.answers_per_prompt
@@ -74,6 +76,7 @@ class Agent:
             seed=config.seed,
             recompute=agent_budget(config, spec, architecture_of(spec)).actor.recompute,
             overrides=spec.megatron,
+            spans=place.spans,
         )
         if config.algorithm.kl_coef > 0.0:
             self.actor.keep_reference()
@@ -207,7 +210,24 @@ class Agent:
         return self.actor.gradient_products(groups, self._policy_loss(update, update_index, low_N))
 
     def _policy_loss(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None) -> PolicyLoss:
-        return PolicyLoss(update_index, self._weight, self._algorithm, self._reference_logprobs(update), low_N)
+        reference = self._reference_logprobs(update)
+        return PolicyLoss(update_index, self._weight, self._algorithm, reference, low_N, self._logs_tokens)
+
+    def describe_tokens(
+        self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
+    ) -> list[AnswerTokens]:
+        """The tokens of this cell's answers with what the actor said of them; empty unless the run logs tokens."""
+        if not self._logs_tokens:
+            return []
+        learnt = own_token_logprobs(updates, self.index)
+        described = []
+        for rollout, score in zip(rollouts, scores, strict=True):
+            old = None if score is None else score.token_logprobs
+            new = learnt.get((rollout.prompt_index, rollout.rollout_index))
+            ratios = None if old is None or new is None else np.exp(new - old)
+            pieces = self.codec.pieces(rollout.token_ids.tolist())
+            described.append(AnswerTokens(rollout.prompt_index, rollout.rollout_index, pieces, old, ratios))
+        return described
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
         """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""

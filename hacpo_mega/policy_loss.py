@@ -22,6 +22,9 @@ SampleKey = tuple[int, int, int]  # prompt index, source agent, rollout index
 class BatchReport(NamedTuple):
     """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count).
 
+    token_logprob_R and num_rows_B are the log-probs of all trained tokens and how many a sequence has; None unless the
+    run logs tokens.
+
     The terms travel to the host as they are and are counted there (step_metrics.py), so that counting costs the device
     nothing and can be done over any group of samples.
     """
@@ -29,6 +32,8 @@ class BatchReport(NamedTuple):
     key_B3: Tensor
     terms: SequenceTerms
     kl: Tensor
+    token_logprob_R: Tensor | None = None
+    num_rows_B: Tensor | None = None
 
 
 class SampleColumns(NamedTuple):
@@ -46,6 +51,7 @@ class PolicyLoss:
 
     reference   token log-probs of the initial policy, where KL needs them
     low_N       where the band of each source's answers begins at update 0; None: where the configuration says
+    keeps_tokens    whether the report has the log-prob of every token
     """
 
     update_index: int
@@ -53,6 +59,7 @@ class PolicyLoss:
     config: AlgorithmConfig
     reference: Mapping[SampleKey, np.ndarray]
     low_N: Sequence[float] | None = None
+    keeps_tokens: bool = False
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
         """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
@@ -70,7 +77,8 @@ class PolicyLoss:
             rows = (batch.row_cu_seqlens_B, samples.is_self_B)
             penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
-        return loss, BatchReport(torch.tensor(keys), terms, kl)
+        tokens = (token_logprob_R.detach(), batch.row_cu_seqlens_B.diff()) if self.keeps_tokens else ()
+        return loss, BatchReport(torch.tensor(keys), terms, kl, *tokens)
 
     def _objective(
         self, token_logprob_R: Tensor, batch: MicroBatch, samples: SampleColumns
@@ -130,6 +138,22 @@ def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
         for report in result.reports
         for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist())
     }
+
+
+def own_token_logprobs(updates: Iterable[UpdateStats], agent: int) -> dict[tuple[int, int], np.ndarray]:
+    """By (prompt index, rollout index), what an agent said of each token of its own answers in the update they trained.
+
+    Of updates whose reports keep tokens, float32 nats.
+    """
+    found = {}
+    for report in (report for update in updates for report in update.reports):
+        if report.token_logprob_R is None:
+            continue
+        parts = report.token_logprob_R.split(report.num_rows_B.tolist())
+        for (prompt, source, rollout), part in zip(report.key_B3.tolist(), parts, strict=True):
+            if source == agent:
+                found[prompt, rollout] = part.numpy()
+    return found
 
 
 def useful_ratios(updates: Iterable[UpdateStats], num_agents: int) -> list[list[float]]:

@@ -5,7 +5,6 @@ Every process of the job runs it, in lockstep, each for the agent, lane and cell
 """
 
 import json
-import math
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,9 +36,11 @@ from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis, mean_accuracy
 from hacpo_mega.logbook.step_report import StepReport
+from hacpo_mega.logbook.trace import StepTrace
+from hacpo_mega.logbook.trackers import Trackers
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
-from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
-from hacpo_mega.rollout.exchange import exchange, share_rewards
+from hacpo_mega.records import AnswerTokens, Judgement, Pool, Prompt, Rollout, Sample, UpdateStats
+from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
 
@@ -54,7 +55,7 @@ class Trainer:
     judge        text and gold in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
-    metrics, report, console, folder   what is measured, shown and written
+    metrics, report, console, folder, trackers, trace   what is measured, shown and written
     skips        ends a run whose updates are all skipped
     checkpoint   what the run goes on from when it dies
     """
@@ -71,7 +72,8 @@ class Trainer:
         self.names = tuple(agent.name for agent in config.agents)
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
+            joined = Place.join(RankMap.of(config), stall_s=config.stall_s, is_traced=config.logging.trace)
+            self.place = stack.enter_context(joined)
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
@@ -101,6 +103,8 @@ class Trainer:
             self.view_rules = ViewRules.of(config.algorithm, config.rollout, codecs)
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
+            self.trackers = stack.enter_context(Trackers(config, self.console.say, goes_on=goes_on, quiet=not is_first))
+            self.trace = StepTrace(config.logging, self.place, config.run_dir, self.console.say)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -145,6 +149,7 @@ class Trainer:
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
+        self.trace.begin(self.steps_done + 1)
         prompts = self.sampler.at(self.steps_done, self.place.lane, self.config.lanes)
         my_share = self.place.rank_map.share_of_lane(self.place.coordinate)  # of the lane's prompts, this cell's
         mine = prompts[my_share]
@@ -163,7 +168,7 @@ class Trainer:
         with self._phase("score"):  # log-probs of the policy that will learn, before it learns
             scores = self.agent.score(mine, rollouts, learning.own_P[my_share], learning.wanted_PG[my_share])
         with self._phase("exchange"):
-            trajectories = self._trajectories(rollouts, judgements, scores)
+            trajectories = trajectories_of(self.place, rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             # Of every answer, for every learner; 1 unless rollout.engine_correction is "sequence".
             advantages_PNG = learning.advantages_PNG * pool.engine_weights_PNG
@@ -187,15 +192,18 @@ class Trainer:
                 updates.append(self.agent.learn(update, m, low_N))
                 self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
-            self._calibrate(self.band, updates)
+            with self._phase("calibrate"):
+                self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
         if self._falls_due(self.config.training.verify_weights_every):
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
-        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
-        reduced = self._write(pool, advantages_PNG, updates)
+        with self._phase("write"):
+            self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+            tokens = self.agent.describe_tokens(rollouts, scores, updates)
+        reduced = self._write(pool, advantages_PNG, updates, tokens)
         self.report.warn(reduced)
         self.steps_done += 1
         self.checkpoint.settle(self._state(mean_accuracy(reduced.values, self.names)))
@@ -203,6 +211,9 @@ class Trainer:
             with self._phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.go_on()
         self._show(reduced)
+        if self.place.spans.is_on:
+            with self._phase("trace", f"of step {self.steps_done}"):
+                self.trace.end(self.steps_done)
 
     def evaluate(self, when: str = "") -> None:
         """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
@@ -257,25 +268,6 @@ class Trainer:
             [rollout.stop for rollout in rollouts],
         )
 
-    def _trajectories(
-        self, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score | None]
-    ) -> list[Trajectory]:
-        """Judged and scored rollouts of this cell, on its leader, who sends them."""
-        if not self.place.is_leader:
-            return []
-        return [
-            Trajectory(
-                agent=self.place.agent,
-                rollout=rollout,
-                verdict=judgement.verdict,
-                reward=judgement.reward,
-                mean_logprob=math.nan if score is None else score.mean_logprob,
-                num_scored=0 if score is None else len(score.token_logprobs),
-                engine_weight=1.0 if score is None else score.engine_weight,
-            )
-            for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
-        ]
-
     def _means_over_lanes(self, rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
         """(mean reward, share of rewards above 0) of every agent over the whole step [N], NaN without a verdict."""
         reward_N, positive_N, judged_N = self.place.sum_over_lanes(reward_tally(rewards_PNG)).unbind(dim=1)
@@ -297,17 +289,24 @@ class Trainer:
         if self.place.is_leader:
             add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
-    def _write(self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats]) -> StepMetrics:
+    def _write(
+        self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats], tokens: Sequence[AnswerTokens]
+    ) -> StepMetrics:
         """The step's answers and numbers into the run folder. Collective over the job."""
-        self.place.enter_phase("write", f"of step {self.steps_done + 1}")
-        ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-        seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
-        self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen)
+        with self._phase("write"):
+            ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
+            seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
+            self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen, tokens)
         return self._write_metrics(self.steps_done + 1)
 
     def _write_metrics(self, step: int) -> StepMetrics:
-        reduced = self.metrics.reduce()
-        self.folder.write_step(step, reduced)
+        """Collective over the job. What follows the reduction counts in the seconds of the next line."""
+        with self._phase("wait"):  # for the slowest rank, which would else hide in the reduction
+            self.place.barrier()
+        with self._phase("write"):
+            reduced = self.metrics.reduce()
+            self.folder.write_step(step, reduced)
+            self.trackers.log(step, reduced)
         return reduced
 
     def _show(self, reduced: StepMetrics) -> None:
@@ -330,7 +329,7 @@ class Trainer:
     def _phase(self, phase: str, when: str = "") -> Iterator[None]:
         """Times a phase, shows it, and names it ("learn of step 3") in case this process dies in it."""
         self.place.enter_phase(phase, when or f"of step {self.steps_done + 1}")
-        with self.metrics.time(phase):
+        with self.metrics.time(phase), self.place.spans.span(phase, "phase"):
             yield
 
     def __enter__(self) -> Self:

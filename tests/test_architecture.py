@@ -57,6 +57,8 @@ DOORS = {
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/logbook/metrics.py",),
     "matplotlib": ("hacpo_mega/report/",),
+    "wandb": ("hacpo_mega/logbook/trackers.py",),
+    "trackio": ("hacpo_mega/logbook/trackers.py",),
     "modelopt": ("hacpo_mega/commands/quantize.py",),
     "typer": CLI,
 }
@@ -82,8 +84,8 @@ ENVIRONMENT = (
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 350
-# Files that load code by a name the user gave: a grader of his own.
-LOADS_BY_NAME = ("hacpo_mega/grading/grading_worker.py",)
+# Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
+LOADS_BY_NAME = ("hacpo_mega/grading/grading_worker.py", "hacpo_mega/logbook/trackers.py")
 MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
 
@@ -368,6 +370,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
     (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
     (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),
+    (one_door_per_library, {A: "import wandb"}),
     (one_door_per_library, {"hacpo_mega/logbook/console.py": "def f():\n    from tensorboard import program"}),
     (collectives_have_few_suspects, {A: "import torch.distributed as dist"}),
     (collectives_have_few_suspects, {A: "from torch import distributed"}),

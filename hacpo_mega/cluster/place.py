@@ -26,8 +26,10 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher
+from hacpo_mega.cluster.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
 
@@ -39,8 +41,9 @@ class Place:
 
     rank_map, coordinate     who I am; `lane`, `agent` and `is_leader` are short for the coordinate's
     device                   my CUDA device, or the CPU
-    cell_group               on every rank
     lane_group               None unless I am a leader
+    cell_group               on every rank
+    spans                    what this process does when, recorded while a step is traced
     """
 
     def __init__(
@@ -51,14 +54,18 @@ class Place:
         store: dist.Store,
         timeout_s: float,
         stall_s: float,
+        is_traced: bool = False,
     ) -> None:
         """Makes the groups; a collective over the job. Users call `Place.join`."""
         self.rank_map = rank_map
         self.coordinate: Coordinate = rank_map.coordinate(rank)
         self.device = device
         my, shape = self.coordinate, rank_map.agents[self.coordinate.agent]
+        on_cuda = device.type == "cuda"
+        self.spans = Spans(my.agent_name, settle=torch.cuda.synchronize if on_cuda else lambda: None)
+        self._is_traced = is_traced
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=dist.PrefixStore(f"agent/{my.agent_name}", store),
             rank=my.agent_rank,
             world_size=rank_map.agent_world_size(my.agent),
@@ -82,13 +89,19 @@ class Place:
 
     @classmethod
     def join(
-        cls, rank_map: RankMap, timeout_s: float = 1800.0, stall_s: float = 600.0, store: dist.Store | None = None
+        cls,
+        rank_map: RankMap,
+        timeout_s: float = 1800.0,
+        stall_s: float = 600.0,
+        store: dist.Store | None = None,
+        is_traced: bool = False,
     ) -> Self:
         """Takes this process's place in the job that torchrun or srun started; a collective over the job.
 
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
-        `store` is the job's, where the caller has it already.
+        `store` is the job's, where the caller has it already. In a job that `is_traced` the collectives of the groups
+        are among the `spans`.
         Raises ValueError when the job was started with another number of processes, or without a launcher.
         """
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
@@ -98,7 +111,7 @@ class Place:
             allow_connections(world_size)
             # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
-        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
+        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s, is_traced)
         os.environ["RANK"] = str(place.coordinate.agent_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -140,10 +153,13 @@ class Place:
 
     def highest_in_job(self, number: int) -> int:
         """The highest of the numbers that the processes of the job give. Collective."""
-        highest, options = torch.tensor([number]), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self.job_group.allreduce([highest], options).wait()
-        return int(highest)
+        given = self._job.gather(str(number).encode())
+        return int(self._job.share(str(max(map(int, given))).encode() if given else None))
+
+    def clock_offset(self) -> ClockOffset:
+        """How far this process's clock is from that of rank 0; a collective over the job."""
+        me, size = self.coordinate.global_rank, self.rank_map.world_size
+        return measure_offset(dist.PrefixStore("clock", self._store), me, size)
 
     def barrier(self) -> None:
         """Waits for every process of the job."""
@@ -218,13 +234,19 @@ class Place:
             return self._group(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", self._store), rank, size, options)
+        return self._watched(
+            dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", self._store), rank, size, options), name
+        )
 
     def _tree(self, name: str, rank: int, size: int) -> Tree:
         return Tree(rank, size, lambda level: self._group(f"{name}/{level.name}", level.rank, level.size))
 
     def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
+        return self._watched(group, name)
+
+    def _watched(self, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup | WatchedGroup:
+        return WatchedGroup(group, name, self.spans) if self._is_traced else group
 
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:

@@ -23,7 +23,8 @@ from hacpo_mega.models.weight_files import weight_problems
 
 def find_problems(config: Config) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
-    problems = [*_names(config), *_method(config), *_batches(config), *_generator(config), *input_problems(config)]
+    problems = [*_names(config), *_method(config), *_batches(config), *_generator(config), *_logging(config)]
+    problems += input_problems(config)
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         found = list(_agent(agent, longest)) or memory_problems(config, agent, architecture_of(agent))
@@ -96,6 +97,20 @@ def _generator(config: Config) -> Iterator[str]:
                     f"agents.{agent.name}.init.warm_start.skills.{skill}.num_examples ({share.num_examples}) is more "
                     f"than there are. Nearest: {SKILLS[skill].num_training}"
                 )
+
+
+def _logging(config: Config) -> Iterator[str]:
+    """Whether every tracker and traced step is named once, and each traced step comes."""
+    logging = config.logging
+    for key, values in (("trackers", logging.trackers), ("trace_steps", logging.trace_steps)):
+        if len(set(values)) < len(values):
+            yield f"logging.{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
+    if logging.trace and max(logging.trace_steps) > config.num_steps:
+        nearest = [step for step in logging.trace_steps if step <= config.num_steps] or [config.num_steps]
+        yield (
+            f"logging.trace_steps: step {max(logging.trace_steps)} is after the last one (num_steps = "
+            f"{config.num_steps}). Nearest: {nearest}"
+        )
 
 
 def _skills(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ Not here: whether all rows of a data file are good (data/prompt_sets.py) and wha
 """
 
 import codecs
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ def input_problems(config: Config) -> Iterator[str]:
     for agent in config.agents:
         if problem := _tokenizer_problem(agent):
             yield f"agents.{agent.name}: {problem}"
+    for tracker in config.logging.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"
 
 
 def missing_models(config: Config) -> list[str]:

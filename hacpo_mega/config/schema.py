@@ -129,6 +129,21 @@ class CheckpointConfig(Section):
     equals; only steps that end with an evaluation have one."""
 
 
+class LoggingConfig(Section):
+    """Where a run's numbers go beside its own folder, and which of its steps are traced; changes no result."""
+
+    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
+    """Experiment trackers that also get the numbers of every step; the packages must be installed (docs/logging.md)."""
+    project: str = Field(default="hacpo_mega", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """Project that the trackers file the run under: letters, digits, - and _."""
+    trace: Flag = False
+    """Write a Chrome trace of the trace_steps, one track per rank, to trace/ of the run folder."""
+    trace_steps: Annotated[tuple[Count, ...], Field(min_length=1)] = (2,)
+    """Steps that `trace` is about, each once; the first step of a run also warms up."""
+    rollout_tokens: Flag = False
+    """Log every answer's tokens, their log-probs and own ratios, which makes rollouts/ several times larger."""
+
+
 class Config(Section):
     """A whole run. Load it with `load_config`; nobody writes to it afterwards."""
 
@@ -164,6 +179,8 @@ class Config(Section):
     """How often and on what the agents are measured."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run is put on disk, to go on from there."""
+    logging: LoggingConfig = LoggingConfig()
+    """Trackers and traces."""
 
     @property
     def answers_per_prompt(self) -> int:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from hacpo_mega.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
 from hacpo_mega.report.canvas import band, dressed, line_legend, panels, to_inline_svg, to_png
-from hacpo_mega.report.plots import AGENT_COLOURS, Picture
+from hacpo_mega.report.colours import AGENT_COLOURS
+from hacpo_mega.report.plots import Picture
 
 # The second round of the colours is dashed, the third dotted.
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))

@@ -18,7 +18,7 @@ class Identity(Section):
     """Equal for two runs of one method; `models` and `held_out` also for two methods of one regime."""
 
     config: str
-    """Digest of the configuration, and of the training files, without run_dir, seed, learning rates and checkpoints."""
+    """Digest of configuration and training files, without run_dir, seed, learning rates, checkpoint and logging."""
     held_out: str
     """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged."""
     models: dict[str, str]
@@ -46,7 +46,14 @@ GIVES_UP = {"stall_s": True, "training": {"max_skipped_updates"}, "reward": {"ma
 
 
 def _what_a_method_is(config: Config) -> dict[str, Any]:
-    left_out = {"run_dir": True, "seed": True, "checkpoint": True, "device_memory_gib": True, **GIVES_UP}
+    left_out = {
+        "run_dir": True,
+        "seed": True,
+        "checkpoint": True,
+        "logging": True,
+        "device_memory_gib": True,
+        **GIVES_UP,
+    }
     table = config.model_dump(mode="json", exclude=left_out)
     for agent in table["agents"]:
         del agent["optimizer"]["lr"]

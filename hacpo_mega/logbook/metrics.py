@@ -15,6 +15,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/grad_norm, grad_norm_max, lr, num_updates, num_skipped_updates               its optimizer
     agent/<name>/num_trained_answers, num_trained_tokens                                      and what it read
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
+    agent/<name>/step_s                                                                       mean rank, whole step
     capability/<name>, omega/<learner>/<source>                                               the job
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers; tensor rank 0 of the last
@@ -70,6 +71,7 @@ class Metrics:
         self._gather = gather
         self._show_phase = show_phase
         self._entries: dict[str, dict[str, list[float]]] = {kind: {} for kind in _KINDS}
+        self._began = time.perf_counter()
 
     def add(self, name: str, sum: float, count: float) -> None:
         """A mean over the job: sums and counts of all calls and ranks are added, then divided once."""
@@ -124,9 +126,17 @@ class Metrics:
 
     def reduce(self) -> StepMetrics:
         """The job's metrics since the last call, and an empty slate. Collective."""
-        payloads = self._gather(json.dumps(self._entries).encode())
-        self._entries = {kind: {} for kind in _KINDS}
-        return reduce_payloads(payloads)
+        self._settle_time()
+        mine, self._entries = json.dumps(self._entries).encode(), {kind: {} for kind in _KINDS}
+        return reduce_payloads(self._gather(mine))
+
+    def _settle_time(self) -> None:
+        """All seconds since the last `reduce` as `step_s`, and those of no phase as the phase `other`."""
+        now = time.perf_counter()
+        step_s, self._began = now - self._began, now
+        in_phases = sum(seconds for (seconds,) in self._entries["seconds"].values())
+        self.add(f"agent/{self._agent}/step_s", step_s, 1)
+        self._accumulate("seconds", f"agent/{self._agent}/phase/other_s", max(0.0, step_s - in_phases))
 
     def _accumulate(self, kind: str, name: str, *parts: float) -> None:
         entry = self._entries[kind].setdefault(name, [0.0] * len(parts))

@@ -6,7 +6,10 @@ A line is one prompt:
      "prompt_seen": {agent: what it reads, with its template and special tokens, where that is not the prompt},
      "answers": [
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
-         "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it}}, ...]}
+         "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it},
+         and with logging.rollout_tokens
+         "tokens": [text of every token], "token_logprob": [nats of each trained one, before the step's first update],
+         "token_ratio": [of each trained one, for its own agent in the update that trained it]}, ...]}
 Not here: metrics, which are about many answers (metrics.py).
 """
 
@@ -19,7 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hacpo_mega.records import Pool, Trajectory
+from hacpo_mega.logbook.metrics import json_number
+from hacpo_mega.records import AnswerTokens, Pool, Trajectory
 
 
 class RolloutLog:
@@ -59,18 +63,21 @@ class RolloutLog:
         advantages_PNG: Tensor,
         ratios_PNG: Tensor | None = None,
         prompts_seen: Sequence[str] | None = None,
+        tokens: Sequence[AnswerTokens] = (),
     ) -> None:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
         advantages_PNG  what this learner trained with, float [P, N, G]
         ratios_PNG      learner over source in the update that trained it, float [P, N, G]; NaN where not known here
         prompts_seen    what this learner's model reads for each prompt; None: the prompts themselves
+        tokens          of answers that this learner gave, any number of them
         """
         view = {
             "learner": self._agents[self._learner],
             "advantage": advantages_PNG.tolist(),
             "ratio": None if ratios_PNG is None else ratios_PNG.tolist(),
             "prompts_seen": [prompt.text for prompt in pool.prompts] if prompts_seen is None else list(prompts_seen),
+            "tokens": [_described_tokens(answer) for answer in tokens],
         }
         views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
         if self._writes:
@@ -83,9 +90,11 @@ class RolloutLog:
             fresh.replace(path)
 
     def _lines(self, step: int, pool: Pool, views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        tokens = {(v["learner"], *place): answer for v in views for *place, answer in v["tokens"]}
         for p, (prompt, by_agent) in enumerate(zip(pool.prompts, pool.trajectories_PNG)):
             answers = [
                 _describe(trajectory, self._agents[n])
+                | tokens.get((self._agents[n], prompt.index, g), {})
                 | {kind: _from_views(views, kind, p, n, g) for kind in ("advantage", "ratio")}
                 for n, group in enumerate(by_agent)
                 for g, trajectory in enumerate(group)
@@ -129,6 +138,13 @@ def _describe(trajectory: Trajectory, agent: str) -> dict[str, Any]:
         "num_tokens": len(trajectory.rollout.token_ids),
         "mean_logprob": _finite(trajectory.mean_logprob),
     }
+
+
+def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
+    """(prompt index, rollout index, what the log says of the answer's tokens)."""
+    numbers = {"token_logprob": answer.logprobs, "token_ratio": answer.ratios}
+    known = {name: [json_number(float(f"{x:.6g}")) for x in v.tolist()] for name, v in numbers.items() if v is not None}
+    return answer.prompt_index, answer.rollout_index, {"tokens": list(answer.pieces)} | known
 
 
 def _from_views(views: list[dict[str, Any]], kind: str, p: int, n: int, g: int) -> dict[str, float]:

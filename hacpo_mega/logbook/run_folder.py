@@ -24,7 +24,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.provenance import record_end, record_start
 from hacpo_mega.logbook.rollout_log import RolloutLog
-from hacpo_mega.records import Pool
+from hacpo_mega.records import AnswerTokens, Pool
 
 
 class RunFolder:
@@ -75,10 +75,12 @@ class RunFolder:
         advantages_PNG: Tensor,
         ratios: Mapping[tuple[int, int, int], float],
         prompts_seen: Sequence[str],
+        tokens: Sequence[AnswerTokens] = (),
     ) -> None:
         """Logs a lane's answers with this learner's advantages and the ratios it knows. Collective over the leaders.
 
-        `ratios` is by (prompt index, source agent, rollout index); `prompts_seen` is what this learner's model reads.
+        `ratios` is by (prompt index, source agent, rollout index); `prompts_seen` is what this learner's model reads,
+        `tokens` those of the answers that this leader's cell gave.
         """
         if self._rollouts is None:
             return
@@ -89,7 +91,7 @@ class RunFolder:
         ]
         flat = [[ratios.get(key, torch.nan) for key in row] for row in keys]
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
-        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen)
+        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen, tokens)
 
     def finish(self, steps_done: int) -> None:
         """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job."""

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.model import build_model, lm_head_weight, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer, OptimizerStep
@@ -60,17 +61,19 @@ class Actor:
         seed: int = 1,
         recompute: str = "none",
         overrides: Mapping[str, Any] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
-        backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig. bf16 with
-        fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError for a layout or a folder the model cannot have
-        (model.py, weights.py).
+        backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig; `spans`
+        records the parts of an update. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError for a
+        layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
         self.max_tokens = max_tokens_per_microbatch
+        self._spans = spans or Spans()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         initialize_parallel(tp, pp, seed)
@@ -94,7 +97,7 @@ class Actor:
             overrides=dict(overrides or {}),
         )
         load_hf_weights(model, self.folder)
-        return data_parallel(model)
+        return data_parallel(model, self._spans)
 
     # ---- scoring
 
@@ -164,11 +167,13 @@ class Actor:
         update. A loss or a gradient that is not finite anywhere skips the update everywhere.
         """
         with megatron_platform():
-            seen = self._backward(batches, loss_fn)
+            with self._spans.span("forward and backward"):
+                seen = self._backward(batches, loss_fn)
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports))
-            step = self.optimizer.step(loss)
+            with self._spans.span("optimizer"):
+                step = self.optimizer.step(loss)
         return _update_stats(batches, loss, reports, step)
 
     def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron import layers
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -96,7 +97,8 @@ def trace_actor(
                 max_positions=num_tokens,
                 recompute=recompute,
                 overrides=overrides,
-            )
+            ),
+            Spans(),
         )
         optimizer = ActorOptimizer(model, OptimizerConfig(), total_updates=1)
         return _traced(model, optimizer, architecture, num_tokens, in_flight)

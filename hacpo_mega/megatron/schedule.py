@@ -14,6 +14,7 @@ count is withheld here. tests/jobs/test_gradient_invariance.py holds the law aga
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.megatron.model import HiddenStateModel, forward_packed
 from hacpo_mega.records import MicroBatch
 
@@ -31,14 +33,14 @@ LastStage = Callable[[torch.Tensor, MicroBatch], Any]
 NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
 
 
-def data_parallel(model: HiddenStateModel) -> DistributedDataParallel:
+def data_parallel(model: HiddenStateModel, spans: Spans) -> DistributedDataParallel:
     """The model under the law above, with its gradient buffers; the wrapper reads the law once, here.
 
     Reduction is not overlapped with backward: it happens once after all micro-batches of an update, and a cell without
-    samples would have no backward to start it from.
+    samples would have no backward to start it from. In it cells wait for each other, so it is one of the `spans`.
     """
     model.config.calculate_per_token_loss = True
-    model.config.finalize_model_grads_func = _reduce_gradients
+    model.config.finalize_model_grads_func = partial(_reduce_gradients, spans)
     wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     return DistributedDataParallel(model.config, wrapping, model)
 
@@ -66,7 +68,7 @@ def accumulate_gradients(
     """
     model.zero_grad_buffer()
     if not batches:
-        _reduce_gradients([model])
+        model.config.finalize_model_grads_func([model])
         return []
 
     def step(batches_left, model):
@@ -98,9 +100,11 @@ def _run(model: DistributedDataParallel, batches: Sequence[MicroBatch], step: Ca
     )
 
 
-def _reduce_gradients(models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
     """Sum gradients over the data-parallel, sequence-parallel and tied-embedding groups, and divide by nothing."""
-    finalize_model_grads(models, None, **groups)
+    first = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())[0]
+    with spans.span("reduce gradients", "collective", f"gradients/{spans.owner}/{first}"):
+        finalize_model_grads(models, None, **groups)
 
 
 def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:

@@ -5,8 +5,9 @@ import math
 from typing import Any
 
 from hacpo_mega.report.benchmarks import render_benchmarks
+from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag
-from hacpo_mega.report.plots import Picture, agent_colour
+from hacpo_mega.report.plots import Picture
 from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills
 from hacpo_mega.report.samples import render_samples
 from hacpo_mega.report.style import STYLE
@@ -18,7 +19,12 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
     parts = [_head(run, name), _cards(run), _facts(run), _accuracy_section(run), render_benchmarks(run.folder)]
     parts += [_picture(picture) for picture in pictures]
     if (samples := render_samples(run)) is not None:
-        note = "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied."
+        note = (
+            "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied. "
+            "Tokens, where the run logs them (logging.rollout_tokens), lie on green where the learner makes the answer "
+            "likelier and on red where less likely, deeper with |A|, and are underlined where its ratio is not 1: "
+            "dotted below, solid above, thick beyond 20 %."
+        )
         parts.append(join(tag("h2", "Sample prompts"), tag("p", note, class_="note"), samples))
     parts.append(_appendix(run))
     body = tag("body", *(part for part in parts if part))

@@ -12,17 +12,9 @@ from matplotlib.ticker import PercentFormatter
 
 from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.report.canvas import dressed, label_ends, legend, line, panels, smooth, stack, to_inline_svg, to_png
+from hacpo_mega.report.colours import BAND_COLOURS, agent_colour, phase_colour
 from hacpo_mega.report.run import Run, Series, accuracies, phase_series
-
-# Legible on white and on near-black alike, and apart from each other for the common kinds of colour blindness.
-AGENT_COLOURS = ("#3d7fd9", "#e2762b", "#23a37c", "#b865c9", "#c79a1e", "#d64c61", "#36a9c4", "#8a9099")
-PHASE_COLOURS = ("#4f86c6", "#c9a33a", "#8fb8de", "#9a9fa8", "#d9713c", "#5fae8b", "#b07cc6", "#6d7580", "#c26a77")
-BAND_COLOURS = {"below": "#8b95a5", "inside": "#2aa37d", "above": "#e0a030"}
-
-
-def agent_colour(run: Run, agent: str) -> str:
-    """The colour of an agent, by its place in the configuration."""
-    return AGENT_COLOURS[run.agents.index(agent) % len(AGENT_COLOURS)]
+from hacpo_mega.report.timeline import draw_timeline
 
 
 def draw_accuracy(run: Run) -> Figure | None:
@@ -145,7 +137,7 @@ def draw_phases(run: Run) -> Figure | None:
     if not tables:
         return None
     order = in_step_order({phase for phases in tables.values() for phase in phases})
-    colours = [PHASE_COLOURS[i % len(PHASE_COLOURS)] for i in range(len(order))]
+    colours = [phase_colour(phase) for phase in order]
     figure, axes = panels(len(tables), 2, 2.6)
     for (agent, phases), axis in zip(tables.items(), axes):
         steps = sorted({step for by_step in phases.values() for step in by_step})
@@ -222,6 +214,7 @@ FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
         draw_phases,
         "Of each agent's slowest rank; exchange includes waiting for others.",
     ),
+    ("timeline", "One step of all agents", draw_timeline, "Bars are phases; pale inside one, the rank waits."),
     ("health", "Health", draw_health, "What to look at first when a run goes wrong."),
 )
 

@@ -1,15 +1,19 @@
 """Sample prompts of a run side by side: every agent's answers with reward, and ratio and advantage for each learner."""
 
+import math
 from typing import Any
 
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, tag
-from hacpo_mega.report.plots import agent_colour
 from hacpo_mega.report.run import Run
 
 PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away
 LONGEST_ANSWER = 6000
+MOST_TOKENS = 400  # of a strip; the rest is counted
+# A token's ratio is marked from these distances of its logarithm on: barely, and clearly.
+MARKED, STRONG = 0.01, 0.2
 
 
 def render_samples(run: Run) -> Html | None:
@@ -87,6 +91,7 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
     return tag(
         "div",
         tag("pre", _shorten(answer["text"])),
+        *_render_strips(answer, learners),
         tag("div", " · ".join(facts), class_="facts"),
         tag("div", *(_render_learner(answer, learner) for learner in learners), class_="learners"),
         class_=f"answer {kind}",
@@ -99,6 +104,43 @@ def _render_learner(answer: dict[str, Any], learner: str) -> Html:
     parts += [] if ratio is None else [f" ratio {ratio:.3f}"]
     sign = "" if not advantage else " up" if advantage > 0 else " down"
     return tag("span", tag("b", f"→ {learner}"), ",".join(parts), class_=f"learner{sign}")
+
+
+def _render_strips(answer: dict[str, Any], learners: list[str]) -> list[Html]:
+    """The answer's tokens as its own agent sees them and, folded away, as the others do; none where none are logged."""
+    if not answer.get("tokens"):
+        return []
+    own = answer["agent"]
+    others = [
+        join(tag("small", f"for {learner}"), _render_strip(answer, learner)) for learner in learners if learner != own
+    ]
+    folded = [tag("details", tag("summary", "tokens for the others"), *others)] if others else []
+    return [_render_strip(answer, own), *folded]
+
+
+def _render_strip(answer: dict[str, Any], learner: str) -> Html:
+    """Tokens on the colour of the learner's advantage, underlined by its ratio: its own by token, others' by answer."""
+    advantage = answer["advantage"].get(learner, 0.0)
+    tokens, is_own = answer["tokens"], learner == answer["agent"]
+    of_answer = None if is_own else answer["ratio"].get(learner)
+    ratios = answer.get("token_ratio", []) if is_own else [of_answer] * len(tokens)
+    logprobs = answer.get("token_logprob", [])
+    shown = [
+        _render_token(text, *(float(v[i]) if i < len(v) and v[i] is not None else None for v in (ratios, logprobs)))
+        for i, text in enumerate(tokens[:MOST_TOKENS])
+    ]
+    more = [tag("small", f" … {len(tokens) - MOST_TOKENS} more tokens")] if len(tokens) > MOST_TOKENS else []
+    kind = "up" if advantage > 0 else "down" if advantage < 0 else "still"
+    depth = f"--depth:{min(60, round(20 * abs(advantage)))}%"
+    return tag("div", *shown, *more, class_=f"strip {kind}", style=depth)
+
+
+def _render_token(text: str, ratio: float | None, logprob: float | None) -> Html:
+    facts = [] if logprob is None else [f"log-prob {logprob:.3f}"]
+    facts += [] if ratio is None else [f"ratio {ratio:.3f}"]
+    far = math.log(ratio) if ratio is not None and 0 < ratio < math.inf else 0.0
+    mark = "" if abs(far) < MARKED else f"{'more' if far > 0 else 'less'}{' strong' if abs(far) >= STRONG else ''}"
+    return tag("span", text, class_=mark, title=", ".join(facts))
 
 
 def _shorten(text: str) -> str:

@@ -41,6 +41,13 @@ article { margin:0 0 26px } .prompt { display:flex; gap:14px; align-items:baseli
 .answer.partly { border-color:var(--partly) }
 .facts { color:var(--faint); font-size:12px; margin-top:5px }
 .right .facts { color:var(--right) } .wrong .facts { color:var(--wrong) } .partly .facts { color:var(--partly) }
+.strip { font:12px/1.7 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; margin-top:6px;
+  overflow-wrap:anywhere; max-height:15em; overflow:auto }
+.strip span { white-space:pre-wrap; border-radius:3px; padding:1px 1px; margin-right:1px; background:var(--line) }
+.strip.up span { background:color-mix(in srgb,var(--right) var(--depth),var(--paper)) }
+.strip.down span { background:color-mix(in srgb,var(--wrong) var(--depth),var(--paper)) }
+.strip .less { border-bottom:1px dotted currentColor } .strip .more { border-bottom:1px solid currentColor }
+.strip .strong { border-bottom-width:3px }
 .learners { display:flex; flex-wrap:wrap; gap:2px 14px; font-size:12px; font-variant-numeric:tabular-nums }
 .learner { color:var(--faint) } .learner b { font-weight:600; color:var(--ink) }
 .up, .gain.up { color:var(--right) } .down, .gain.down { color:var(--wrong) }

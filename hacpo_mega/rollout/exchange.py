@@ -10,6 +10,7 @@ Not here: judging, scoring, and what a learner makes of the pool (samples/learne
 """
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import torch
 
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.records import Completion, Pool, Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.records import Completion, Judgement, Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
 
 ROW = np.dtype(
@@ -64,6 +65,26 @@ def share_rewards(rewards: Sequence[float], num_prompts: int, place: Place, roll
         assert len(found) == group_PG.numel(), f"{sender} sent {len(found)} rewards instead of {group_PG.numel()}"
         group_PG.copy_(torch.from_numpy(found.copy()).reshape(group_PG.shape))
     return rewards_PNG
+
+
+def trajectories_of(
+    place: Place, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score | None]
+) -> list[Trajectory]:
+    """Judged and scored rollouts of this cell, on its leader, who sends them; nothing elsewhere."""
+    if not place.is_leader:
+        return []
+    return [
+        Trajectory(
+            agent=place.agent,
+            rollout=rollout,
+            verdict=judgement.verdict,
+            reward=judgement.reward,
+            mean_logprob=math.nan if score is None else score.mean_logprob,
+            num_scored=0 if score is None else len(score.token_logprobs),
+            engine_weight=1.0 if score is None else score.engine_weight,
+        )
+        for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
+    ]
 
 
 def exchange(

@@ -180,6 +180,11 @@ class TextCodec:
         anchor, anchor_ids = self._anchors[0]
         return self._text([*anchor_ids, *ids])[len(anchor) :]
 
+    def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """The text of every token by itself; of a control token its name, of half a character U+FFFD."""
+        names = self.tokenizer.convert_ids_to_tokens(list(ids))
+        return tuple(self.decode_answer([token]) or str(name) for token, name in zip(ids, names, strict=True))
+
     def has_tokens(self, ids: np.ndarray) -> bool:
         """Whether every id is a token; a model may have more rows than its tokenizer has tokens, and sample those."""
         return bool(np.all(ids < len(self._has_token_V)) and self._has_token_V[ids].all())

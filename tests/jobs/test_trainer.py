@@ -1,5 +1,7 @@
 """Whole runs with real processes, Megatron actors and vLLM engines, started as a user starts them."""
 
+import gzip
+import itertools
 import json
 import math
 from pathlib import Path
@@ -76,16 +78,23 @@ def test_another_seed_makes_another_run(three_agents):
     assert other[1].values["agent/qwen/reward_mean"] != steps[1].values["agent/qwen/reward_mean"]
 
 
-def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed(three_agents):
+@pytest.fixture(scope="module")
+def watched(three_agents) -> dict:
+    """The same run once more, with everything that looks at it switched on."""
+    config, _ = three_agents
+    looks = ("training.diagnose_every=2", "logging.trace=true", "logging.trace_steps=[2,3]")
+    return train(config, f"run_dir={config.parent / 'again'}", *looks, "logging.rollout_tokens=true")
+
+
+def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed_and_traced(three_agents, watched):
     config, steps = three_agents
-    again = train(config, f"run_dir={config.parent / 'again'}", "training.diagnose_every=2")
     names = ("qwen", "llama", "twin-of-qwen")
     pairs = [(learner, source) for learner in names for source in names if learner != source]
     ends = [f"{learner}/from/{source}" for learner, source in pairs]
     new = {f"agent/{end}/{what}" for end in ends for what in ("grad_norm", "grad_share", "grad_cosine")}
     new |= {f"agent/{name}/self/grad_norm" for name in names}
-    assert again.keys() == steps.keys()
-    for step, metrics in again.items():
+    assert watched.keys() == steps.keys()
+    for step, metrics in watched.items():
         diagnosed = {name: value for name, value in metrics.values.items() if name in new}
         assert {k: v for k, v in metrics.values.items() if k not in new} == steps[step].values
         # a source all of whose answers lie outside the band has no gradient, and so no angle
@@ -100,6 +109,76 @@ def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnose
     for name in names:
         one, other = (load_file(config.parent / run / "agents" / name / WEIGHTS) for run in ("run", "again"))
         assert all(torch.equal(one[tensor], other[tensor]) for tensor in one), name
+
+
+def test_phases_add_up_to_the_time_between_two_lines(three_agents):
+    """By another clock: that of the lines. No phase is counted twice, and little time is in none."""
+    _, steps = three_agents
+    lines = [steps[step].timing["time_unix_s"] for step in (0, 5)]
+    for name in ("qwen", "llama", "twin-of-qwen"):
+        seconds: dict[str, float] = {}
+        for step in range(1, 6):
+            timing, prefix = steps[step].timing, f"agent/{name}/phase_mean/"
+            of_step = {key.removeprefix(prefix): value for key, value in timing.items() if key.startswith(prefix)}
+            assert sum(of_step.values()) == pytest.approx(timing[f"agent/{name}/step_s"], abs=1e-4)
+            seconds = {phase: seconds.get(phase, 0.0) + value for phase, value in of_step.items()}
+        assert sum(seconds.values()) == pytest.approx(lines[1] - lines[0], rel=0.03)
+        assert seconds["other_s"] < 0.03 * (lines[1] - lines[0])
+
+
+def test_a_traced_step_shows_what_every_rank_did_and_for_whom_it_waited(three_agents, watched):
+    config, _ = three_agents
+    for step in (2, 3):
+        file = config.parent / "again" / "trace" / f"step_{step:06d}.json.gz"
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        for rank in range(3):
+            mine = [event for event in drawn if event["tid"] == rank]
+            assert {event["pid"] for event in mine} == {rank}, "every agent has one rank here"
+            check_phases([event for event in mine if event["cat"] == "phase"], is_diagnosed=step == 2)
+            for name in ("forward and backward", "optimizer", "reduce gradients"):
+                assert sum(event["name"] == name for event in mine) >= 2, "two updates a step"
+        accuracy_us = 1e6 * max(trace["otherData"]["clock_accuracy_s"].values())
+        # Nobody leaves a gathering before the last has come: on one clock, up to how well it is known.
+        gathered = [e for e in drawn if e["name"] == "allgather" and e["args"]["group"] == "lane/0"]
+        for turn in zip(*([e for e in gathered if e["tid"] == rank] for rank in range(3)), strict=True):
+            begins, ends = [e["ts"] for e in turn], [e["ts"] + e["dur"] for e in turn]
+            assert max(begins) <= min(ends) + 2 * accuracy_us + 1
+        assert any(event["cat"] == "wait" for event in drawn)
+
+
+def check_phases(phases: list[dict], is_diagnosed: bool) -> None:
+    """Those of a step, one after the other, with little between them."""
+    expected = ["roll_out", "judge", "exchange", "score", "exchange"]
+    expected += (["diagnose"] if is_diagnosed else []) + ["learn"]
+    names = [event["name"] for event in phases if event["name"] != "checkpoint"]  # due after some minutes, too
+    assert names[: len(expected)] == expected and names[-5:] == ["publish", "write", "write", "wait", "write"]
+    for one, other in itertools.pairwise(phases):
+        assert one["ts"] + one["dur"] <= other["ts"] + 1, "to a rounded microsecond"
+
+
+def test_the_report_shows_the_traced_step_and_the_tokens(three_agents, watched):
+    config, _ = three_agents
+    run = config.parent / "again"
+    assert run_here("report", run).returncode == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert 'class="strip up"' in page and "ratio 1.000" in page
+    assert (run / "report" / "timeline.png").is_file()
+
+
+def test_tokens_are_logged_with_what_their_agent_said_of_them(three_agents, watched):
+    config, _ = three_agents
+    answers = [answer for prompt in read_rollouts(config.parent / "again", 3) for answer in prompt["answers"]]
+    trained = [answer for answer in answers if "token_ratio" in answer]
+    assert trained
+    for answer in answers:
+        assert len(answer["tokens"]) == answer["num_tokens"]
+        assert "".join(piece for piece in answer["tokens"] if piece not in ("<eos>", "<pad>")) == answer["text"]
+    for answer in trained:
+        mean = sum(answer["token_logprob"]) / len(answer["token_logprob"])
+        assert mean == pytest.approx(answer["mean_logprob"], rel=1e-5)  # the log rounds to 6 digits
+        log_ratio = sum(map(math.log, answer["token_ratio"])) / len(answer["token_ratio"])
+        assert math.exp(log_ratio) == pytest.approx(answer["ratio"][answer["agent"]], rel=1e-4)
 
 
 def test_rollouts_are_logged_with_every_learners_view(three_agents):

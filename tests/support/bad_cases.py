@@ -292,6 +292,14 @@ WARM_STARTS = [
     one("too many examples", INIT % "mul={share=1.0,num_examples=571}", "agents.a.init.warm_start.skills.mul."
         "num_examples (571) is more than there are. Nearest: 570"),
 ]  # fmt: skip
+LOGGING = [
+    one("an unknown tracker", "logging.trackers=['mlflow']", "logging.trackers.0: must be 'wandb' or 'trackio', found"),
+    one("a project's name", "logging.project='a/b'", "logging.project: needs letters, digits, - and _, a letter or"),
+    one("a step twice", "logging.trace_steps=[2,1,2]", "logging.trace_steps: [2, 1, 2] names one twice. Nearest: [2,"),
+    Case("a step too late", ("logging={trace=true,trace_steps=[1,9]}",),
+         ("logging.trace_steps: step 9 is after the last one (num_steps = 2). Nearest: [1]",)),
+    one("no step", "logging.trace_steps=[]", "logging.trace_steps: "),
+]  # fmt: skip
 GROUPS = {
     "not finite": NOT_FINITE,
     "not whole": NOT_WHOLE,
@@ -307,4 +315,5 @@ GROUPS = {
     "tokenizer": TOKENIZERS,
     "run folder": FOLDERS,
     "warm start": WARM_STARTS,
+    "logging": LOGGING,
 }

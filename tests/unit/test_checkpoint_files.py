@@ -249,6 +249,7 @@ def test_a_run_branches_off_only_where_it_has_no_step_of_its_own(tmp_path):
         "reward.num_workers=3",
         "lanes=2",
         "stall_s=60.0",
+        "logging.trace=true",
         "agents.llama.cells_per_lane=2",
     ],
 )

@@ -13,12 +13,14 @@ import torch
 from job import run_here
 from matplotlib import image
 
+from hacpo_mega.cluster.spans import Span
 from hacpo_mega.logbook.console import PHASES
 from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics
 from hacpo_mega.logbook.rollout_log import RolloutLog, read_rollouts
+from hacpo_mega.logbook.trace import Track, chrome_trace, write_trace
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.plots import AGENT_COLOURS, BAND_COLOURS
+from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, PHASE_COLOURS
 from hacpo_mega.report.samples import choose_prompts
 
 NUM_EVALUATED = 600
@@ -195,7 +197,7 @@ def test_page_shows_the_numbers_of_the_run(reported: Path) -> None:
 def test_curves_are_png_files_with_something_on_them(reported: Path) -> None:
     pictures = {path.stem: path for path in (reported / "report").glob("*.png")}
     assert set(pictures) == {
-        *("accuracy", "reward", "omega", "bands", "ratio", "ess", "signs", "cosine", "phases", "health")
+        *("accuracy", "reward", "omega", "bands", "ratio", "ess", "signs", "cosine", "phases", "timeline", "health")
     }
     for stem in ("accuracy", "reward", "omega", "ratio", "ess", "signs", "cosine"):
         for colour in AGENT_COLOURS[:2]:
@@ -219,7 +221,7 @@ def test_two_reports_of_one_run_are_the_same_bytes(reported: Path) -> None:
 def test_summary_is_the_run_in_short(reported: Path) -> None:
     short = json.loads(json.dumps(summary(reported), allow_nan=False))
     assert (short["method"], short["seed"], short["num_steps"], short["num_answers"]) == ("hacpo", 7, 10, 5120)
-    assert list(short["phase_s"]) == list(PHASES)
+    assert list(short["phase_s"]) == [*PHASES, "other"]
     qwen = short["agents"]["qwen"]
     assert qwen["accuracy_start"] == 330 / 600 and qwen["accuracy_end"] == 402 / 600
     assert (qwen["num_steps"], qwen["num_answers"]) == (10, 2560)
@@ -267,6 +269,44 @@ def test_a_bare_metrics_file_is_enough(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "0.500 → 0.700" in page.text and "Sample prompts" not in page.text
     assert summary(tmp_path)["method"] is None and summary(tmp_path)["num_answers"] is None
+
+
+def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path) -> None:
+    """Two ranks learn for 3 and 1 of 4 seconds; the second waits in its exchange. By pixels of a phase's colour."""
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
+    write_report(tmp_path)
+    measured = num_pixels(tmp_path / "report" / "timeline.png", PHASE_COLOURS["publish"])
+    assert measured > 1000, "the seconds of the phases, which the run has"
+    spans = {0: (Span("learn", "phase", 0.0, 3.0), Span("exchange", "phase", 3.0, 4.0))}
+    waits = Span("barrier", "collective", 1.0, 4.0, "job", 0)
+    spans[1] = (Span("learn", "phase", 0.0, 1.0), Span("exchange", "phase", 1.0, 4.0), waits)
+    spans[0] += (waits._replace(begin_s=3.0),)
+    tracks = [Track(rank, rank, "ab"[rank], 0, 0, 0.0, 0.0, found) for rank, found in spans.items()]
+    assert write_trace(tmp_path, 1, chrome_trace(1, tracks)) is None
+    write_report(tmp_path)
+    pixels = {name: num_pixels(tmp_path / "report" / "timeline.png", PHASE_COLOURS[name]) for name in PHASE_COLOURS}
+    assert pixels["publish"] == 0, "what is not in the trace is not drawn"
+    assert pixels["learn"] > 1.3 * pixels["exchange"], "4 s each, but most of one exchange is a wait"
+    (tmp_path / "trace" / "step_000001.json.gz").write_bytes(b"no trace")
+    with pytest.raises(ValueError, match=r"step_000001.json.gz is not a trace of a step"):
+        write_report(tmp_path)
+
+
+def test_a_strip_shows_every_token_on_its_learners_advantage(tmp_path: Path) -> None:
+    """Ratios 0.5, 1 and 1.05 of the own agent are marked strongly below, not at all, and above."""
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    prompt = json.loads(path.read_text().splitlines()[0])
+    answer = prompt["answers"][0] | {"tokens": ["4<b>", "+", "5"], "token_logprob": [-0.25, -1.0, -2.0]}
+    answer |= {"token_ratio": [0.5, 1.0, 1.05], "advantage": {"a": -1.5, "b": 2.0}, "ratio": {"b": 0.7}}
+    path.write_text(json.dumps(prompt | {"answers": [answer]}) + "\n")
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    own = '<div class="strip down" style="--depth:30%"><span class="less strong" title="log-prob -0.250, ratio 0.500">'
+    assert f"{own}4&lt;b&gt;</span>" in text
+    assert '<span class="" title="log-prob -1.000, ratio 1.000">+</span>' in text
+    assert '<span class="more" title="log-prob -2.000, ratio 1.050">5</span>' in text
+    other = '<div class="strip up" style="--depth:40%"><span class="less strong" title="log-prob -0.250, ratio 0.700">'
+    assert f"{other}4&lt;b&gt;</span>" in text
 
 
 def test_one_step_alone_is_drawn(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Which colour means what on every figure and every page: agents, phases, the band."""
+
+from hacpo_mega.report.run import Run
+
+# Legible on white and on near-black alike, and apart from each other for the common kinds of colour blindness.
+AGENT_COLOURS = ("#3d7fd9", "#e2762b", "#23a37c", "#b865c9", "#c79a1e", "#d64c61", "#36a9c4", "#8a9099")
+BAND_COLOURS = {"below": "#8b95a5", "inside": "#2aa37d", "above": "#e0a030"}
+# In the order of a step.
+PHASE_COLOURS = {
+    "roll_out": "#4f86c6",
+    "judge": "#c9a33a",
+    "score": "#8fb8de",
+    "exchange": "#9a9fa8",
+    "diagnose": "#7a68b8",
+    "learn": "#d9713c",
+    "calibrate": "#8a9a3b",
+    "publish": "#5fae8b",
+    "evaluate": "#b07cc6",
+    "write": "#a98467",
+    "checkpoint": "#c26a77",
+    "trace": "#5c8f8a",
+    "load": "#6d7580",
+    "export": "#8d6e63",
+    "wait": "#c3c7ce",
+    "other": "#70757f",
+}
+UNKNOWN_PHASE = "#6d7580"
+
+
+def agent_colour(run: Run, agent: str) -> str:
+    """The colour of an agent, by its place in the configuration."""
+    return AGENT_COLOURS[run.agents.index(agent) % len(AGENT_COLOURS)]
+
+
+def phase_colour(phase: str) -> str:
+    """The colour of a phase, one for all that have none of their own."""
+    return PHASE_COLOURS.get(phase, UNKNOWN_PHASE)

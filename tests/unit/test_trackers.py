@@ -1,0 +1,144 @@
+"""Trackers: the numbers of every step, one run however often it is started, and no error that stops the training."""
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from repository import ROOT
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.logbook.metrics import StepMetrics
+from hacpo_mega.logbook.trackers import Trackers
+
+STEPS = {1: StepMetrics({"agent/a/reward_mean": 0.25}, {"agent/a/phase/learn_s": 1.5}), 2: StepMetrics({"x": 2.0}, {})}
+
+
+class Tracker(ModuleType):
+    """A tracker's package as far as it is called: it remembers, and fails from a given call of `log` on."""
+
+    def __init__(self, fails_from: float = math.inf) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.num_finished, self._fails_from = 0, fails_from
+
+    def init(self, **how: Any) -> None:
+        self.begun.append(how)
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.logged.append((step, numbers))
+        if len(self.logged) >= self._fails_from:
+            raise ConnectionError("no route to host\nand a page of advice")
+
+    def finish(self) -> None:
+        self.num_finished += 1
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A run that asks for wandb, which is said to be there; the test says what it does."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("json" if name == "wandb" else name))
+    (tmp_path / "run").mkdir()
+    logging = {"trackers": ["wandb"], "project": "pairs"}
+    return load_config(write_config(tmp_path, [agent_table(tmp_path, "a", "qwen3", CHARACTERS)], logging=logging))
+
+
+def track(config: Config, said: list[str], *, goes_on: bool, quiet: bool = False) -> None:
+    with Trackers(config, said.append, goes_on=goes_on, quiet=quiet) as trackers:
+        for step, metrics in STEPS.items():
+            trackers.log(step, metrics)
+
+
+def test_a_tracker_gets_every_number_of_every_step(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker, said = Tracker(), []
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    track(config, said, goes_on=False)
+    assert tracker.logged == [(1, {"agent/a/reward_mean": 0.25, "agent/a/phase/learn_s": 1.5}), (2, {"x": 2.0})]
+    assert tracker.num_finished == 1 and said == []
+    assert tracker.begun[0]["project"] == "pairs" and tracker.begun[0]["config"]["num_steps"] == config.num_steps
+
+
+def test_a_resumed_run_goes_on_and_a_new_one_does_not(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    for goes_on in (False, True, False):
+        track(config, [], goes_on=goes_on)
+    first, resumed, fresh = (begun["id"] for begun in tracker.begun)
+    assert first == resumed != fresh
+    assert first.startswith("run-") and all(begun["resume"] == "allow" for begun in tracker.begun)
+
+
+def test_other_ranks_begin_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", tracker := Tracker())
+    track(config, [], goes_on=False, quiet=True)
+    assert tracker.begun == [] and not (config.run_dir / "tracked_as").exists()
+
+
+def test_a_tracker_that_fails_is_complained_of_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker, said = Tracker(fails_from=1), []
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    track(config, said, goes_on=False)
+    assert len(tracker.logged) == 2, "it may recover"
+    (line,) = said
+    assert line.startswith("wandb failed (ConnectionError: no route to host); ") and "training goes on" in line
+
+
+def test_a_tracker_that_cannot_begin_is_left_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as a package that breaks on import
+    said: list[str] = []
+    track(config, said, goes_on=False)
+    assert len(said) == 1 and said[0].startswith("wandb failed (ModuleNotFoundError: ")
+
+
+def test_an_error_of_the_run_does_not_wait_for_a_tracker(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", tracker := Tracker())
+    with pytest.raises(KeyError), Trackers(config, print, goes_on=False):
+        raise KeyError("loss")
+    assert tracker.num_finished == 0
+
+
+def test_an_absent_tracker_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    file = write_config(tmp_path, [agent_table(tmp_path, "a", "qwen3", CHARACTERS)])
+    says = f"{file}: logging.trackers: 'wandb' is not installed here; `pip install wandb`, or leave it out"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        load_config(file, ['logging.trackers=["wandb"]'])
+
+
+WITH_TRACKIO = """
+import sys
+from hacpo_mega.config import load_config
+from hacpo_mega.logbook.metrics import StepMetrics
+from hacpo_mega.logbook.trackers import Trackers
+from trackio.sqlite_storage import SQLiteStorage
+
+config = load_config(sys.argv[1])
+for goes_on, step in ((False, 1), (True, 2)):
+    with Trackers(config, sys.exit, goes_on=goes_on) as trackers:
+        trackers.log(step, StepMetrics({"agent/a/reward_mean": step / 4}, {"agent/a/phase/learn_s": 1.5}))
+(run,) = SQLiteStorage.get_runs("pairs")
+rows = SQLiteStorage.get_logs("pairs", run)
+print([(row["step"], row["agent/a/reward_mean"], row["agent/a/phase/learn_s"]) for row in rows])
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed: pip install trackio")
+def test_trackio_has_one_run_with_both_steps_after_a_resumption(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    logging = {"trackers": ["trackio"], "project": "pairs"}
+    file = write_config(tmp_path, [agent_table(tmp_path, "a", "qwen3", CHARACTERS)], logging=logging)
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "tracked"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", WITH_TRACKIO, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "[(1, 0.25, 1.5), (2, 0.5, 1.5)]"
