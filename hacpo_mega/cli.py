@@ -19,6 +19,7 @@ import typer
 from hacpo_mega.checkpoint import committed_steps, find_start
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
+from hacpo_mega.cli_slurm import begin_attempt, slurm
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
     inside_a_job,
@@ -137,6 +138,7 @@ def train(
         return
     if not _this_process_is_a_rank(config):
         return
+    begin_attempt(config.run_dir)
     from hacpo_mega.trainer import Trainer
 
     with Trainer(config, fresh=fresh, accept=accept or [], branch=branch) as trainer:
@@ -144,6 +146,7 @@ def train(
 
 
 app.command()(experiment)
+app.command()(slurm)
 
 
 @app.command()

@@ -28,6 +28,7 @@ TOP_FILES = {
     "cli.py": "cli",
     "cli_data.py": "cli",
     "cli_experiment.py": "cli",
+    "cli_slurm.py": "cli",
     "__init__.py": "cli",
 }
 # Lowest first. A room may use the rooms on lower floors, and nothing beside it.
@@ -45,7 +46,7 @@ FLOORS = (
     ("cli",),
 )
 
-CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py"))
+CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py", "cli_slurm.py"))
 
 # Where a heavy library may be named at all.
 DOORS = {

@@ -14,6 +14,7 @@ from hacpo_mega.config.schema import (
     RolloutConfig,
     TrainingConfig,
 )
+from hacpo_mega.config.slurm import SlurmConfig
 
 __all__ = [
     "AgentConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "Prompting",
     "RewardConfig",
     "RolloutConfig",
+    "SlurmConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "config_of_run",

@@ -15,6 +15,7 @@ FREE = (
     *("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers"),
     *("lanes", "agents.*.cells_per_lane"),
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
+    "slurm",
 )
 FIXED = ("agents", "agents.*.tp", "agents.*.pp")
 
