@@ -161,18 +161,10 @@ class Cluster:
         self, name: str, spaces: str, *command: str, check: bool = True, **environment: str
     ) -> subprocess.CompletedProcess:
         """`spaces` are nsenter's letters of the namespaces to be in."""
-        inside = [
-            "nsenter",
-            "-t",
-            str(self._first[name]),
-            *(f"-{space}" for space in spaces),
-            f"--wd={Path.cwd()}",
-            *command,
-        ]
-        everywhere = {"PATH": PATH, "SLURM_CONF": f"{self.root}/slurm.conf"} | environment
-        done = subprocess.run(
-            [*inside, *command], capture_output=True, text=True, env=everywhere, stdin=subprocess.DEVNULL
-        )
+        where = ["nsenter", "-t", str(self._first[name]), *(f"-{space}" for space in spaces), f"--wd={Path.cwd()}"]
+        variables = {"PATH": PATH, "SLURM_CONF": f"{self.root}/slurm.conf"} | environment
+        pipes = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        done = subprocess.run([*where, *command], env=variables, **pipes)
         assert done.returncode == 0 or not check, (command, done.stdout, done.stderr)
         return done
 

@@ -7,40 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import CONTROL, Cluster, why_not
+from cluster import Cluster, why_not
 from repository import ROOT
-
-HERE = Path(__file__).parent
-
-
-class Submitter:
-    """`hacpo-mega slurm` on the controlling machine of a cluster, and what becomes of a job."""
-
-    def __init__(self, cluster: Cluster, socket: Path) -> None:
-        self.cluster = cluster
-        self.environment = {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-            "OMP_NUM_THREADS": "1",
-            "FORKED_PYTHON": str(socket),
-            "HOME": os.environ.get("HOME", "/"),
-        }
-
-    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess:
-        """`hacpo-mega slurm ARGUMENTS`, whatever comes of it."""
-        words = [sys.executable, "-m", "hacpo_mega.cli", "slurm", *map(str, arguments)]
-        return self.cluster.on(CONTROL, *words, check=False, **self.environment)
-
-    def submit(self, *arguments: str | Path) -> str:
-        """The number of the job."""
-        done = self.run(*arguments, f"slurm.python={HERE / 'forked_python.py'}")
-        assert done.returncode == 0, done.stderr
-        return next(line.split()[1].rstrip(",") for line in done.stdout.splitlines() if line.startswith("job "))
-
-    def wait_for_end(self, number: str, log: Path) -> str:
-        """The state that a job ends in: COMPLETED, FAILED, CANCELLED, ..."""
-        going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL")
-        self.cluster.wait(lambda: self.cluster.job(number)["JobState"] not in going, f"job {number}, see {log}")
-        return self.cluster.job(number)["JobState"]
+from submitter import Submitter
 
 
 @pytest.fixture(scope="session")
@@ -52,19 +21,25 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def slurm(cluster) -> Iterator[Submitter]:
-    """Submits jobs whose interpreter is forked from a preloaded one."""
-    socket = cluster.root / "python.socket"
+def slurm(cluster) -> Submitter:
+    return Submitter(cluster)
+
+
+@pytest.fixture(scope="session")
+def python(slurm) -> Iterator[Path]:
+    """The interpreter of jobs that train: a process of it is forked from one that has imported everything."""
+    program = Path(__file__).parent / "forked_python.py"
+    paths = f"{slurm.environment['PYTHONPATH']}:{ROOT / 'tests/support'}"
     server = subprocess.Popen(
-        [sys.executable, HERE / "forked_python.py", "--serve", socket],
+        [sys.executable, program, "--serve", slurm.environment["FORKED_PYTHON"]],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"},
     )
     try:
         assert server.stdout.readline() == "ready\n"
-        yield Submitter(cluster, socket)
+        yield program
     finally:
         server.kill()
         server.wait()

@@ -12,11 +12,13 @@ whoever asked and is gone takes it along. A fresh interpreter would spend twenty
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import sys
 import threading
+from contextlib import suppress
 
 SPACES = ("net", "uts", "ipc", "mnt", "pid")  # joining the last one takes effect for children only
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -73,16 +75,22 @@ def _stand_in(client: socket.socket) -> None:
         _play(json.loads(wanted), descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
-    threading.Thread(target=_pass_on, args=(client, process), daemon=True).start()
+    _pass_on(client, process)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    client.send(bytes([status if status >= 0 else 128 - status]))
+    with suppress(OSError):  # whoever asked may be gone
+        client.send(bytes([status if status >= 0 else 128 - status]))
     os._exit(0)
 
 
 def _pass_on(client: socket.socket, process: int) -> None:
-    while number := client.recv(1):
-        os.kill(process, number[0])
-    os.kill(process, signal.SIGKILL)
+    """Signals, until the process has ended; it is killed when whoever asked for it is gone."""
+    ended = os.pidfd_open(process)  # no thread may wait for it: children would be born elsewhere than threads
+    while ended not in (ready := select.select([client, ended], [], [])[0]):
+        assert ready == [client]
+        number = client.recv(1)
+        os.kill(process, number[0] if number else signal.SIGKILL)
+        if not number:
+            return
 
 
 def _play(wanted: dict, descriptors: list[int]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from cluster import CONTROL
-from conftest import HERE
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -26,7 +25,7 @@ SIGNAL_S = 240
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(tmp_path_factory, python) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     agents = [
         agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
@@ -38,15 +37,15 @@ def config(tmp_path_factory) -> Path:
         num_steps=NUM_STEPS,
         algorithm={"delta": 0.9},
         checkpoint={"every_steps": 1},
-        slurm={"gpus_per_node": 2, "time": "60", "signal_s": SIGNAL_S},
+        slurm={"gpus_per_node": 2, "time": "60", "signal_s": SIGNAL_S, "python": str(python)},
     )
 
 
 @pytest.fixture(scope="module")
-def reference(slurm, config) -> Path:
+def reference(slurm, config, python) -> Path:
     """The same configuration by launch/local.sh, on this machine."""
     run_dir = config.parent / "reference"
-    environment = os.environ | slurm.environment | {"PYTHON": str(HERE / "forked_python.py")}
+    environment = os.environ | slurm.environment | {"PYTHON": str(python)}
     command = [ROOT / "launch/local.sh", config, f"run_dir={run_dir}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
