@@ -24,7 +24,7 @@ def slurm(
     accept: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As in train.")] = None,
     branch: Annotated[Path | None, typer.Option("--from", metavar="STEP", help="As in train.")] = None,
 ) -> None:
-    """Train on a Slurm cluster: show who runs on which node, write RUN/slurm/job.sbatch and submit it."""
+    """Train on a Slurm cluster: show who runs on which node, write the job script and submit it."""
     config = load_config(config_file, overrides or [])
     if missing := missing_models(config):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))

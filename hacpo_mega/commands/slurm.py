@@ -1,7 +1,7 @@
 """`hacpo-mega slurm`: the job script of a run, from launch/slurm.sbatch, and its submission. Imports no torch.
 
-    RUN/slurm/job.sbatch    the script     RUN/slurm/config.toml   the configuration of all its attempts
-    RUN/slurm/<job>.log     what the script and rank 0 say
+    <run_dir>/slurm/job.sbatch    the script     config.toml   beside it, the configuration of all its attempts
+    <run_dir>/slurm/<job>.log     what the script and rank 0 say
 
 Not here: who runs where (cluster/slurm.py), what becomes of an attempt (the script itself).
 """

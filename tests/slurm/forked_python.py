@@ -3,6 +3,7 @@
 
     forked_python.py --serve SOCKET          the server: imports preloaded.py and forks
     forked_python.py -m hacpo_mega.cli ...   asks the server of $FORKED_PYTHON for a process and stands for it
+    forked_python.py FILE ...                is $PLAIN_PYTHON, for the small processes that a rank starts
 
 The process is in the namespaces (network, processes, host name, mounts) of the one that asked, so it lives and dies on
 that node; it has its environment and its standard output and error. Signals are passed on, and the status comes back;
@@ -107,8 +108,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
         os.close(descriptor)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.executable = os.path.abspath(__file__)
-    flag, module, *arguments = wanted["argv"]
-    assert flag == "-m", wanted["argv"]
+    _, module, *arguments = wanted["argv"]
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -127,5 +127,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         serve(sys.argv[2])
-    else:
+    elif sys.argv[1] == "-m":
         sys.exit(ask(os.environ["FORKED_PYTHON"]))
+    else:
+        os.execv(os.environ["PLAIN_PYTHON"], [os.environ["PLAIN_PYTHON"], *sys.argv[1:]])

@@ -18,6 +18,7 @@ class Submitter:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
             "OMP_NUM_THREADS": "1",
             "FORKED_PYTHON": f"{cluster.root}/python.socket",
+            "PLAIN_PYTHON": sys.executable,
             "HOME": os.environ.get("HOME", "/"),
         }
 

@@ -20,7 +20,7 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 SIGNAL_S = 240
 
 

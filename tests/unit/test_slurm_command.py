@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from job import run_here
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_mega.cli_slurm import begin_attempt
 from hacpo_mega.cluster.attempts import goes_in_circles, record_attempt
 from hacpo_mega.cluster.environment import first_host, from_slurm
 from hacpo_mega.config import load_config
@@ -119,6 +121,23 @@ def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):
     assert goes_in_circles(tmp_path, "slurm 9", 5, 4)
     assert not goes_in_circles(tmp_path, "slurm 9", 5, 5), "it has committed a step"
     assert not goes_in_circles(tmp_path, "slurm 10", 1, 4), "a new job may try again"
+
+
+def test_restarts_of_torchrun_are_attempts_too(tmp_path, monkeypatch, capsys):
+    """As torchrun sets them for a rank; without restarts nobody counts."""
+    for name, value in {"RANK": "0", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "9"}.items():
+        monkeypatch.setenv(name, value)
+    for restarts in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        begin_attempt(tmp_path)
+        assert f"attempt {restarts + 1} of job torchrun x begins after step 0" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    with pytest.raises(typer.Exit) as end:
+        begin_attempt(tmp_path)
+    assert end.value.exit_code == 3 and "does not get past step 0" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    begin_attempt(tmp_path)
+    assert (tmp_path / "logs" / "attempts.jsonl").read_text().count("\n") == 3
 
 
 def test_a_run_is_moved_aside_and_the_logs_of_its_job_are_not(tmp_path):
