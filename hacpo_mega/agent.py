@@ -6,6 +6,7 @@ Every rank of a cell calls every method with equal arguments; what a method retu
 Not here: other agents (trainer.py exchanges with them) and what an advantage is (algorithm/).
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from torch import Tensor
 from hacpo_mega.algorithm import engine_weights, sample_weight
 from hacpo_mega.checkpoint import Checkpoint
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.saving import Saving
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey
 from hacpo_mega.records import (
     Completion,
@@ -221,9 +224,24 @@ class Agent:
             self.engine.wake()
         self._engine_sleeps = False
 
-    def save(self, folder: Path) -> dict[str, int]:
-        """Writes weights and optimizer into an empty folder; the counts that belong to them. Collective as `learn`."""
-        return self.actor.save(folder)
+    def verify_weights(self) -> None:
+        """Compares what the engine holds, number by number, with what the actor would publish now.
+
+        RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
+        Nothing is compared where the engine quantizes. Costs about as much as `publish_weights`.
+        """
+        found = self.engine.differences(self.actor.weights()) if not self.engine.quantizes else []
+        said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
+        lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
+        if lines:
+            raise RunStopped(f"the engine of {self.name} holds other weights than were published, first {lines[0]}")
+
+    def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int], Saving]:
+        """The counts that belong to weights and optimizer, and what writes these into an empty folder; as Actor.save.
+
+        Collective as `learn`.
+        """
+        return self.actor.save(folder, copies=copies)
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes, refusals
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "step.json"
 COMMITTED = re.compile(r"step_(\d{6,})")
 WRITING, REMOVING = ".writing", ".removing"
@@ -32,11 +33,18 @@ WRITING, REMOVING = ".writing", ".removing"
 
 @dataclass(frozen=True)
 class AgentState:
-    """What is not in an agent's own files. `band` is BandTracker's state, None without a calibrated band."""
+    """What is not in an agent's own files.
+
+    band          BandTracker's state, None without a calibrated band
+    num_skipped   of its last updates, how many in a row were skipped
+    alarms        StepReport's state, of the leader of every cell
+    """
 
     num_updates: int
     num_applied: int
     band: dict[str, list[float]] | None
+    num_skipped: int
+    alarms: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Checkpoint:
     config      the resolved configuration, as plain values      versions    of the packages that wrote it
     models      digests of the agents' config.json, by name      agents      by name
     capability  CapabilityTracker's state
+    accuracy    on held-out prompts, mean over the agents; None where this step had no evaluation
     files       every file below `folder`, by its path there
     """
 
@@ -63,6 +72,7 @@ class Checkpoint:
     versions: dict[str, str]
     models: dict[str, str]
     capability: dict[str, list[list[float]]]
+    accuracy: float | None
     agents: dict[str, AgentState]
     files: dict[str, FileState]
 
@@ -223,16 +233,33 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_old(run_dir: Path, keep_last: int, keep_every: int) -> None:
-    """Removes all but the `keep_last` newest committed steps, and the multiples of `keep_every`."""
-    for step in committed_steps(run_dir)[:-keep_last]:
-        if keep_every and step % keep_every == 0:
+def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: bool) -> None:
+    """Removes all but the `keep_last` newest committed steps, the multiples of `keep_every`, and the best one.
+
+    What is best is read from the steps themselves, so a job that dies before this has forgotten nothing.
+    """
+    steps = committed_steps(run_dir)
+    best = best_step(run_dir, steps) if keep_best else None
+    for step in steps[:-keep_last]:
+        if step == best or (keep_every and step % keep_every == 0):
             continue
         folder = folder_of(run_dir, step)
         # Renamed first: killed in the middle, it must not look like a step.
         removing = folder.with_name(folder.name + REMOVING)
         folder.rename(removing)
         shutil.rmtree(removing)
+
+
+def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
+    """Of committed steps the one with the best accuracy, the newer one of equals; None where none was evaluated."""
+    accuracies = []
+    for step in steps:
+        folder = folder_of(run_dir, step)
+        with suppress(ValueError, OSError):  # a damaged one is no candidate
+            record = Checkpoint.parse(folder, (folder / RECORD).read_text(encoding="utf-8"))
+            if record.accuracy is not None:
+                accuracies.append((record.accuracy, step))
+    return max(accuracies, default=(0.0, None))[1]
 
 
 def remove_unfinished(run_dir: Path) -> None:

@@ -139,10 +139,13 @@ def train(
     if not _this_process_is_a_rank(config):
         return
     begin_attempt(config.run_dir)
+    from hacpo_mega.cluster.watchdog import RESUMABLE
     from hacpo_mega.trainer import Trainer
 
     with Trainer(config, fresh=fresh, accept=accept or [], branch=branch) as trainer:
-        trainer.fit()
+        is_done = trainer.fit()
+    if not is_done:
+        raise typer.Exit(RESUMABLE)
 
 
 app.command()(experiment)

@@ -61,8 +61,11 @@ def _write(grid: "Grid") -> None:
 
 def train_rank(config_file: str) -> None:
     """What one rank of a run does, in a process forked from the server: the same as `hacpo-mega train`."""
+    from hacpo_mega.cluster.watchdog import RESUMABLE
     from hacpo_mega.config import load_config
     from hacpo_mega.trainer import Trainer
 
     with Trainer(load_config(config_file)) as trainer:
-        trainer.fit()
+        is_done = trainer.fit()
+    if not is_done:
+        raise SystemExit(RESUMABLE)

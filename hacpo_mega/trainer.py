@@ -6,10 +6,11 @@ Every process of the job runs it, in lockstep, each for the agent, lane and cell
 
 import json
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from hacpo_mega.agent import Agent
 from hacpo_mega.algorithm import (
     BandTracker,
     CapabilityTracker,
-    advantages_of,
+    learning_of,
     reward_tally,
-    trained_answers,
 )
 from hacpo_mega.checkpoint import Checkpoint, folder_of, plain
 from hacpo_mega.cluster.place import Place
@@ -29,33 +29,19 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.joint_checkpoint import JointCheckpoint, agree_on_start
+from hacpo_mega.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd, agree_on_start
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
-from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis
+from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis, mean_accuracy
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
-from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encoding
-
-
-class Learning(NamedTuple):
-    """What one agent learns from a lane's answers, once their rewards are known.
-
-    advantages_PNG   float64, what it trains with      trains_PNG   bool, what it trains on
-    own_P            bool, the prompts whose own answers it trains on
-    wanted_PG        bool, which of its answers others train on
-    """
-
-    advantages_PNG: Tensor
-    trains_PNG: Tensor
-    own_P: Tensor
-    wanted_PG: Tensor
+from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
 
 
 class Trainer:
@@ -111,13 +97,10 @@ class Trainer:
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)
             is_calibrated = config.algorithm.band == "calibrated"
             self.band = BandTracker(len(config.agents), config.algorithm) if is_calibrated else None
-            if start is not None:
-                self._take_up(start)
             self.report = StepReport(self.metrics, self.console, self.place, config, self.agent.dtype)
-            self.view_rules = _view_rules(config, codecs)
+            self.view_rules = ViewRules.of(config.algorithm, config.rollout, codecs)
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
-            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -127,18 +110,38 @@ class Trainer:
                 self.agent.codec.decode_answer,
                 self.place.gather_agent,
             )
+            if start is not None:
+                self._take_up(start)
+            state = self._state(None if start is None else start.accuracy)
+            self.checkpoint = JointCheckpoint(self.place, config, self.agent, state, is_on_disk=goes_on)
             self._stack = stack.pop_all()
 
-    def fit(self) -> None:
-        """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job."""
-        if self.steps_done == 0:
-            self.evaluate("before step 1")
-            self._show(0, self._write_metrics(0))
-        while self.steps_done < self.config.num_steps:
-            self.step()
+    def fit(self) -> bool:
+        """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job.
+
+        False when a signal has ended it before that, with the last step that was done on disk (docs/faults.md).
+        """
+        if self.checkpoint.is_on:
+            self.place.defer_signals()
+        try:
+            self._train()
+        except ToldToEnd as told:
+            self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
+            return False
         with self._phase("export", "after the last step"):
             self.agent.export(self.config.run_dir / "agents" / self.agent.name)
             self.folder.finish(self.steps_done)
+        return True
+
+    def _train(self) -> None:
+        self._verify_weights(f"before step {self.steps_done + 1}")
+        if self.steps_done == 0:
+            self.evaluate("before step 1")
+            self._show(self._write_metrics(0))
+        while self.steps_done < self.config.num_steps:
+            self._leave_if_told()
+            self.step()
+        self._leave_if_told()
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
@@ -147,6 +150,7 @@ class Trainer:
         mine = prompts[my_share]
         with self._phase("roll_out"):
             rollouts = self.agent.roll_out(mine, self.steps_done)
+        self._leave_if_told()
         with self._phase("judge"):
             judgements = self._judge(mine, rollouts)
         with self._phase("exchange"):  # rewards first: they say which answers need a score
@@ -155,7 +159,7 @@ class Trainer:
             # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
             self.capability.update(*self._means_over_lanes(rewards_PNG))
             capability_N = self.capability.values()
-            learning = self._learning(rewards_PNG, capability_N)
+            learning = learning_of(rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
         with self._phase("score"):  # log-probs of the policy that will learn, before it learns
             scores = self.agent.score(mine, rollouts, learning.own_P[my_share], learning.wanted_PG[my_share])
         with self._phase("exchange"):
@@ -172,6 +176,7 @@ class Trainer:
                 self.view_rules,
                 scores_by_answer(rollouts, scores),
             )
+        self._leave_if_told()  # what is learnt cannot be taken back: from here on the step is finished first
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
         low_N = None if self.band is None else self.band.values()
         updates = []
@@ -185,15 +190,19 @@ class Trainer:
             self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+        if self._falls_due(self.config.training.verify_weights_every):
+            self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
+        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
         reduced = self._write(pool, advantages_PNG, updates)
+        self.report.warn(reduced)
         self.steps_done += 1
-        if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
+        self.checkpoint.settle(self._state(mean_accuracy(reduced.values, self.names)))
+        if self.checkpoint.has_work():  # after its metrics: a resumed run has them all
             with self._phase("checkpoint", f"of step {self.steps_done}"):
-                self.checkpoint.save(self.steps_done, self.capability, self.band)
-        self._show(self.steps_done, reduced)
+                self.checkpoint.go_on()
+        self._show(reduced)
 
     def evaluate(self, when: str = "") -> None:
         """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
@@ -207,12 +216,33 @@ class Trainer:
         if self.place.is_leader:
             add_accuracy(self.metrics, self.agent.name, mine, judgements)
 
+    def _verify_weights(self, when: str = "") -> None:
+        """Ends the run where an engine answers with other weights than its actor's. Collective over the cell."""
+        with self._phase("verify", when):
+            self.agent.verify_weights()
+
     def _take_up(self, start: Checkpoint) -> None:
         """What a checkpoint holds beside the agents' own state."""
+        agent = start.agents[self.agent.name]
         self.capability.load_state_dict(start.capability)
-        band = start.agents[self.agent.name].band
-        if self.band is not None and band is not None:  # None: the user has accepted another algorithm.band
-            self.band.load_state_dict(band)
+        if self.band is not None and agent.band is not None:  # None: the user has accepted another algorithm.band
+            self.band.load_state_dict(agent.band)
+        self.skips.go_on(agent.num_skipped)
+        # Another number of cells deals them out again.
+        self.report.load_state_dict(agent.alarms[self.place.coordinate.cell % len(agent.alarms)])
+
+    def _state(self, accuracy: float | None) -> RunState:
+        """What a checkpoint holds beside the agents' own state; `_take_up` is its inverse."""
+        band = None if self.band is None else self.band.state_dict()
+        alarms, num_skipped = self.report.state_dict(), self.skips.num_in_row
+        return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, num_skipped, alarms)
+
+    def _leave_if_told(self) -> None:
+        """Ends the run at its last whole step if a signal has asked any rank for it. Collective over the job."""
+        if self.checkpoint.is_on and (number := self.place.told_to_end()):
+            with self._phase("checkpoint", f"of step {self.steps_done}"):
+                self.checkpoint.keep()
+            raise ToldToEnd(number)
 
     def _judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
         """One judgement per rollout, on the cell's leader; nobody else needs them."""
@@ -245,17 +275,6 @@ class Trainer:
             )
             for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
         ]
-
-    def _learning(self, rewards_PNG: Tensor, capability_N: Tensor) -> "Learning":
-        """What this agent trains on, and what of its own answers the others do. Equal on every rank of the lane."""
-        me, algorithm = self.place.agent, self.config.algorithm
-        advantages = [advantages_of(rewards_PNG, capability_N, k, algorithm) for k in range(len(self.names))]
-        trains = [trained_answers(advantages_PNG, k, algorithm) for k, advantages_PNG in enumerate(advantages)]
-        others = [trains_PNG[:, me] for k, trains_PNG in enumerate(trains) if k != me]
-        nobody_PG = torch.zeros_like(trains[me][:, me])
-        return Learning(
-            advantages[me], trains[me], trains[me][:, me].any(dim=1), torch.stack([nobody_PG, *others]).any(dim=0)
-        )
 
     def _means_over_lanes(self, rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
         """(mean reward, share of rewards above 0) of every agent over the whole step [N], NaN without a verdict."""
@@ -291,18 +310,21 @@ class Trainer:
         self.folder.write_step(step, reduced)
         return reduced
 
-    def _show(self, step: int, reduced: StepMetrics) -> None:
-        self.console.step(step, reduced, self.checkpoint.safe_step if self.checkpoint.is_on else None)
-        self.report.warn(reduced)
+    def _show(self, reduced: StepMetrics) -> None:
+        self.console.step(self.steps_done, reduced, self.checkpoint.safe_step if self.checkpoint.is_on else None)
 
     def _diagnosis_is_due(self) -> bool:
         """Where nobody learns from others there is nothing to compare."""
-        every, shares = self.config.training.diagnose_every, self.config.algorithm.shares_answers
-        return every > 0 and (self.steps_done + 1) % every == 0 and shares and len(self.names) > 1
+        compares = self.config.algorithm.shares_answers and len(self.names) > 1
+        return compares and self._falls_due(self.config.training.diagnose_every)
 
     def _evaluation_is_due(self) -> bool:
-        every, step = self.config.evaluation.every_steps, self.steps_done + 1
-        return step == self.config.num_steps or (every > 0 and step % every == 0)
+        is_last = self.steps_done + 1 == self.config.num_steps
+        return is_last or self._falls_due(self.config.evaluation.every_steps)
+
+    def _falls_due(self, every: int) -> bool:
+        """Whether this step is one of every so many; 0 is never."""
+        return every > 0 and (self.steps_done + 1) % every == 0
 
     @contextmanager
     def _phase(self, phase: str, when: str = "") -> Iterator[None]:
@@ -318,14 +340,3 @@ class Trainer:
         if kind is None:
             self.agent.close()  # after an error the process ends as it is: closing an engine may wait for dead peers
         self._stack.__exit__(kind, *error)
-
-
-def _view_rules(config: Config, codecs: tuple[TextCodec, ...]) -> ViewRules:
-    return ViewRules(
-        sources=codecs,
-        shares_answers=config.algorithm.shares_answers,
-        trains_changed=config.rollout.train_changed_reencodings,
-        eos_in_loss=config.algorithm.eos_in_loss,
-        ratio_length=config.algorithm.ratio_length,
-        max_answer_tokens=config.rollout.max_answer_tokens,
-    )

@@ -5,6 +5,7 @@ from hacpo_mega.algorithm.band import BandTracker
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios, reward_tally
 from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
+from hacpo_mega.algorithm.learning import learning_of
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
@@ -22,6 +23,7 @@ __all__ = [
     "engine_weights",
     "hacpo_advantages",
     "kl_penalty",
+    "learning_of",
     "objective_bounds",
     "reward_tally",
     "sample_weight",

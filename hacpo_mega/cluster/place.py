@@ -115,6 +115,27 @@ class Place:
         """Says where this process writes its stack when the job hangs."""
         self._watchdog.keep_stack_in(folder)
 
+    def defer_signals(self) -> None:
+        """From here on SIGTERM and SIGUSR1 are answered by `told_to_end` and end nothing; a second one ends the job."""
+        self._watchdog.defer_signals()
+
+    def foretell(self, outlook: str) -> None:
+        """What is said of the next start when a signal ends the job."""
+        self._watchdog.foretell(outlook)
+
+    def told_to_end(self) -> int:
+        """The number of the signal by which any process of the job was told to end, 0 without one. Collective."""
+        told = self.highest_in_job(self._watchdog.told)
+        self._watchdog.is_leaving = told > 0
+        return told
+
+    def highest_in_job(self, number: int) -> int:
+        """The highest of the numbers that the processes of the job give. Collective."""
+        highest, options = torch.tensor([number]), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self.job_group.allreduce([highest], options).wait()
+        return int(highest)
+
     def barrier(self) -> None:
         """Waits for every process of the job."""
         self.job_group.barrier().wait()
@@ -122,6 +143,10 @@ class Place:
     def gather_job(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on every process."""
         return gather_bytes(self.job_group, payload)
+
+    def gather_cell(self, payload: bytes) -> list[bytes]:
+        """One payload per rank of this cell, in their order, on every rank of it."""
+        return gather_bytes(self.cell_group, payload)
 
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""

@@ -11,8 +11,10 @@ those that wait in a collective (the main thread cannot leave one; `os._exit` fr
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
 asks its way around the ring before it is announced: it comes back only if nobody is dead.
 What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2,
-a run that stops itself (RunStopped) likewise with status 3. A job that is told to end says so once, by its rank 0, and
-ends with the status that shells give such a process: 143 after SIGTERM, 130 after SIGINT.
+a run that stops itself (RunStopped) likewise with status 3. After `defer_signals` a first SIGTERM or SIGUSR1 is only
+noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before that, by a second
+signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status that shells give to
+such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
@@ -35,13 +37,15 @@ from hacpo_mega.cluster.rank_map import RankMap
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
-FAILED, REFUSED, STOPPED, STALLED, SIGNALLED = 1, 2, 3, 4, 128  # exit statuses; SIGNALLED + n: told to end by signal n
+FAILED, REFUSED, STOPPED, STALLED, SIGNALLED = 1, 2, 3, 4, 128  # exit statuses; SIGNALLED + n: ended by signal n
+RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: told to end, the run is on disk, start it again and it goes on
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
 # by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
 # comes from a person and is heeded at once.
 ERROR_PATIENCE_S = 30.0
-SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
+SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 0.0}
+ECHO_S = 1.0  # a scheduler and a launcher may both pass one signal on: what follows within this time is no second one
 LONGEST_BEAT_S = 10.0  # between two signs of life; of a short stall_s a tenth
 STACK_PATIENCE_S = 1.0  # for a process that was stopped to write its stack
 STACK_SIGNAL = signal.SIGUSR2
@@ -53,7 +57,11 @@ class RunStopped(Exception):
 
 
 class Watchdog:
-    """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead."""
+    """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead.
+
+    told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
+    is_leaving   whether the job has agreed to end by such a signal, whoever was told
+    """
 
     def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float, stall_s: float) -> None:
         """Joins the ring, a collective; `store` carries the addresses. OSError if a neighbour is out of reach."""
@@ -67,6 +75,9 @@ class Watchdog:
         self._stack_file: Path | None = None
         self._watched_keeps_stack = False
         self._phase_of_watched = "start"
+        self._defers = False
+        self._outlook = ""
+        self.told, self.is_leaving = 0, False
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
@@ -90,6 +101,17 @@ class Watchdog:
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self._tell(f"phase {self._phase}")
 
+    def defer_signals(self) -> None:
+        """From here on the first SIGTERM or SIGUSR1 sets `told` and ends nothing: whoever asks leaves by itself.
+
+        A death is still named, whatever signal follows it: the ring says so, and ends this process.
+        """
+        self._defers = True
+
+    def foretell(self, outlook: str) -> None:
+        """What a process that is ended by a signal says of the next start."""
+        self._outlook = f"; {outlook}"
+
     def keep_stack_in(self, folder: Path) -> None:
         """Says where this process writes its stack when the job hangs: a file rank_<r>.stack, empty until then.
 
@@ -106,7 +128,8 @@ class Watchdog:
         self._announcing.acquire()  # never released: what happens to the others is no longer this process's end
         self._tell("bye")
         for number in SIGNAL_PATIENCE_S:
-            signal.signal(number, signal.SIG_DFL)
+            # A launcher tells the others to end when the first one has left: all must leave with their own status.
+            signal.signal(number, signal.SIG_IGN if self.is_leaving else signal.SIG_DFL)
         self._forget_stack()
 
     def fail(self, error: BaseException) -> None:
@@ -180,12 +203,22 @@ class Watchdog:
             time.sleep(STACK_PATIENCE_S)
 
     def _heed(self, signals: socket.socket) -> None:
-        """Ends this process some time after SIGTERM: a launcher may see a death before the ring has named it."""
-        while (number := signals.recv(1)[0]) not in SIGNAL_PATIENCE_S:
-            pass  # another signal
+        """Notes the first signal; ends this process at another, some time later where a launcher may have sent it.
+
+        The launcher may have seen a death before the ring has named it.
+        """
+        while (number := signals.recv(1)[0]) not in SIGNAL_PATIENCE_S or self._is_deferred(number):
+            pass
         time.sleep(SIGNAL_PATIENCE_S[number])
         cause = f"{self._me} was told to end ({signal.Signals(number).name}) in phase {self._phase}"
         self._go_down(cause, SIGNALLED + number)
+
+    def _is_deferred(self, number: int) -> bool:
+        if not self._defers or number == signal.SIGINT:
+            return False
+        if not self.told:
+            self.told, self._told_at = number, time.monotonic()
+        return time.monotonic() - self._told_at < ECHO_S
 
     def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
@@ -203,7 +236,7 @@ class Watchdog:
         if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
         elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
-            _write(f"{cause}\n")
+            _write(f"{cause}{self._outlook}\n")
         # else the reason has been said, and who found it does not matter
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
@@ -226,7 +259,7 @@ def _write(text: str) -> None:
 
 
 def _signals() -> socket.socket:
-    """A connection on which every signal's number arrives; SIGTERM and SIGINT no longer end this process by themselves.
+    """A connection on which every signal's number arrives; none of ours ends this process by itself any more.
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """

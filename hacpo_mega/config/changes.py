@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 # A pattern names a key, or a table with all that is in it.
 FREE = (
-    *("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers"),
+    *(
+        "run_dir",
+        "num_steps",
+        "evaluation",
+        "checkpoint",
+        "training.diagnose_every",
+        "training.verify_weights_every",
+        "reward.num_workers",
+    ),
     *("lanes", "agents.*.cells_per_lane"),
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
     "slurm",

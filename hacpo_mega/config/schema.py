@@ -90,6 +90,9 @@ class TrainingConfig(Section):
     max_skipped_updates: Count = 5
     """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
     with the samples of these updates in logs/."""
+    verify_weights_every: CountOrZero = 0
+    """Steps from one comparison of the weights that every engine holds with those of its trainer to the next, about the
+    cost of a publish phase; 0: only before the first step of every start, where it always is."""
     diagnose_every: CountOrZero = 0
     """Steps from one measurement of own against cross gradients to the next, which costs about one more learn phase and
     changes no weight; 0: never, and there is none where no answers are shared."""
@@ -115,10 +118,16 @@ class CheckpointConfig(Section):
     """Steps from one checkpoint to the next; the last step has one too. With every_minutes, too, at 0: none ever."""
     every_minutes: PositiveOrZero = 30.0
     """Minutes after which a step ends with a checkpoint although its number does not ask for one; 0: never."""
+    asynchronous: Flag = True
+    """Whether training goes on while a checkpoint is written, from a copy of the state in host memory (about 16 bytes a
+    parameter, over the ranks of an agent); it counts from the end of the step in which all have written."""
     keep_last: Count = 2
     """Newest checkpoints that are kept; the one before the newest is there in case the newest is damaged."""
     keep_every: CountOrZero = 0
     """Steps whose checkpoints are never removed: the multiples of this number; 0: no such step."""
+    keep_best: Flag = False
+    """Whether the checkpoint with the highest held-out accuracy, mean over the agents, is kept as well, the newest of
+    equals; only steps that end with an evaluation have one."""
 
 
 class Config(Section):

@@ -151,7 +151,9 @@ def _leave_with(parent: int) -> None:
 def main() -> None:
     """Serves tasks from standard input until it closes or the parent is gone; what graders print goes to stderr."""
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    # Ctrl-C reaches the whole group, a scheduler's signals every process of a job; the parent decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

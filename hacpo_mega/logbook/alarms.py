@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ class OmegaAlarm:
         self._names = names
         self._told: set[tuple[int, int]] = set()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The pairs that were spoken of, as plain values."""
+        return {"told": sorted(self._told)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._told = {(k, j) for k, j in state["told"]}
+
     def warnings(self, omega_NN: Tensor) -> Iterator[str]:
         """A line for every pair (k, j) whose omega_NN[k, j] is outside for the first time."""
         outside_NN = (omega_NN < OMEGA_LOW) | (omega_NN > OMEGA_HIGH)
@@ -58,6 +67,14 @@ class JudgeAlarm:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The errors that were quoted, as plain values."""
+        return {"told": sorted(self._told)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._told = set(state["told"])
+
     def warnings(self, num_unjudged: int, num_answers: int, first_error: str | None) -> Iterator[str]:
         """A line when `first_error` is a new one; the numbers are those of the same answers."""
         if first_error is None or first_error in self._told:
@@ -75,6 +92,14 @@ class UnjudgedLimit:
     def __init__(self, most: float) -> None:
         self._most = most
         self._num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps in a row above the limit, as a plain value."""
+        return {"num_steps": self._num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._num_steps = state["num_steps"]
 
     def see(self, num_unjudged: int, num_answers: int, first_error: str | None) -> None:
         """Counts a step of this cell; RunStopped after the third in a row above the limit."""
@@ -100,6 +125,15 @@ class EngineAlarm:
         self._floor = GAP_FLOOR_FP32 if dtype == torch.float32 else GAP_FLOOR
         self._calm = [deque[float](maxlen=GAP_WINDOW) for _ in names]
         self._jumped = [False] * len(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every agent's calm steps, and whether its last one was a jump, as plain values."""
+        return {"calm": [list(calm) for calm in self._calm], "jumped": list(self._jumped)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._calm = [deque(calm, maxlen=GAP_WINDOW) for calm in state["calm"]]
+        self._jumped = list(state["jumped"])
 
     def warnings(self, gap_N: Sequence[float | None]) -> Iterator[str]:
         """A line for every agent whose gap has jumped in this step; `gap_N` in nats per token, None where not known."""
@@ -133,6 +167,15 @@ class GradNormAlarm:
         self._names = names
         self._calm = [deque[float](maxlen=SPIKE_WINDOW) for _ in names]
         self._was_spike = [False] * len(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every agent's calm steps, and whether its last one was a spike, as plain values."""
+        return {"calm": [list(calm) for calm in self._calm], "was_spike": list(self._was_spike)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._calm = [deque(calm, maxlen=SPIKE_WINDOW) for calm in state["calm"]]
+        self._was_spike = list(state["was_spike"])
 
     def warnings(self, norm_N: Sequence[float | None]) -> Iterator[str]:
         """A line for every agent whose norm begins to spike in this step; None where there was no update."""

@@ -7,8 +7,9 @@ run that went on would sample and train nothing. Not here: the skip itself (mega
     {"agent", "cell", "updates": [{"step", "update", "loss", "grad_norm", "num_samples", "samples": [
         {"prompt_index", "source", "rollout", "advantage", "source_logprob", "ratio", "num_trained",
          "prompt_ids", "answer_ids", "text"}]}]}
-`samples` are those of this cell with a ratio, an advantage or a log-prob that is not finite; all of the cell where none
-of these shows it. A number that is not finite is written as "nan", "inf" or "-inf".
+`updates` are those since the run was last started; `samples` are those of this cell with a ratio, an advantage or a
+log-prob that is not finite; all of the cell where none of these shows it. A number that is not finite is written as
+"nan", "inf" or "-inf".
 """
 
 import json
@@ -44,6 +45,16 @@ class SkippedUpdates:
         self._most, self._folder, self._agent, self._cell = most, folder, agent, cell
         self._decode, self._gather = decode, gather
         self._row: list[dict[str, Any]] = []
+        self._num_before = 0
+
+    @property
+    def num_in_row(self) -> int:
+        """Of the agent's last updates, how many in a row were skipped."""
+        return self._num_before + len(self._row)
+
+    def go_on(self, num_in_row: int) -> None:
+        """Counts on from what `num_in_row` was when the run was put on disk; the samples of these are not known."""
+        self._num_before = num_in_row
 
     def see(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> None:
         """Counts update number `update` of a step, given this cell's samples of it.
@@ -52,9 +63,10 @@ class SkippedUpdates:
         """
         if not stats.skipped:
             self._row.clear()
+            self._num_before = 0
             return
         self._row.append(self._record(step, update, samples, stats))
-        if len(self._row) < self._most:
+        if self.num_in_row < self._most:
             return
         if self._cell is not None:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,9 @@ Each function is called by the one rank that owns what it adds, usually the lead
 """
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from hacpo_kernels import ObjectiveStats, objective_stats
@@ -95,6 +96,12 @@ def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgeme
         for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
             metrics.add(f"agent/{name}/accuracy{tail}", judgement.reward, 1)
             metrics.count(f"agent/{name}/num_evaluated{tail}", 1)
+
+
+def mean_accuracy(values: Mapping[str, float], names: Sequence[str]) -> float | None:
+    """Held-out accuracy of a step's reduced metrics, mean over the agents; None where one of them has none."""
+    accuracies = [values.get(f"agent/{name}/accuracy") for name in names]
+    return None if None in accuracies else math.fsum(accuracies) / len(accuracies)
 
 
 def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequence[ViewCounts]) -> None:

@@ -6,6 +6,7 @@ Every leader speaks for its cell, the job's rank 0 for what is the same everywhe
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,22 @@ class StepReport:
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
         self._grad_norm_alarm = GradNormAlarm(self._names)
+        self._alarms = {
+            "omega": self._omega_alarm,
+            "judge": self._judge_alarm,
+            "unjudged": self._unjudged_limit,
+            "engine": self._engine_alarm,
+            "grad_norm": self._grad_norm_alarm,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the alarms have seen and said on this rank, as plain values."""
+        return {name: alarm.state_dict() for name, alarm in self._alarms.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        for name, alarm in self._alarms.items():
+            alarm.load_state_dict(state[name])
 
     def add(
         self,

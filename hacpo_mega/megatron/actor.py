@@ -25,6 +25,7 @@ from hacpo_mega.megatron.model import build_model, lm_head_weight, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer, OptimizerStep
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
+from hacpo_mega.megatron.saving import Saving
 from hacpo_mega.megatron.schedule import (
     accumulate_gradients,
     forward_only,
@@ -76,6 +77,7 @@ class Actor:
             self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, overrides)
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates)
         self._reference: list[torch.Tensor] | None = None
+        self._saving_group: torch.distributed.ProcessGroup | None = None
 
     def _build(
         self, tp: int, pp: int, max_positions: int, overrides: Mapping[str, Any] | None
@@ -234,10 +236,15 @@ class Actor:
         """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
         return full_tensors(self.model)
 
-    def save(self, folder: Path) -> dict[str, int]:
-        """Writes weights and optimizer into an empty folder; the counts for `load`. Collective over the agent."""
-        save_state(self.model, self.optimizer, folder)
-        return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}
+    def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Saving]:
+        """The counts for `load`, and what writes weights and optimizer into an empty folder. Collective over the agent.
+
+        With `copies` it may be written while the actor learns on: what is written is the actor as it is now.
+        """
+        if self._saving_group is None:
+            self._saving_group = torch.distributed.new_group(backend="gloo")
+        saving = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
+        return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, saving
 
     def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
         """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""

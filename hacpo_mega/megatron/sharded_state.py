@@ -12,28 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed import DistributedDataParallel
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
 
 from hacpo_mega.megatron.model import unwrapped
 from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.saving import SaveLater, Saving
 
 
 @torch.no_grad()
-def save_state(model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path) -> None:
-    """Writes the actor into an empty folder that every rank sees, synced to disk. Collective over the agent."""
+def save_state(
+    model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, group: dist.ProcessGroup, *, copies: bool
+) -> Saving:
+    """Begins to write the actor into an empty folder that every rank sees. Collective over the agent.
+
+    group    of gloo, over the agent, for the save alone
+    copies   whether the actor may change while it is being written, at the cost of a copy of its state in host memory
+    """
     with megatron_platform():
-        dist_checkpointing.save(_state(model, optimizer), str(folder), sharded_strategy=_SaveInProcess("torch_dist", 1))
+        later = SaveLater(group, copies=copies)
+        request = dist_checkpointing.save(
+            _state(model, optimizer), str(folder), sharded_strategy=later, async_sharded_save=True
+        )
+    return Saving.of(request)
 
 
 @torch.no_grad()
@@ -74,23 +78,3 @@ def _zero_padding(of_optimizer: dict[Any, Any]) -> None:
 
 def _buckets(dtypes: dict[Any, list]) -> list:
     return [bucket for buckets in dtypes.values() for bucket in buckets]
-
-
-class _SaveInProcess(SaveShardedStrategy):
-    """Megatron's format, written by the process itself.
-
-    Its own writer forks a process that holds an engine, threads and sockets, and starts a second one that imports
-    everything again: made to write while training goes on, which we do not yet.
-    """
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        checkpoint.save(
-            mcore_to_pyt_state_dict(state, is_loading=False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )

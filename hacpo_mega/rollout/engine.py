@@ -35,6 +35,7 @@ from hacpo_mega.models.folder import eos_token_ids, head_size
 from hacpo_mega.models.layout import head_size_problem
 from hacpo_mega.models.weight_files import HEAD, published_names
 from hacpo_mega.records import Completion, Stop
+from hacpo_mega.rollout.held_weights import differences
 from hacpo_mega.rollout.host_process import (
     joined_to_default_group,
     keeping_default_group,
@@ -128,6 +129,11 @@ class Engine:
         self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the engine holds weights in another form than they are published in."""
+        return self._llm.llm_engine.vllm_config.quant_config is not None
+
+    @property
     def _worker(self) -> Any:
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
@@ -218,6 +224,15 @@ class Engine:
             if self._has_tied_embeddings and not self._on_cuda and name.endswith("embed_tokens.weight"):
                 # On CPU the output layer keeps a packed copy of the tied embedding, which would stay as it was.
                 yield HEAD, tensor
+
+    def differences(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """A line for every tensor of which this rank holds other numbers than these (name, full tensor) pairs have.
+
+        Takes all pairs, as `load` does. Not for an engine that quantizes, which has other numbers on purpose.
+        """
+        self._require(Memory.AWAKE, "differences", needs_weights=True)
+        model = self._worker.get_model()
+        return list(differences(model, model.packed_modules_mapping, self._has_tied_embeddings, weights))
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.

@@ -12,11 +12,12 @@ Not here: the advantages themselves (algorithm/) and which samples share an upda
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
 
+from hacpo_mega.config import AlgorithmConfig, RolloutConfig
 from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Score, Stop, Trajectory, ViewCounts
 from hacpo_mega.samples.tokenizers import TextCodec
 
@@ -43,6 +44,18 @@ class ViewRules:
     eos_in_loss: bool
     ratio_length: Literal["own", "source"]
     max_answer_tokens: int
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig, rollout: RolloutConfig, sources: tuple[TextCodec, ...]) -> Self:
+        """What a configuration asks for."""
+        return cls(
+            sources=sources,
+            shares_answers=algorithm.shares_answers,
+            trains_changed=rollout.train_changed_reencodings,
+            eos_in_loss=algorithm.eos_in_loss,
+            ratio_length=algorithm.ratio_length,
+            max_answer_tokens=rollout.max_answer_tokens,
+        )
 
 
 def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:

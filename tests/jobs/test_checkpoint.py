@@ -5,9 +5,12 @@ whatever a run remembers from step to step is in the comparison.
 """
 
 import json
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -18,7 +21,11 @@ from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from tiny_models import make_model
 
+import hacpo_mega.trainer
+from hacpo_mega.agent import Agent
 from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.cluster.forked_job import wait_for_ranks
+from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
@@ -51,14 +58,15 @@ def undisturbed(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(undisturbed) -> Path:
-    """The folder of the same run, killed in step 4 after the checkpoint of step 2, and started again."""
+    """The folder of the same run, killed after step 3 and the commit of step 2, and started again."""
     run_dir = undisturbed.parent / "killed"
     override = f"run_dir={run_dir}"
     logs = undisturbed.parent / "logs"
     logs.mkdir()
     ranks = start_ranks(NUM_RANKS, logs, play_command, "train", str(undisturbed), override)
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or max(read_metrics(metrics), default=0) < 3:
+    # The checkpoint of step 2 is written while step 3 goes on, and counts from the end of that at the earliest.
+    while not committed_steps(run_dir) or max(read_metrics(metrics)) < 3:
         assert all(rank.is_alive() for rank in ranks), [log.read_text() for log in logs.glob("*.err")]
         time.sleep(0.01)
     for rank in ranks:
@@ -72,13 +80,57 @@ def resumed(undisturbed) -> Path:
     return run_dir
 
 
-def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(undisturbed, resumed):
+def told_at_call(number: int, name: str, nth: int, *arguments: str) -> None:
+    """`hacpo-mega ARGUMENTS`, in which rank 3 is told to end as it calls a function for the nth time."""
+    owner = Agent if name == "learn" else hacpo_mega.trainer
+    original, calls, watchdogs = getattr(owner, name), [], []
+
+    def telling(*args, **options):
+        calls.append(name)
+        if len(calls) == nth and os.environ["PLACE_IN_JOB"] == "3":
+            os.kill(os.getpid(), number)
+            while not watchdogs[0].told:  # a thread notes it
+                time.sleep(0.001)
+        return original(*args, **options)
+
+    os.environ["PLACE_IN_JOB"] = os.environ["RANK"]  # later on RANK counts inside the agent
+    setattr(owner, name, telling)
+    defer = Watchdog.defer_signals
+    Watchdog.defer_signals = lambda watchdog: watchdogs.append(watchdog) or defer(watchdog)
+    play_command(*arguments)
+
+
+@pytest.fixture(scope="module")
+def told(undisturbed) -> Path:
+    """The folder of the same run, told to end before it learns in step 2, again while it learns in step 3."""
+    run_dir = undisturbed.parent / "told"
+    arguments = ("train", str(undisturbed), f"run_dir={run_dir}")
+    for number, name, nth, kept in ((signal.SIGTERM, "learner_view", 2, [1]), (signal.SIGUSR1, "learn", 3, [2, 3])):
+        logs = undisturbed.parent / f"told_{name}"
+        logs.mkdir()
+        ranks = start_ranks(NUM_RANKS, logs, told_at_call, number, name, nth, *arguments)
+        wait_for_ranks(ranks)
+        said = [(logs / f"{rank}.err").read_text() for rank in range(NUM_RANKS)]
+        assert [rank.exitcode for rank in ranks] == [75] * NUM_RANKS, said
+        assert not any("Traceback" in text or "told to end" in text for text in said), said
+        assert max(read_metrics(run_dir / "metrics.jsonl")) == max(kept) == logged_steps(run_dir)[-1]
+        assert committed_steps(run_dir) == kept
+    train(undisturbed, f"run_dir={run_dir}")
+    return run_dir
+
+
+@pytest.mark.parametrize("how", ["resumed", "told"])
+def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(how, undisturbed, request):
     """The shards of a checkpoint hold weights, main weights and both moments of every rank."""
+    resumed = request.getfixturevalue(how)
     one, other = (read_checkpoint(folder_of(run, 4)) for run in (undisturbed.parent / "run", resumed))
     shards = {path: file for path, file in one.files.items() if path.endswith(".distcp")}
     assert len(shards) == NUM_RANKS
     assert {path: other.files[path] for path in shards} == shards
-    assert (other.agents, other.capability) == (one.agents, one.capability)
+    assert (other.agents, other.capability, other.accuracy) == (one.agents, one.capability, one.accuracy)
+    values = read_metrics(one.folder.parents[1] / "metrics.jsonl")[4].values
+    assert one.accuracy == fmean(values[f"agent/{name}/accuracy"] for name in NAMES)
+    assert read_checkpoint(folder_of(one.folder.parents[1], 2)).accuracy is None, "it had no evaluation"
     for name in NAMES:
         first, second = (
             load_file(run / "agents" / name / "model.safetensors") for run in (one.folder.parents[1], resumed)
@@ -86,8 +138,9 @@ def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(undisturbed, re
         assert all(torch.equal(first[tensor], second[tensor]) for tensor in first)
 
 
-def test_every_step_is_logged_once_and_alike(undisturbed, resumed):
-    run = undisturbed.parent / "run"
+@pytest.mark.parametrize("how, starts", [("resumed", [0, 2]), ("told", [0, 1, 3])])
+def test_every_step_is_logged_once_and_alike(how, starts, undisturbed, request):
+    run, resumed = undisturbed.parent / "run", request.getfixturevalue(how)
     one, other = (read_metrics(folder / "metrics.jsonl") for folder in (run, resumed))
     lines = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert lines == [0, 1, 2, 3, 4]
@@ -96,7 +149,7 @@ def test_every_step_is_logged_once_and_alike(undisturbed, resumed):
     assert all(read_rollouts(resumed, step) == read_rollouts(run, step) for step in range(1, 5))
     assert any(value > 0.0 for name, value in other[4].values.items() if name.endswith("/kl"))
     assert other[4].values["agent/wide/from/twice/band_low"] != 1 - 0.9
-    assert [start["steps_done"] for start in read_starts(resumed)] == [0, 2]
+    assert [start["steps_done"] for start in read_starts(resumed)] == starts
     assert "checkpoint" not in str([m.values for m in other.values()]), "its seconds are timing"
 
 
@@ -136,10 +189,13 @@ def save_after_two_updates(folder: Path) -> tuple:
     actor = make_actor(folder / "model", optimizer=ADAM)
     for number in range(2):
         update(actor, number)
-    counts = actor.save(folder / "state")
+    counts, saving = actor.save(folder / "state", copies=True)
+    after = full_weights(actor), update(actor, 2)  # what is written is the actor as it was
+    saving.write()
+    saving.finish()
     if dist.get_rank() == 0:
         (folder / "counts.json").write_text(json.dumps(counts))
-    return full_weights(actor), update(actor, 2)
+    return after
 
 
 def update_after_loading(folder: Path) -> tuple:

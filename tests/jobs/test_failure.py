@@ -112,6 +112,30 @@ def test_a_job_that_is_told_to_end_says_so_in_one_line_and_by_its_status(tmp_pat
     assert job.errors()[0] in said and not any(job.errors()[1:]), job.errors()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_a_second_signal_ends_a_job_that_has_deferred_the_first(tmp_path, number):
+    """Whatever a signal is echoed by within a second is that signal; the one that counts comes later."""
+    job = Job(tmp_path, 2, "defer")
+    while all(process.is_alive() for process in job.ranks):
+        job.signal(3, number)
+        time.sleep(0.5)
+    assert job.wait() == [128 + number] * 4, job.errors()
+    line = f"{NAMES[3]} was told to end ({number.name}) in phase exchange of step 12; started again, it goes on\n"
+    assert job.errors() == [line, "", "", ""]
+
+
+def test_a_death_is_named_though_all_were_told_to_end_before(tmp_path):
+    """And a launcher, which saw the death, tells them once more."""
+    job = Job(tmp_path, 2, "defer")
+    for rank in (0, 1, 3):
+        job.signal(rank, signal.SIGUSR1)
+    time.sleep(1.5)  # what follows is no echo
+    job.ranks[2].kill()
+    for rank in (0, 1, 3):
+        job.signal(rank, signal.SIGTERM)
+    job.assert_everyone_names(re.escape(f"{NAMES[2]} died in phase learn of step 12"))
+
+
 def test_an_error_is_named_by_all_with_its_first_line(tmp_path):
     job = Job(tmp_path, 2, "raise")
     job.assert_everyone_names(re.escape(f"{NAMES[2]} failed in phase learn of step 12: RuntimeError: loss is NaN"))

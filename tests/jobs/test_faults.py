@@ -15,6 +15,7 @@ from job import play_command, start_command, start_ranks
 from processes import descendants, is_running
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
+from hacpo_mega.checkpoint import committed_steps
 from hacpo_mega.logbook.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -107,9 +108,36 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_process(tmp_path):
     family = descendants(job.pid)
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=DEADLINE_S) == 130
-    told = r"rank [01] \(agent wide, .*\) was told to end \(SIGINT\) in phase \w+ of step \d+\n"
+    told = r"rank [01] \(agent wide, .*\) was told to end \(SIGINT\) in phase \w+ of step \d+; started again, the run "
+    told += r"(begins anew: no step of it is on disk|goes on after step \d+)\n"
     assert re.fullmatch(told, (tmp_path / "errors").read_text()), (tmp_path / "errors").read_text()
+    wait_until_gone(family)
+
+
+def wait_until_gone(family: set[int]) -> None:
+    """A grader ends when it finds that its rank is gone."""
     deadline = time.monotonic() + DEADLINE_S
-    while [pid for pid in family if is_running(pid)]:  # a grader ends when it finds that its rank is gone
+    while [pid for pid in family if is_running(pid)]:
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def test_a_scheduler_that_tells_the_launcher_to_end_finds_75_and_a_whole_step(tmp_path):
+    """The launcher tells its ranks, who agree on where to leave."""
+    agents = [agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2)]
+    config = write_config(tmp_path, agents, num_steps=100_000, algorithm={"method": "gspo"})
+    with (tmp_path / "errors").open("w") as errors, (tmp_path / "console").open("w") as console:
+        job = start_command("train", config, stdout=console, stderr=errors)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert job.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.5)
+    family = descendants(job.pid)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=DEADLINE_S) == 75, (tmp_path / "errors").read_text()
+    assert (tmp_path / "errors").read_text() == ""
+    wait_until_gone(family)
+    last = max(read_metrics(metrics))
+    assert committed_steps(tmp_path / "run")[-1] == last
+    said = (tmp_path / "console").read_text().splitlines()[-1]
+    assert said == f"told to end (SIGTERM); started again, the run goes on after step {last}"

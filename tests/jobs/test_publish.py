@@ -78,6 +78,29 @@ def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, case
     assert line.startswith("warning: engine and trainer of a differ by ")
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
+def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, case):
+    """After every publish nothing differs; of rank 1's engine, which got another last number of a tensor, that one."""
+    for rank, seen in enumerate(saw):
+        assert seen[case]["differences"] == [[]] * (NUM_UPDATES + 1)
+        for name, found in seen[case]["mutated"].items():
+            twice = 2 if name == "model.embed_tokens.weight" and case[0] == "qwen3-tied" else 1
+            assert len(found) == (twice if rank == 1 else 0), (rank, name, found)
+            assert all(line.startswith(f"{name}: 1 of the ") for line in found)
+    assert len(saw[1][case]["mutated"]) > 20
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
+def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, case):
+    """And one whose packed output layer was forgotten, in the embedding alone."""
+    for seen in (rank[case] for rank in saw):
+        differing = {line.partition(": ")[0] for line in seen["behind"]}
+        assert differing == seen["mutated"].keys()
+        assert [line.partition(": ")[0] for line in seen["stale head"]] == (
+            ["model.embed_tokens.weight"] if case[0] == "qwen3-tied" and not torch.cuda.is_available() else []
+        )
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_of_one_cell_answer_alike(saw, name):
     """pp 2 with engines of one rank: both got every tensor of both stages."""

@@ -16,10 +16,14 @@ RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), Agen
 def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 600.0) -> None:
     """One rank. The victim, in phase "learn", creates the file `ready` when all others are in phase "exchange".
 
-    With fate "late" it goes on when somebody has created the file `go` beside it.
+    With fate "late" it goes on when somebody has created the file `go` beside it. With fate "defer" all ranks heed only
+    a second signal.
     """
     with Place.join(RANK_MAP, timeout_s, stall_s) as place:
         place.keep_stack_in(ready.parent / "logs")
+        if fate == "defer":
+            place.defer_signals()
+            place.foretell("started again, it goes on")
         rank = place.coordinate.global_rank
         place.enter_phase("roll_out", "of step 11")
         place.barrier()
@@ -31,7 +35,7 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
                 raise RuntimeError("loss is NaN\nsecond line")
             if fate == "exit":
                 sys.exit(0)
-            while fate == "sleep" or not ready.with_name("go").exists():
+            while fate in ("sleep", "defer") or not ready.with_name("go").exists():
                 time.sleep(0.05)
         if place.agent == 0:
             dist.all_reduce(torch.ones(1))

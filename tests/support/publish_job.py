@@ -5,6 +5,7 @@ process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sa
 first publish, after the publish that follows every optimizer update, and between an update and its publish.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,11 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         eos_ids=[7],
         random_weights=True,
     )
-    seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": []}
+    seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": [], "differences": []}
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
         engine.load(actor.weights())
+        seen["differences"].append(engine.differences(actor.weights()))
         samples, sampled = answer(engine, step, cell)
         seen["samples"].append(samples)
         seen["sampled"].append(sampled)
@@ -77,9 +79,31 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         if step < NUM_UPDATES:
             actor.learn_supervised(samples, num_trained_tokens=100)
             seen["stale"].append(actor.token_logprobs(samples))  # the engine that sampled them knows of no update
+    actor.learn_supervised(samples, num_trained_tokens=100)
+    seen["behind"] = engine.differences(actor.weights())
+    # As vLLM alone would load a tied model on the CPU: the packed output layer stays as it was.
+    engine._has_tied_embeddings, is_tied = False, engine._has_tied_embeddings
+    engine.load(actor.weights())
+    engine._has_tied_embeddings = is_tied
+    seen["stale head"] = engine.differences(actor.weights())
+    names = [name for name, _ in actor.weights()]
+    seen["mutated"] = {name: differences_after_mutation(engine, actor, name) for name in names}
     engine.close()
     parallel_state.destroy_model_parallel()
     return seen
+
+
+def differences_after_mutation(engine: Engine, actor: Actor, victim: str) -> list[str]:
+    """What is found in engines of which those on rank 1 were given one tensor with another last number."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in actor.weights():
+            if name == victim and torch.distributed.get_rank() == 1:
+                tensor.view(-1)[-1].mul_(1 + 2**-20).add_(2**-30)
+            yield name, tensor
+
+    engine.load(weights())
+    return engine.differences(actor.weights())
 
 
 def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[TokenSequence]]) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Alarms speak once, by name, and say what to do."""
 
+import json
 import math
 
 import pytest
@@ -51,6 +52,33 @@ def test_a_grader_that_fails_three_steps_in_a_row_ends_the_run():
         "more than 50% of the answers (reward.max_unjudged_share) were left unjudged in 3 steps in a row; "
         "the grader's first error: ValueError: no field"
     )
+
+
+def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
+    """Every alarm after its state has been through JSON: what was said is not said again, and rows are counted on."""
+    names, omega_NN = ("a", "b"), capability_ratios(torch.tensor([0.5, 1e-8], dtype=torch.float64), None)
+    steps = {
+        OmegaAlarm: lambda alarm: list(alarm.warnings(omega_NN)),
+        JudgeAlarm: lambda alarm: list(alarm.warnings(64, 64, "ValueError")),
+        EngineAlarm: lambda alarm: list(alarm.warnings([0.5, 1e-6])),
+        GradNormAlarm: lambda alarm: list(alarm.warnings([math.inf, 1.0])),
+    }
+    made = {OmegaAlarm: (names,), EngineAlarm: (names, torch.float32), GradNormAlarm: (names,)}
+    for kind, step in steps.items():
+        before, after = kind(*made.get(kind, ())), kind(*made.get(kind, ()))
+        assert step(before)
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert step(after) == []
+        assert step(before) == [] and after.state_dict() == before.state_dict()
+    grown, limit = GradNormAlarm(names), UnjudgedLimit(0.5)
+    grown.load_state_dict({"calm": [[1.0] * 4, []], "was_spike": [False, False]})
+    assert len(list(grown.warnings([6.0, 6.0]))) == 1
+    kept = grown.state_dict()
+    assert list(grown.warnings([1.0, 1.0])) == []
+    assert kept == {"calm": [[1.0] * 4, [6.0]], "was_spike": [True, False]}, "a copy: it may be written later"
+    limit.load_state_dict({"num_steps": 2})
+    with pytest.raises(RunStopped):
+        limit.see(64, 64, None)
 
 
 def test_a_share_of_one_never_ends_a_run():

@@ -10,6 +10,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.checkpoint import (
+    FORMAT,
     RECORD,
     AgentState,
     Checkpoint,
@@ -36,7 +37,7 @@ def config_in(run_dir: Path, *overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.toml", [f"run_dir={run_dir}", *overrides])
 
 
-def written(config: Config, step: int) -> tuple[Path, Checkpoint]:
+def written(config: Config, step: int, accuracy: float | None = None) -> tuple[Path, Checkpoint]:
     """The shards of a step on disk, and the record that would commit it."""
     folder = folder_of(config.run_dir, step)
     writing = folder.with_name(folder.name + ".writing")
@@ -52,14 +53,15 @@ def written(config: Config, step: int) -> tuple[Path, Checkpoint]:
         models=model_digests(config),
         # what JSON has no number for, and what needs all of a float64
         capability={"history": [[0.1 + 0.2, math.nan], [1 / 3, 1.0]]},
-        agents={name: AgentState(4 * step, 4 * step - 1, {"low": [0.1, 1 / 3]}) for name in NAMES},
+        accuracy=accuracy,
+        agents={name: AgentState(4 * step, 4 * step - 1, {"low": [0.1, 1 / 3]}, 1, [{"told": []}]) for name in NAMES},
         files={path: FileState(file.stat().st_size, file_sha256(file)) for path, file in files.items()},
     )
     return writing, record
 
 
-def make_step(config: Config, step: int) -> Path:
-    writing, record = written(config, step)
+def make_step(config: Config, step: int, accuracy: float | None = None) -> Path:
+    writing, record = written(config, step, accuracy)
     commit(writing, record)
     return record.folder
 
@@ -128,9 +130,29 @@ def test_old_steps_are_removed(keep_last, keep_every, kept, tmp_path):
     config = config_in(tmp_path)
     for step in range(2, 13, 2):
         make_step(config, step)
-    remove_old(tmp_path, keep_last, keep_every)
+    remove_old(tmp_path, keep_last=keep_last, keep_every=keep_every, keep_best=True)
     assert committed_steps(tmp_path) == kept
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
+
+
+@pytest.mark.parametrize(
+    "accuracies, best",
+    [
+        ({2: 0.9, 4: 0.5, 6: None, 8: 0.8, 10: None}, 2),
+        ({2: 0.9, 4: 0.9, 6: None, 8: 0.8, 10: None}, 4),  # the newer one of equals
+        ({2: 0.5, 4: 0.6, 6: 0.5, 8: 0.7, 10: 0.1}, 8),  # kept anyway
+        ({2: 0.0, 4: None, 6: None, 8: None, 10: None}, 2),
+    ],
+)
+def test_the_best_step_stays_although_a_job_died_before_it_looked(accuracies, best, tmp_path):
+    config = config_in(tmp_path)
+    for step, accuracy in accuracies.items():
+        make_step(config, step, accuracy)
+    (folder_of(tmp_path, 6) / RECORD).write_text("{}")  # a damaged step is no candidate, and disturbs nobody
+    remove_old(tmp_path, keep_last=2, keep_every=0, keep_best=True)
+    assert committed_steps(tmp_path) == sorted({best, 8, 10})
+    remove_old(tmp_path, keep_last=1, keep_every=0, keep_best=False)
+    assert committed_steps(tmp_path) == [10]
 
 
 def edit_record(folder: Path, **changed) -> None:
@@ -147,9 +169,9 @@ def edit_record(folder: Path, **changed) -> None:
         (lambda folder: (folder / RECORD).write_text("{}"), RECORD, "is damaged: it is no record of a checkpoint"),
         (lambda folder: (folder / RECORD).write_bytes(b"\xff"), RECORD, "is damaged: it is no record of a checkpoint"),
         (
-            lambda folder: edit_record(folder, format=2),
+            lambda folder: edit_record(folder, format=1),
             RECORD,
-            "is of format 2, this version of hacpo_mega reads format 1",
+            f"is of format 1, this version of hacpo_mega reads format {FORMAT}",
         ),
         (lambda folder: edit_record(folder, sha256="0"), RECORD, "is damaged: it is not what was written"),
     ],
@@ -174,7 +196,7 @@ def test_a_record_with_other_entries_is_refused_in_a_line(tmp_path):
     state = json.loads((folder / RECORD).read_text())["state"]
     del state["models"]
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-    (folder / RECORD).write_text(json.dumps({"format": 1, "sha256": digest, "state": state}))
+    (folder / RECORD).write_text(json.dumps({"format": FORMAT, "sha256": digest, "state": state}))
     line = complaint(config_in(tmp_path))
     assert line.startswith(f"{folder / RECORD} is not a record that this version of hacpo_mega reads: ")
     assert "'models'" in line and "\n" not in line

@@ -44,6 +44,18 @@ def watch(tmp_path) -> SkippedUpdates:
     return SkippedUpdates(3, tmp_path / "logs", "qwen", 2, lambda ids: " ".join(map(str, ids)), lambda payload: None)
 
 
+def test_skips_are_counted_on_when_a_run_goes_on(watch, tmp_path):
+    """The samples in the file are those of this start."""
+    watch.go_on(2)
+    watch.see(5, 0, GOOD, stats_of(GOOD, skipped=False))
+    assert watch.num_in_row == 0
+    watch.go_on(2)
+    with pytest.raises(RunStopped, match="the last 3 updates in a row"):
+        watch.see(5, 1, GOOD, stats_of(GOOD, skipped=True))
+    (file,) = (tmp_path / "logs").iterdir()
+    assert [update["update"] for update in json.loads(file.read_text())["updates"]] == [2]
+
+
 def test_only_skips_in_a_row_end_the_run(watch, tmp_path):
     for update, skipped in enumerate((True, True, False, True, True, False)):
         watch.see(4, update, GOOD, stats_of(GOOD, skipped=skipped))

@@ -1,0 +1,117 @@
+"""What a live engine multiplies with, part by part under the names of Hugging Face, held against published tensors.
+
+An engine keeps its shard of every tensor, several of them fused into one (qkv_proj, gate_up_proj). Which part of the
+published tensor that is follows from the layer's own numbers, not from the loader that put it there, so that a loader
+that cuts wrongly is found too. On the CPU linear layers hold a packed copy that nobody can read: it is multiplied with
+the unit matrix, and sums of one number and zeros are exact.
+It gets vLLM's model handed in and imports nothing of it (engine.py does). Not here: who asks, and when (agent.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a published tensor that an engine has: `size` from `start` on in `dim`, at `place` of its own."""
+
+    dim: int
+    start: int
+    size: int
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """What an engine has of a published tensor.
+
+    own         its own tensor, which may hold parts of others too
+    is_packed   whether that comes out of a product, which shows finite numbers alone
+    """
+
+    name: str
+    cut: Cut
+    own: Callable[[], Tensor]
+    is_packed: bool
+
+    def num_differing(self, whole: Tensor) -> tuple[int, int]:
+        """How many numbers are not those of the published tensor, and how many there are."""
+        wanted = whole.narrow(self.cut.dim, self.cut.start, self.cut.size)
+        if self.is_packed and not wanted.isfinite().all():
+            return 0, wanted.numel()
+        held = self.own().narrow(self.cut.dim, self.cut.place, self.cut.size)
+        return int(((held != wanted) & ~(held.isnan() & wanted.isnan())).sum()), wanted.numel()
+
+
+def differences(
+    model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool, published: Iterable[tuple[str, Tensor]]
+) -> Iterator[str]:
+    """A line for every published tensor (name, whole tensor) of which the engine holds other numbers.
+
+    fused   what a layer's name stands for: {"gate_up_proj": ["gate_proj", "up_proj"]}
+    tied    whether the output layer is the embedding
+    Takes every published tensor before it ends. ValueError for one that the engine has no part of, and the reverse.
+    """
+    parts = defaultdict(list)
+    for part in _held_parts(model, fused, tied):
+        parts[part.name].append(part)
+    for name, whole in published:
+        if name not in parts:
+            raise ValueError(f"{name} was published, and the engine holds no part of it")
+        for part in parts.pop(name):
+            num_differing, size = part.num_differing(whole)
+            if num_differing:
+                yield f"{name}: {num_differing} of the {size} numbers that it holds of it"
+    if parts:
+        raise ValueError(f"the engine holds {len(parts)} tensors that were not published: {sorted(parts)[:4]}")
+
+
+def _held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool) -> Iterator[HeldPart]:
+    # A tied output layer may be the embedding itself, under a second name.
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, last = path.rpartition(".")
+        names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
+        if tied and path == HEAD_LAYER:
+            names = [EMBEDDING]
+        for kind, parameter in module.named_parameters(recurse=False):
+            is_packed = kind == "weight" and hasattr(module, "cpu_linear") and path != EMBEDDING
+            own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
+            for name, cut in zip(names, _cuts(module, len(names), kind, parameter), strict=True):
+                yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
+
+
+def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
+    """Of each of the tensors that a layer's own is made of, by vLLM's numbers of the layer."""
+    if hasattr(module, "shard_indices"):
+        rows = module.shard_indices
+        return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
+    if num_names > 1:
+        sizes = _rows_of_fused(module)
+        places = accumulate((size for size, _ in sizes[:-1]), initial=0)
+        return [Cut(0, size * rank, size, place) for (size, rank), place in zip(sizes, places, strict=True)]
+    if kind == "weight" and hasattr(module, "input_size_per_partition"):
+        return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
+    return [Cut(0, 0, len(parameter))]
+
+
+def _rows_of_fused(module: nn.Module) -> list[tuple[int, int]]:
+    """(rows, number of the shard) of every tensor in a fused one; key and value heads may be on several ranks each."""
+    if not hasattr(module, "num_kv_head_replicas"):
+        return [(size // module.tp_size, module.tp_rank) for size in module.output_sizes]
+    of_keys = module.num_kv_heads * module.head_size, module.tp_rank // module.num_kv_head_replicas
+    return [(module.num_heads * module.head_size, module.tp_rank), of_keys, of_keys]
+
+
+def _unpacked(module: nn.Module) -> Tensor:
+    """The weight [out, in] of a layer that holds it packed."""
+    size = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
+    unit = torch.eye(size, dtype=module.params_dtype)
+    return module.cpu_linear(unit, module.weight, None).T
