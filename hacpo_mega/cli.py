@@ -21,6 +21,7 @@ from hacpo_mega.checkpoint import committed_steps, find_start
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cli_preflight import preflight
+from hacpo_mega.cli_slurm import begin_attempt, slurm
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
     inside_a_job,
@@ -142,6 +143,7 @@ def train(
         return
     if not _this_process_is_a_rank(config):
         return
+    begin_attempt(config.run_dir)
     from hacpo_mega.cluster.watchdog import RESUMABLE
     from hacpo_mega.trainer import Trainer
 
@@ -153,6 +155,7 @@ def train(
 
 app.command()(experiment)
 app.command()(preflight)
+app.command()(slurm)
 
 
 @app.command()

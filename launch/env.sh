@@ -1,4 +1,4 @@
-# Source this before Python starts, in every process: `srun bash -c "source launch/env.sh && hacpo-mega train CONFIG"`.
+# Source this before Python starts: in a job script before srun (launch/slurm.sbatch does), or in every process.
 # What is set already stays. hacpo-mega sets the same values itself (hacpo_mega/cluster/environment.py; tests/jobs/test_failure.py compares
 # them), so they matter to whoever imports the package without its command line.
 

@@ -30,6 +30,7 @@ TOP_FILES = {
     "cli_data.py": "cli",
     "cli_experiment.py": "cli",
     "cli_preflight.py": "cli",
+    "cli_slurm.py": "cli",
     "__init__.py": "cli",
 }
 # Lowest first. A room may use the rooms on lower floors, and nothing beside it.
@@ -47,7 +48,7 @@ FLOORS = (
     ("cli",),
 )
 
-CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py", "cli_preflight.py"))
+CLI = tuple(f"hacpo_mega/{file}" for file, room in TOP_FILES.items() if room == "cli")
 
 # Where a heavy library may be named at all.
 DOORS = {

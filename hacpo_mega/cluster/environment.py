@@ -4,13 +4,18 @@
 (torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 
+import fcntl
 import logging
 import os
+import re
 import shutil
 import signal
+import socket
+import struct
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
@@ -31,13 +36,23 @@ ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
 }
 
+# What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
+SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
+NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
+SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
+
 LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by local_job.py for the ranks it starts
 
 
 def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import."""
-    for name, value in {**EVERYWHERE, **({} if _has_cuda() else ON_CPU)}.items():
+    under_srun = from_slurm(os.environ) if _is_slurm_task() else {}
+    for name, value in {**EVERYWHERE, **({} if _has_cuda() else ON_CPU), **under_srun}.items():
         os.environ.setdefault(name, value)
+    if inside_a_job() and (interface := _interface_towards(os.environ.get("MASTER_ADDR", "localhost"))):
+        # Else a node whose name resolves to loopback would wait there for the other nodes.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # vLLM reads its level when its first module has already warned.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
@@ -48,6 +63,70 @@ def prepare_environment() -> None:
 def _has_cuda() -> bool:
     """Whether this machine has an NVIDIA driver, asked without importing torch."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
+
+
+def from_slurm(task: Mapping[str, str]) -> dict[str, str]:
+    """What a launcher tells a process and srun does not, from the variables of a Slurm task.
+
+    Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
+    """
+    nodes = next(task[name] for name in NODE_LISTS if name in task)
+    # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
+    port = 10_000 + (int(task["SLURM_JOB_ID"]) * 8 + int(task.get("SLURM_STEP_ID", "0"))) % 20_000
+    share = int(task.get("SLURM_CPUS_ON_NODE", "1")) // _tasks_of_node(task)
+    threads = int(task.get("SLURM_CPUS_PER_TASK", "0")) or max(1, share)
+    return {"MASTER_ADDR": first_host(nodes), "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's short form of a list: "node[03-05,9],x1" begins with "node03"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
+
+
+def _tasks_of_node(task: Mapping[str, str]) -> int:
+    """Processes of the step on this node, from "2(x3),1": SLURM_NTASKS_PER_NODE is wrong in heterogeneous jobs."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", task["SLURM_TASKS_PER_NODE"]):
+        counts += [int(count)] * int(times or 1)
+    return counts[int(task["SLURM_NODEID"])]
+
+
+def _interface_towards(host: str) -> str | None:
+    """The network interface on the way to a host; None where it is loopback, or has no IPv4 address.
+
+    ValueError when the host's name cannot be resolved.
+    """
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDR {host}: {error.strerror}; give an address of the job's first node") from error
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return None if own.startswith("127.") else name
+    return None
+
+
+def shown_environment() -> str:
+    """The variables that decide how this process reaches the others, and how many threads it has, as one line."""
+    return " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if SHOWN.fullmatch(name))
+
+
+def attempt_of_job() -> tuple[str, int] | None:
+    """Which job this process is in, and the attempt of it, from 1 on; None where nobody starts a job again."""
+    if _is_slurm_task():
+        return f"slurm {os.environ['SLURM_JOB_ID']}", 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}", 1 + restarts
+    return None
 
 
 def end_with_launcher() -> None:
@@ -65,6 +144,16 @@ def _leave_with(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1.0)
     os._exit(1)
+
+
+def _is_slurm_task() -> bool:
+    """Whether srun started this process, and nothing below it that says RANK itself."""
+    return "SLURM_PROCID" in os.environ and "RANK" not in os.environ
+
+
+def is_first_of_the_job() -> bool:
+    """Whether this process is rank 0 of its job; outside a job it is."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
 
 
 def inside_a_job() -> bool:

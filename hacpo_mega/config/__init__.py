@@ -15,6 +15,7 @@ from hacpo_mega.config.schema import (
     RolloutConfig,
     TrainingConfig,
 )
+from hacpo_mega.config.slurm import SlurmConfig
 
 __all__ = [
     "AgentConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "Prompting",
     "RewardConfig",
     "RolloutConfig",
+    "SlurmConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "config_of_run",

@@ -20,6 +20,7 @@ FREE = (
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
     *("agents.*.recompute", *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE))),
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
+    "slurm",
 )
 FIXED = ("agents",)
 

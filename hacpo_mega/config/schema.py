@@ -14,6 +14,7 @@ from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import Skill
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, PositiveOrZero, Section
+from hacpo_mega.config.slurm import SlurmConfig
 
 
 class DataConfig(Section):
@@ -181,6 +182,8 @@ class Config(Section):
     """When the run is put on disk, to go on from there."""
     logging: LoggingConfig = LoggingConfig()
     """Trackers and traces."""
+    slurm: SlurmConfig = SlurmConfig()
+    """What `hacpo-mega slurm` asks a cluster for; it changes no result."""
 
     @property
     def answers_per_prompt(self) -> int:

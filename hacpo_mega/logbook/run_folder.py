@@ -11,7 +11,6 @@ unless it is this run itself, which goes on from a checkpoint.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Self
 
 import tomli_w
@@ -22,6 +21,7 @@ from hacpo_mega.checkpoint import remove_unfinished
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
+from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.provenance import record_end, record_start
 from hacpo_mega.logbook.rollout_log import RolloutLog
 from hacpo_mega.records import AnswerTokens, Pool
@@ -44,7 +44,7 @@ class RunFolder:
                 remove_unfinished(self._path)
             else:
                 move_aside(self._path)
-                self._path.mkdir(parents=True)
+                self._path.mkdir(parents=True, exist_ok=True)
             (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
             record_start(self._path, steps_done)
         place.barrier()
@@ -104,16 +104,6 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-
-def move_aside(path: Path) -> None:
-    """Renames an existing run folder to the first free of `path.1`, `path.2`, ..."""
-    if not path.exists():
-        return
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(aside)
 
 
 def resolved_toml(config: Config) -> str:

@@ -1,0 +1,30 @@
+"""The attempts of a job that a launcher starts again and again (Slurm, torchrun with restarts), and when to stop it.
+
+logs/attempts.jsonl   one line per attempt: which job, which number, and the step that it begins after
+
+A job whose attempts all begin after the same step dies of something that starting again does not mend.
+Not here: which attempt this process is in (environment.py).
+"""
+
+import json
+import time
+from pathlib import Path
+
+MOST_IN_VAIN = 3  # attempts in a row that commit no further step
+
+
+def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
+    """Notes that an attempt begins, after a committed step (0: none). Written before anything that can fail."""
+    path = run_dir / "logs" / "attempts.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = {"time_unix_s": round(time.time(), 3), "job": job, "attempt": attempt, "step": step}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
+    """Whether the last attempts of this job all began where this one does. What this attempt notes is not looked at."""
+    path = run_dir / "logs" / "attempts.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    begun = {line["attempt"]: line["step"] for line in map(json.loads, lines) if line["job"] == job}
+    return all(begun.get(attempt - back) == step for back in range(1, MOST_IN_VAIN + 1))

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# One process of a job, as srun starts it: rank.sh LOGS COMMAND [ARGUMENT ...]
+# What it writes goes to LOGS/rank_<r>.log, that of rank 0 to the job's log, too. How it ended, and when, goes to
+# LOGS/rank_<r>.ended, so that the job script can name the process that died first.
+set -u
+logs=$1
+shift
+if [[ ! -d $logs ]]; then
+  echo "node $SLURMD_NODENAME does not see $logs: run_dir must lie on a file system that all nodes share" >&2
+  exit 2
+fi
+name=$logs/rank_$SLURM_PROCID
+if [[ $SLURM_PROCID == 0 ]]; then
+  exec > >(tee -a "$name.log") 2>&1
+  tee=$!
+else
+  exec >>"$name.log" 2>&1
+fi
+echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, process $$, $(date '+%F %T')"
+
+"$@" &
+child=$!
+# Whom Slurm tells to end: this shell must pass it on, and stay to write how it ended.
+trap 'kill -USR1 $child 2>/dev/null' USR1
+trap 'kill -TERM $child 2>/dev/null' TERM
+status=0
+while kill -0 $child 2>/dev/null; do # a trap ends `wait` early
+  wait $child
+  status=$?
+done
+echo "$SLURM_PROCID $status $(date +%s%N) $SLURMD_NODENAME" >"$name.ended"
+if [[ $SLURM_PROCID == 0 ]]; then # the last lines are still on their way
+  exec >&- 2>&-
+  for _ in {1..20}; do kill -0 $tee 2>/dev/null && sleep 0.1; done
+fi
+exit $status

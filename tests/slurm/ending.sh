@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Stands before the command of a rank and ends as the word of $ENDINGS for this attempt of the job says:
+#   STATUS        all ranks end with it            RANK:STATUS   this one does, having said why; the others end with 1
+#   RANK:gone     this one is killed, with the shell that would note how it ended
+#   deaf          nobody heeds a signal            begun         rank 0 is killed when its command has noted the attempt
+read -ra words <<<"$ENDINGS"
+attempt=${SLURM_RESTART_COUNT:-0}
+word=${words[attempt]}
+case $word in
+  deaf)
+    trap '' USR1
+    sleep 600
+    ;;
+  begun)
+    [[ $SLURM_PROCID == 0 ]] || exit 1
+    "$@" &
+    while kill -0 $! 2>/dev/null; do
+      [[ $(grep -c . "$RUN/logs/attempts.jsonl" 2>/dev/null) -gt $attempt ]] && kill -KILL $!
+      sleep 0.1
+    done
+    wait $!
+    exit $?
+    ;;
+  "$SLURM_PROCID":gone) kill -KILL $PPID $$ ;;
+  "$SLURM_PROCID":*)
+    echo "the reason why" >&2
+    exit "${word#*:}"
+    ;;
+  *:*)
+    sleep 1
+    exit 1
+    ;;
+  *) exit "$word" ;;
+esac

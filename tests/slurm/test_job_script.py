@@ -1,0 +1,91 @@
+"""launch/slurm.sbatch in a real Slurm: what it makes of the ways in which the ranks of an attempt may end.
+
+No rank trains here: ending.sh stands before its command and ends as it is told.
+"""
+
+from pathlib import Path
+
+import pytest
+from cluster import CONTROL
+from run_cases import CHARACTERS, agent_table, write_config
+
+ENDING = f'["bash", "{Path(__file__).parent / "ending.sh"}"]'
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("endings")
+    wide = agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2)
+    return write_config(folder, [wide, agent_table(folder, "narrow", "llama", CHARACTERS)], slurm={"gpus_per_node": 2})
+
+
+def play(slurm, config: Path, name: str, endings: str, *overrides: str) -> tuple[str, str, dict[str, str]]:
+    """A job whose attempts end like that: its number, what its log says, and what Slurm says of it in the end."""
+    run_dir = config.parent / name
+    variables = f'{{ENDINGS = "{endings}", RUN = "{run_dir}"}}'
+    number = slurm.submit(
+        config, f"run_dir={run_dir}", f"slurm.environment={variables}", f"slurm.run_with={ENDING}", *overrides
+    )
+    log = run_dir / "slurm" / f"{number}.log"
+    slurm.wait_for_end(number, log)
+    return number, log.read_text(), slurm.cluster.job(number)
+
+
+def test_a_job_queues_again_until_starting_again_would_change_nothing(slurm, config):
+    """A rank fails, then the run is told to end, then its input is wrong: three attempts in one log."""
+    _, said, job = play(slurm, config, "again", "1:9 75 2")
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "2")
+    first, second, third = said.split("] attempt ")[1:]
+    assert "rank 1 on node1 ended first, with status 9; the end of" in first
+    assert first.index("rank_1.log:") < first.index("the reason why") < first.index("queues again")
+    assert "ended first" not in second and "queues again" in second
+    assert "ends with status 2; starting again would change nothing" in third and "queues again" not in third
+    logs = config.parent / "again" / "logs" / "attempt_1"
+    assert "the reason why" in (logs / "rank_1.log").read_text()
+    nodes = [(logs / f"rank_{rank}.ended").read_text().split()[3] for rank in range(3)]
+    assert nodes == ["node1", "node1", "node2"]
+
+
+def test_attempts_have_an_end(slurm, config):
+    _, said, job = play(slurm, config, "once", "0:gone", "slurm.max_attempts=1")
+    assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
+    assert "no word from the ranks 0: their node is gone, or they were killed" in said
+    assert said.rstrip().endswith("stops: 1 attempts (slurm.max_attempts)")
+
+
+def test_where_nothing_may_queue_again_the_user_is_told_how(slurm, config):
+    _, said, job = play(slurm, config, "never", "75", 'slurm.sbatch_options=["--no-requeue"]')
+    assert job["JobState"] == "FAILED"
+    assert f"cannot queue again; by hand: sbatch {config.parent}/never/slurm/job.sbatch" in said
+
+
+def test_a_run_that_gets_nowhere_is_stopped_with_the_reason(slurm, config):
+    """Three attempts are killed as soon as they have begun; the fourth does not begin."""
+    _, said, job = play(slurm, config, "circle", "begun begun begun begun")
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "3")
+    assert "does not get past step 0: the last 3 attempts of this job all began after it" in said
+    assert said.count("begins after step 0; ") == 3 and said.count("MASTER_ADDR=node1 ") == 3
+
+
+def test_a_checkpoint_that_takes_too_long_is_not_waited_for(slurm, config):
+    run_dir = config.parent / "deaf"
+    overrides = (
+        f"run_dir={run_dir}",
+        'slurm.environment={ENDINGS = "deaf 0"}',
+        f"slurm.run_with={ENDING}",
+        "slurm.signal_s=30",
+        "slurm.time=60",
+    )
+    number = slurm.submit(config, *overrides)
+    log = run_dir / "slurm" / f"{number}.log"
+    slurm.cluster.wait(lambda: (run_dir / "logs/attempt_1/rank_2.log").exists(), f"the ranks, see {log}")
+    slurm.cluster.on(CONTROL, "scancel", "--batch", "--signal=USR1", number)  # as Slurm does before the time limit
+    assert slurm.wait_for_end(number, log) == "COMPLETED"
+    said = log.read_text()
+    assert said.index("the time limit is near") < said.index("no checkpoint in time") < said.index("] done")
+
+
+def test_slurms_own_words_are_passed_on(slurm, config):
+    done = slurm.run(config, "slurm.partition=nope", f"run_dir={config.parent / 'nope'}")
+    assert done.returncode == 2
+    assert "Invalid partition name specified" in done.stderr and done.stderr.count("\n") == 1

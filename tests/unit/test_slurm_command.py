@@ -1,0 +1,168 @@
+"""`hacpo-mega slurm` without a cluster: the script, what is refused before sbatch is asked, what an attempt finds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from job import run_here
+from repository import ROOT
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.cli_slurm import begin_attempt
+from hacpo_mega.cluster.attempts import goes_in_circles, record_attempt
+from hacpo_mega.cluster.environment import first_host, from_slurm
+from hacpo_mega.config import load_config
+from hacpo_mega.logbook.older_runs import move_aside
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    agents = [
+        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "narrow", "llama", CHARACTERS),
+    ]
+    return write_config(folder, agents, slurm={"gpus_per_node": 2})
+
+
+def test_a_dry_run_prints_a_script_that_bash_reads_and_writes_nothing(config):
+    done = run_here("slurm", config, "--dry-run", "slurm.time=12:00:00", "slurm.setup=[\"module load 'x y'\"]")
+    assert (done.returncode, done.stderr) == (0, "")
+    table, _, script = done.stdout.partition("#!/bin/bash\n")
+    assert table.startswith("3 ranks on 2 nodes\nnode 0  ranks 0-1  wide cell 0\n")
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    wanted = {"--time=12:00:00", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--signal=B:USR1@300"}
+    assert wanted | {"--requeue", "--open-mode=append"} <= set(directives) and "hetjob" not in directives
+    assert "counts=(2 1)" in script and "\nmodule load 'x y'\n" in script
+    assert "@directives@" not in script and "@settings@" not in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    assert not (config.parent / "run").exists()
+
+
+def test_agents_of_two_partitions_are_components_of_one_job(config):
+    own = ("slurm.partition=new", "slurm.agents.wide.partition=old", "slurm.agents.wide.constraint=v100")
+    script = run_here("slurm", config, "--dry-run", *own, "slurm.account=team").stdout
+    job, first, second = script.replace("#SBATCH --partition=old", "#SBATCH hetjob\n").split("#SBATCH hetjob\n")
+    assert "--output" in job and "--output" not in first + second.partition("settings")[0]
+    assert "--constraint=v100" in first and "--nodes=1" in first and "--ntasks-per-node=2" in first
+    assert "--partition=new" in second and "--ntasks-per-node=1" in second and "--constraint" not in second
+    assert all(part.count("--account=team") == 1 and "--requeue" in part for part in (first, second))
+    assert "num_components=2" in second and "counts=()" in second
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("slurm.gpus_per_node=1", "agent wide: tp 2 would cross nodes of slurm.gpus_per_node 1"),
+        ("slurm.time=5", "slurm.signal_s (300) leaves nothing of slurm.time (5 = 300 seconds) to train in"),
+        ("slurm.time=soon", "slurm.time: needs minutes, hours:minutes:seconds or days-hours"),
+        ("run_dir=/dev/shm/run", "run_dir /dev/shm/run is on tmpfs, in this machine's memory: 2 nodes need a folder"),
+        ("slurm.partion=x", "slurm.partion: unknown key; did you mean 'partition'?"),
+    ],
+)
+def test_what_no_cluster_could_run_is_refused_in_a_line(config, override, said):
+    done = run_here("slurm", config, override)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_sbatch_nothing_is_written(config, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = run_here("slurm", config)
+    assert done.returncode == 2
+    assert done.stderr.startswith("sbatch is not on the PATH: submit on a login node") and done.stderr.count("\n") == 1
+    assert not (config.parent / "run").exists()
+
+
+def test_who_submits_needs_no_torch(config):
+    code = "import sys; from hacpo_mega.cli import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "slurm", config, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("n[03-05,9],x1", "n03"), ("a1,b[2-3]", "a1"), ("r[0-1]n[12-13]x,z", "r0n12x")],
+)
+def test_the_first_of_slurms_hosts(nodes, first):
+    assert first_host(nodes) == first
+
+
+# What a task of component 0 finds in a job of node3 (2 tasks) and node[1-2] (1 task each), Slurm 22.05.
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "1",
+    "SLURM_JOB_NODELIST": "node[1-3]",
+    "SLURM_STEP_NODELIST": "node[1-3]",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "node3",
+    "SLURM_TASKS_PER_NODE": "2,1(x2)",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_CPUS_ON_NODE": "16",
+}
+
+
+def test_a_task_finds_rank_0_and_its_share_of_the_processors():
+    found = from_slurm(TASK)
+    assert (found["MASTER_ADDR"], found["OMP_NUM_THREADS"]) == ("node3", "8")
+    assert from_slurm(TASK | {"SLURM_NODEID": "2"})["OMP_NUM_THREADS"] == "16"
+    assert from_slurm(TASK | {"SLURM_CPUS_PER_TASK": "3"})["OMP_NUM_THREADS"] == "3"
+    ports = {from_slurm(TASK | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in ("0", "1", "2")}
+    assert len(ports) == 3 and all(10_000 <= int(port) < 30_000 for port in ports), "a step finds no port of the last"
+
+
+def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):
+    for attempt, step in ((1, 0), (2, 4), (3, 4), (4, 4)):
+        assert not goes_in_circles(tmp_path, "slurm 9", attempt, step)
+        record_attempt(tmp_path, "slurm 9", attempt, step)
+    assert goes_in_circles(tmp_path, "slurm 9", 5, 4)
+    assert not goes_in_circles(tmp_path, "slurm 9", 5, 5), "it has committed a step"
+    assert not goes_in_circles(tmp_path, "slurm 10", 1, 4), "a new job may try again"
+
+
+def test_restarts_of_torchrun_are_attempts_too(tmp_path, monkeypatch, capsys):
+    """As torchrun sets them for a rank; without restarts nobody counts."""
+    for name, value in {"RANK": "0", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "9"}.items():
+        monkeypatch.setenv(name, value)
+    for restarts in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        begin_attempt(tmp_path)
+        assert f"attempt {restarts + 1} of job torchrun x begins after step 0" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    with pytest.raises(typer.Exit) as end:
+        begin_attempt(tmp_path)
+    assert end.value.exit_code == 3 and "does not get past step 0" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    begin_attempt(tmp_path)
+    assert (tmp_path / "logs" / "attempts.jsonl").read_text().count("\n") == 3
+
+
+def test_a_run_is_moved_aside_and_the_logs_of_its_job_are_not(tmp_path):
+    run = tmp_path / "run"
+    for name in ("slurm/job.sbatch", "logs/attempt_1/rank_0.log", "logs/attempts.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(name)
+    move_aside(run)
+    assert not (tmp_path / "run.1").exists(), "a job that is about to begin"
+    for name in ("config.toml", "logs/rank_0.stack"):
+        (run / name).write_text("old")
+    move_aside(run)
+    files = {f"{path.relative_to(tmp_path)}" for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {
+        *("run/slurm/job.sbatch", "run/logs/attempt_1/rank_0.log", "run/logs/attempts.jsonl"),
+        *("run.1/config.toml", "run.1/logs/rank_0.stack"),
+    }
+
+
+def test_another_cluster_is_no_other_run(config):
+    """The [slurm] table may change while a run goes on."""
+    from hacpo_mega.checkpoint import plain
+    from hacpo_mega.config.changes import changes, refusals
+
+    before, now = (plain(load_config(config, [f"slurm.{key}"])) for key in ("time=10", "agents.wide.partition=x"))
+    found = changes(before, json.loads(json.dumps(now)))
+    assert {change.key for change in found} == {"slurm.time", "slurm.agents.wide.partition"}
+    assert list(refusals(found, [])) == []
