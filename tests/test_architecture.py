@@ -27,6 +27,7 @@ TOP_FILES = {
     "trainer.py": "trainer",
     "cli.py": "cli",
     "cli_data.py": "cli",
+    "cli_bench.py": "cli",
     "cli_experiment.py": "cli",
     "__init__.py": "cli",
 }
@@ -41,11 +42,11 @@ FLOORS = (
     ("agent",),
     ("trainer", "evaluation"),
     ("commands", "report"),
-    ("experiments",),  # above the report, whose figures and page it draws its own with
+    ("experiments", "throughput"),  # above the report, whose figures and page an experiment draws its own with
     ("cli",),
 )
 
-CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py"))
+CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_bench.py", "cli_data.py", "cli_experiment.py"))
 
 # Where a heavy library may be named at all.
 DOORS = {
