@@ -95,6 +95,8 @@ class Agent:
             options=spec.vllm,
         )
         self._engine_sleeps = False
+        # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
+        self.answer_lengths: Callable[[int, int, int], int] | None = None
         # The engine started on random weights (reading the folder twice would double the start of a large model).
         self.publish_weights()
         self._weight = sample_weight(
@@ -109,9 +111,17 @@ class Agent:
         places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
+        lengths = None
+        if self.answer_lengths is not None:
+            lengths = [self.answer_lengths(step, prompt.index, g) for prompt, g in places]
         # Their log-probs come with them at no cost: what the trainer says of the same tokens is held against them.
         rollouts = self._answer(
-            places, seeds, self._rollout.max_answer_tokens, self._rollout.temperature, return_logprobs=True
+            places,
+            seeds,
+            self._rollout.max_answer_tokens,
+            self._rollout.temperature,
+            return_logprobs=True,
+            lengths=lengths,
         )
         self.engine.sleep()
         self._engine_sleeps = True
@@ -128,6 +138,7 @@ class Agent:
         max_tokens: int,
         temperature: float,
         return_logprobs: bool = False,
+        lengths: Sequence[int] | None = None,
     ) -> list[Rollout]:
         # Every engine of the cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         mine = slice(self.place.coordinate.engine, None, self._engines_per_cell)
@@ -137,6 +148,7 @@ class Agent:
             max_tokens=max_tokens,
             temperature=temperature,
             return_logprobs=return_logprobs,
+            lengths=None if lengths is None else lengths[mine],
         )
         shared = share_completions(completions, self.place, len(places))
         return [self._rollout_of(prompt, g, completion) for (prompt, g), completion in zip(places, shared)]

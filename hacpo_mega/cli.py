@@ -1,4 +1,4 @@
-"""The command line: `hacpo-mega config | check | init | train | experiment | doctor | report | eval | export | ...`.
+"""The command line: `hacpo-mega config | check | init | train | experiment | bench | doctor | report | eval | ...`.
 
 It parses first and imports heavy rooms last.
 
@@ -18,6 +18,7 @@ import rich
 import typer
 
 from hacpo_mega.checkpoint import committed_steps, find_start
+from hacpo_mega.cli_bench import bench
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cli_preflight import preflight
@@ -154,6 +155,7 @@ def train(
 
 
 app.command()(experiment)
+app.command()(bench)
 app.command()(preflight)
 app.command()(slurm)
 

@@ -28,6 +28,7 @@ TOP_FILES = {
     "trainer.py": "trainer",
     "cli.py": "cli",
     "cli_data.py": "cli",
+    "cli_bench.py": "cli",
     "cli_experiment.py": "cli",
     "cli_preflight.py": "cli",
     "cli_slurm.py": "cli",
@@ -44,7 +45,7 @@ FLOORS = (
     ("agent",),
     ("trainer", "evaluation"),
     ("commands", "report"),
-    ("experiments",),  # above the report, whose figures and page it draws its own with
+    ("experiments", "throughput"),  # above the report, whose figures and page an experiment draws its own with
     ("cli",),
 )
 

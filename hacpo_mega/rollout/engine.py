@@ -135,10 +135,12 @@ class Engine:
         max_tokens: int,
         temperature: float = 1.0,
         return_logprobs: bool = False,
+        lengths: Sequence[int] | None = None,
     ) -> list[Completion]:
         """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
+        With `lengths` every answer has so many tokens, of which the last one ends it, whatever was drawn there.
         Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
@@ -155,16 +157,18 @@ class Engine:
                 SamplingParams(
                     temperature=temperature,
                     seed=seed,
-                    max_tokens=max_tokens,
+                    max_tokens=length or max_tokens,
+                    min_tokens=length or 0,
                     stop_token_ids=list(self.eos_ids),
                     logprobs=0 if return_logprobs else None,
                     flat_logprobs=True,
                     detokenize=False,
                 )
-                for seed in seeds
+                for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
             ],
         )
-        return [_completion(output.outputs[0]) for output in outputs]
+        completions = [_completion(output.outputs[0]) for output in outputs]
+        return completions if lengths is None else [_ended(completion, self.eos_ids[0]) for completion in completions]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs (float32 nats, temperature 1) of every token after the first: arrays of len(sequence) - 1.
@@ -283,6 +287,13 @@ def _completion(output: Any) -> Completion:
     stop = {"stop": Stop.EOS, "length": Stop.LENGTH}.get(output.finish_reason, Stop.ABORT)
     logprobs = None if output.logprobs is None else np.asarray(output.logprobs.logprobs, dtype=np.float32)
     return Completion(np.asarray(output.token_ids, dtype=np.int32), stop, logprobs)
+
+
+def _ended(completion: Completion, eos_id: int) -> Completion:
+    """A completion of a given length as one that ended there by itself."""
+    token_ids = completion.token_ids.copy()
+    token_ids[-1] = eos_id
+    return Completion(token_ids, Stop.EOS, completion.logprobs)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

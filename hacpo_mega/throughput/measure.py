@@ -1,0 +1,105 @@
+"""What a block of measured steps has cost, read from the metrics of its run.
+
+A step of an agent is busy or waiting. Busy are its phases but `wait`, the end of the step; of `exchange`, in which
+agents wait for each other, only what the last one to come needs. Everything else of the step's wall time is waiting.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from hacpo_mega.logbook.console import in_step_order
+from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
+
+SHARED_PHASE, WAITING = "exchange", "wait"
+
+
+@dataclass(frozen=True)
+class AgentStep:
+    """What one agent did in one step.
+
+    phases_s       seconds of its slowest rank, by phase
+    busy_s         seconds it worked
+    answers, tokens              that it sampled
+    trained_answers, trained_tokens   that it learnt from; answers alone, prompts not counted
+    prompt_tokens  of a prompt, on average
+    """
+
+    phases_s: Mapping[str, float]
+    busy_s: float
+    answers: float
+    tokens: float
+    trained_answers: float
+    trained_tokens: float
+    prompt_tokens: float
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step: seconds from the end of the one before to its own, and what every agent did in them."""
+
+    wall_s: float
+    agents: Mapping[str, AgentStep]
+
+    @property
+    def one_after_the_other_s(self) -> float:
+        """Seconds of the same work if the agents took turns on devices that do not make them faster."""
+        return sum(agent.busy_s for agent in self.agents.values())
+
+
+def measured_steps(run_dir: Path, agents: Sequence[str], num_warm_up: int) -> list[MeasuredStep]:
+    """The steps of a run after the first `num_warm_up`, at least 1, in whose time caches and pools are filled."""
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    steps = sorted(step for step in metrics if step > 0)
+    ends = {step: metrics[step].timing["time_unix_s"] for step in steps}
+    return [
+        measured_step(ends[step] - ends[before], metrics[step], agents)
+        for before, step in zip(steps[num_warm_up - 1 :], steps[num_warm_up:])
+    ]
+
+
+def measured_step(wall_s: float, metrics: StepMetrics, agents: Sequence[str]) -> MeasuredStep:
+    """A step from its reduced metrics."""
+    phases = {agent: _phases(metrics, agent) for agent in agents}
+    shared_s = min(seconds.get(SHARED_PHASE, 0.0) for seconds in phases.values())
+    return MeasuredStep(wall_s, {agent: _agent_step(metrics, agent, phases[agent], shared_s) for agent in agents})
+
+
+def _phases(metrics: StepMetrics, agent: str) -> dict[str, float]:
+    prefix = f"agent/{agent}/phase/"
+    found = {
+        name.removeprefix(prefix).removesuffix("_s"): seconds
+        for name, seconds in metrics.timing.items()
+        if name.startswith(prefix) and not name.endswith("/load_s")
+    }
+    return {phase: found[phase] for phase in in_step_order(found)}
+
+
+def _agent_step(metrics: StepMetrics, agent: str, phases_s: dict[str, float], shared_s: float) -> AgentStep:
+    values = metrics.values
+    answers = values[f"agent/{agent}/num_answers"]
+    return AgentStep(
+        phases_s=phases_s,
+        busy_s=sum(s for phase, s in phases_s.items() if phase not in (SHARED_PHASE, WAITING)) + shared_s,
+        answers=answers,
+        tokens=answers * values[f"agent/{agent}/answer_tokens_mean"],
+        trained_answers=values.get(f"agent/{agent}/num_trained_answers", 0.0),
+        trained_tokens=values.get(f"agent/{agent}/num_trained_tokens", 0.0),
+        prompt_tokens=values[f"agent/{agent}/prompt_tokens_mean"],
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, linear between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def mean_phases(steps: Sequence[MeasuredStep], agent: str) -> dict[str, float]:
+    """Mean seconds of each phase of an agent."""
+    names = in_step_order({phase for step in steps for phase in step.agents[agent].phases_s})
+    return {name: fmean(step.agents[agent].phases_s.get(name, 0.0) for step in steps) for name in names}

@@ -1,0 +1,51 @@
+"""What is compared: the configuration's own method, and each agent alone with as many or twice as many answers.
+
+    collaborating   the configuration as it is: N agents, G answers each, all of them shared
+    gspo_x2         each agent alone, 2 G answers: with two agents as many trained answers per learner
+    gspo            each agent alone, G answers
+
+The answers in an update are as many for all: agents alone take N times the prompts. All of them run both agents at the
+same time, each on its own devices. One agent after the other, as in the authors' recipe, is reckoned from the same
+phases (measure.py), since it would do the same work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacpo_mega.config import Config, load_config
+
+# Nothing but the steps is measured, and no step of a benchmark is its last one.
+STEPS_ONLY = ("evaluation.every_steps=0", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to train the agents: its name and what it changes in the configuration."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+
+
+def schedules_of(config: Config) -> tuple[Schedule, ...]:
+    """The schedules that a configuration is compared under. ValueError for one whose agents share nothing."""
+    if len(config.agents) < 2 or not config.algorithm.shares_answers:
+        raise ValueError(
+            f"bench compares a method that shares answers with agents alone; found algorithm.method="
+            f"{config.algorithm.method} with {len(config.agents)} agents: give two agents and a method such as hacpo"
+        )
+    alone = f"training.prompts_per_update={len(config.agents) * config.training.prompts_per_update}"
+    return (
+        Schedule(config.algorithm.method),
+        Schedule("gspo_x2", ("algorithm.method=gspo_x2", alone)),
+        Schedule("gspo", ("algorithm.method=gspo", alone)),
+    )
+
+
+def load_schedule(file: Path, overrides: Sequence[str], schedule: Schedule, run_dir: Path, num_steps: int) -> Config:
+    """The configuration under a schedule, for a run of `num_steps` steps. ValueError with one line per problem."""
+    for_bench = (*STEPS_ONLY, f"run_dir={run_dir}", f"num_steps={num_steps + 1}")
+    try:
+        return load_config(file, [*overrides, *schedule.overrides, *for_bench])
+    except ValueError as error:
+        raise ValueError(f"under {schedule.name}: {error}") from error

@@ -1,0 +1,80 @@
+"""The work of a benchmark: how long every answer is and whether it is right, so that no luck of sampling is measured.
+
+Every answer is really sampled, judged, exchanged and trained; only where it ends and what it earns is fixed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacpo_mega.config import Config
+from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+
+# (agent, prompt index in the step) -> tokens and reward of its answers, in the order of their rollout index
+StepAnswers = Mapping[tuple[str, int], tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens and rewards of all answers; `steps` repeat when a benchmark is longer than they are.
+
+    tokens   of every answer, where nothing is replayed; every second answer is then right
+    steps    what a run recorded, step by step; empty: nothing is replayed
+    """
+
+    tokens: int
+    steps: tuple[StepAnswers, ...] = ()
+
+    def answer(self, agent: str, step: int, prompt_index: int, rollout_index: int) -> tuple[int, float]:
+        """(tokens, reward) of an answer. A method that answers more often than the run takes its answers again."""
+        if not self.steps:
+            return self.tokens, float(rollout_index % 2)
+        recorded = self.steps[step % len(self.steps)][agent, prompt_index]
+        return recorded[rollout_index % len(recorded)]
+
+
+def fixed(config: Config, num_tokens: int | None) -> Workload:
+    """Every answer has `num_tokens` tokens; None: half of the longest. ValueError where that is not allowed."""
+    longest = config.rollout.max_answer_tokens
+    if num_tokens is not None and not 1 <= num_tokens <= longest:
+        raise ValueError(f"--answer-tokens ({num_tokens}) must be 1 to rollout.max_answer_tokens ({longest})")
+    return Workload(num_tokens or -(-longest // 2))
+
+
+def replayed(config: Config, run_dir: Path) -> Workload:
+    """Lengths and rewards as a run recorded them. ValueError when it is not a run of such agents and prompts."""
+    steps = logged_steps(run_dir)
+    if not steps:
+        raise ValueError(f"--replay {run_dir}: no rollouts are there; give the folder of a run")
+    recorded = tuple(_answers_of(run_dir, step) for step in steps)
+    wanted = {agent.name for agent in config.agents}
+    for step, answers in zip(steps, recorded, strict=True):
+        agents = {agent for agent, _ in answers}
+        if agents != wanted:
+            raise ValueError(
+                f"--replay {run_dir}: recorded {len(agents)} agents ({', '.join(sorted(agents))}), the configuration "
+                f"has {len(wanted)} ({', '.join(sorted(wanted))}): replay a run of the same agents"
+            )
+        num_prompts = len(answers) // len(agents)
+        if num_prompts != config.training.prompts_per_step:
+            raise ValueError(
+                f"--replay {run_dir}: step {step} has {num_prompts} prompts, training.prompts_per_step is "
+                f"{config.training.prompts_per_step}: give training.prompts_per_step={num_prompts}"
+            )
+    longest = max(tokens for answers in recorded for group in answers.values() for tokens, _ in group)
+    if longest > config.rollout.max_answer_tokens:
+        raise ValueError(
+            f"--replay {run_dir}: its longest answer has {longest} tokens, rollout.max_answer_tokens is "
+            f"{config.rollout.max_answer_tokens}: give rollout.max_answer_tokens={longest}"
+        )
+    return Workload(longest, recorded)
+
+
+def _answers_of(run_dir: Path, step: int) -> StepAnswers:
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for prompt in read_rollouts(run_dir, step):
+        for answer in prompt["answers"]:
+            # An unjudged answer is counted as wrong: it is generated and scored all the same. An empty one has its end.
+            measured = (max(1, answer["num_tokens"]), answer["reward"] or 0.0)
+            found.setdefault((answer["agent"], prompt["prompt_index"]), []).append(measured)
+    return {key: tuple(answers) for key, answers in found.items()}

@@ -1,0 +1,50 @@
+"""The benchmark as a user starts it: the work is what it says, the same for all schedules, and the files are there."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from job import start_command
+from run_cases import CHARACTERS, agent_table, write_config
+
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """The folder that a benchmark of one measured step wrote, and what it said."""
+    folder = tmp_path_factory.mktemp("bench")
+    agents = [agent_table(folder, "one", "qwen3", CHARACTERS), agent_table(folder, "two", "llama", CHARACTERS)]
+    config = write_config(folder, agents)
+    few = ("--answer-tokens", str(TOKENS), "--rounds", "1", "--steps", "1", "--out", str(folder / "out"))
+    process = start_command("bench", config, *few)
+    out, errors = process.communicate()
+    return folder, subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def test_every_schedule_does_the_work_that_was_asked_for(done):
+    folder, process = done
+    assert process.returncode == 0, process.stderr[-4000:]
+    schedules = json.loads((folder / "out/bench.json").read_text())["schedules"]
+    assert [schedule["name"] for schedule in schedules] == ["hacpo", "gspo_x2", "gspo"]
+    # Of each other's answers the agents leave out those that read differently in their own tokens.
+    trained = (range(33, 65), range(64, 65), range(32, 33))
+    for schedule, num_answers, num_trained in zip(schedules, (32, 64, 32), trained, strict=True):
+        for agent, found in schedule["agents"].items():
+            tokens = found["generated_per_s"] * schedule["wall_s"]
+            assert tokens == pytest.approx(TOKENS * num_answers), (schedule["name"], agent)
+            assert found["trained_answers"] in num_trained, (schedule["name"], agent)
+            assert 0.0 <= found["idle_share"] < 1.0
+            assert found["seconds_per_1000"] == pytest.approx(1000 * schedule["wall_s"] / found["trained_answers"])
+
+
+def test_what_it_found_is_told_and_written(done):
+    folder, process = done
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [
+        f"bench.{end}" for end in ("csv", "json", "md", "png")
+    ]
+    assert (folder / "out/bench.md").read_text() in process.stdout
+    phases = {line.split(",")[2] for line in (folder / "out/bench.csv").read_text().splitlines()[1:]}
+    assert phases >= {"step", "roll_out", "judge", "score", "exchange", "learn", "publish"}
+    assert not (folder / "run").exists(), "the configuration's own run folder is left alone"
