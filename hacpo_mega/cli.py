@@ -293,6 +293,10 @@ def _is_one_of(world_size: int) -> bool:
     prepare_environment()
     if inside_a_job():
         end_with_launcher()
+        from hacpo_mega.cluster.device import require_fitting_environment
+
+        with _one_voice_per_node():
+            require_fitting_environment()
         return True
     from hacpo_mega.cluster.local_job import run_on_this_machine
 

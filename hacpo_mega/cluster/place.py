@@ -24,6 +24,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from hacpo_mega.cluster.device import rank_device
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.watchdog import Watchdog
 
@@ -86,7 +87,7 @@ class Place:
         """
         rank, world_size, local_rank = (_from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
-        device = _device(local_rank)
+        device = rank_device(local_rank)
         # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
         place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
@@ -225,19 +226,3 @@ def _from_launcher(name: str, slurm_name: str) -> int:
     if value is None:
         raise ValueError(f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun")
     return int(value)
-
-
-def _device(local_rank: int) -> torch.device:
-    """The device of this process: its own GPU, by its number on the node, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # A launcher that binds tasks to GPUs shows each task one of them, as number 0. (Several agents of one rank each may
-    # also share a single GPU; NCCL objects only to two ranks of the same agent on it.)
-    index = 0 if torch.cuda.device_count() == 1 else local_rank
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"process {local_rank} of this node has no GPU of its own: {torch.cuda.device_count()} are visible. Start "
-            "at most one process per GPU and node."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
