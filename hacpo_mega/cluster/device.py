@@ -2,7 +2,7 @@
 
 Nothing falls back from one to the other. The vLLM of a CUDA environment has no CPU engine, and a CPU environment, which
 `make env` installs on a login node without a driver, would train on a node with GPUs for days before anybody looks.
-Not here: who shares a device.
+Not here: who shares a device (turns.py).
 """
 
 import os
@@ -49,6 +49,14 @@ def require_fitting_environment() -> None:
             f"this machine has a GPU, but torch {torch.__version__} is the CPU build: make env FLAVOUR=cuda; or say "
             "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU all the same"
         )
+
+
+def device_identity(device: torch.device) -> str:
+    """What tells GPUs of the whole job apart; empty for the CPU, which nobody counts.
+
+    By UUID, since every task may call its own GPU number 0.
+    """
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _why_no_gpu() -> str:

@@ -24,7 +24,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.device import rank_device
+from hacpo_mega.cluster.device import device_identity, rank_device
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.watchdog import Watchdog
 
@@ -171,9 +171,9 @@ class Place:
     def _lane_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         if self.device.type != "cuda":
             return self._group(name, rank, size)
-        # Two agents may share a GPU; by its UUID, since every task may call its own GPU number 0.
+        # Two agents may share a GPU.
         devices = dist.PrefixStore(f"{name}/device", self._store)
-        devices.set(str(rank), str(torch.cuda.get_device_properties(self.device).uuid))
+        devices.set(str(rank), device_identity(self.device))
         if len({devices.get(str(leader)) for leader in range(size)}) < size:
             return self._group(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()

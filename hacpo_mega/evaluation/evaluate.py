@@ -16,6 +16,7 @@ import torch
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.turns import agents_per_device
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, finite, read_answers
@@ -117,6 +118,7 @@ class _Run:
     def _start(self) -> None:
         settings = self.settings
         self.place.enter_phase("load", f"of {settings.model}")
+        agents_per_device(self.place)  # a second engine of the same GPU would find no memory
         self.engine = Engine(
             settings.model,
             max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
