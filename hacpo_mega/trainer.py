@@ -85,7 +85,7 @@ class Trainer:
         self.names = tuple(agent.name for agent in config.agents)
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
+            self.place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))

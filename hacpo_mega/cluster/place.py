@@ -157,6 +157,8 @@ class Place:
         """Leaves the job; a collective. What a process does after it is nobody else's concern."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
+        if self.lane_group is not None:
+            self.lane_group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
         self.lane_group = self.row_group = self.cell_group = self.job_group = None
         dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 FREE = (
     *("run_dir", "num_steps", "evaluation", "checkpoint", "training.diagnose_every", "reward.num_workers"),
     *("lanes", "agents.*.cells_per_lane"),
-    *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
+    *("stall_s", "wait_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )
 FIXED = ("agents", "agents.*.tp", "agents.*.pp")
 

@@ -35,6 +35,8 @@ from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
 ANSWERS_PER_WRITE = 512
 MAX_VOTE_CHARACTERS = 500
+# Engines that share the problems end hours apart; one that dies is named at once all the same (watchdog.py).
+WAIT_S = 86_400.0
 EVALUATION_STEP = -1  # no training step: an evaluation never draws the noise of a rollout
 
 
@@ -57,7 +59,8 @@ def evaluate(
     codec = TextCodec(load_tokenizer(settings.model, settings.trust_remote_code), settings.prompting)
     asked = settings.record(weights_fingerprint(settings.model))
     check_folder(out, asked)
-    with Place.join(RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))) as place, ExitStack() as stack:
+    rank_map = RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))
+    with Place.join(rank_map, WAIT_S) as place, ExitStack() as stack:
         is_first = place.coordinate.global_rank == 0
         if is_first:
             claim(out, asked)
