@@ -30,7 +30,7 @@ setup(
     install_requires=RUNTIME,
     extras_require={
         "cuda": ["vllm>=0.25.1"],
-        "te": ["transformer-engine[pytorch]>=2.10"],
+        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # what megatron-core 0.16.1 takes
         "test-trackers": ["trackio>=0.43"],  # in no lock file: it asks for an older pillow than the locks have
         "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "ruff"],
     },

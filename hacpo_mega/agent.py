@@ -18,6 +18,7 @@ from torch import Tensor
 from hacpo_mega.algorithm import engine_weights, sample_weight
 from hacpo_mega.checkpoint import Checkpoint
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
@@ -84,21 +85,24 @@ class Agent:
             state = start.agents[self.name]
             self.actor.load(start.folder / self.name, num_updates=state.num_updates, num_applied=state.num_applied)
         self.dtype = self.actor.model.config.params_dtype
-        self.engine = Engine(
-            spec.model,
-            max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-            dtype=self.dtype,
-            tensor_parallel_size=spec.engine_tensor_parallel,
-            seed=config.seed,
-            trust_remote_code=spec.trust_remote_code,
-            random_weights=True,
-            options=spec.vllm,
-        )
-        self._engine_sleeps = False
         # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
         self.answer_lengths: Callable[[int, int, int], int] | None = None
-        # The engine started on random weights (reading the folder twice would double the start of a large model).
-        self.publish_weights()
+        agents_on_device = agents_per_device(place)
+        with in_turn(place, agents_on_device):
+            self.engine = Engine(
+                spec.model,
+                max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
+                dtype=self.dtype,
+                tensor_parallel_size=spec.engine_tensor_parallel,
+                seed=config.seed,
+                trust_remote_code=spec.trust_remote_code,
+                random_weights=True,
+                agents_on_device=agents_on_device,
+                options=spec.vllm,
+            )
+            self._engine_sleeps = False
+            # The engine started on random weights (reading the folder twice would double the start of a large model).
+            self.publish_weights()
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )

@@ -165,7 +165,8 @@ def doctor(
     config_file: ConfigFile,
     overrides: Overrides = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest log-prob difference (nats) that passes; default 1e-4 in fp32.")
+        float | None,
+        typer.Option(help="Log-prob difference (nats) that passes; 1e-4 in fp32, 0.5 for 99 % in bf16."),
     ] = None,
 ) -> None:
     """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
@@ -312,6 +313,10 @@ def _is_one_of(world_size: int) -> bool:
     prepare_environment()
     if inside_a_job():
         end_with_launcher()
+        from hacpo_mega.cluster.device import require_fitting_environment
+
+        with _one_voice_per_node():
+            require_fitting_environment()
         return True
     from hacpo_mega.cluster.local_job import run_on_this_machine
 

@@ -72,7 +72,7 @@ class Trainer:
         self.names = tuple(agent.name for agent in config.agents)
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            joined = Place.join(RankMap.of(config), stall_s=config.stall_s, is_traced=config.logging.trace)
+            joined = Place.join(RankMap.of(config), config.wait_s, config.stall_s, is_traced=config.logging.trace)
             self.place = stack.enter_context(joined)
             is_first = self.place.coordinate.global_rank == 0
             if is_first:

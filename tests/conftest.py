@@ -27,6 +27,8 @@ FOUR_RANKS = {
 }
 
 if not torch.cuda.is_available():
+    # A CPU environment on a machine with GPUs runs these tests on the CPU, and says so (cluster/device.py).
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     # Gluon too: Triton imports it at the first launch, and it refuses a half-interpreted language then.

@@ -73,6 +73,7 @@ COLLECTIVES = (
 )
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
+    "hacpo_mega/cluster/device.py",
     "hacpo_mega/cluster/environment.py",
     "hacpo_mega/cluster/forked_job.py",
     "hacpo_mega/cluster/local_job.py",

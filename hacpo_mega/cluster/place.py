@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
+from hacpo_mega.cluster.device import device_identity, rank_device
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
@@ -106,7 +107,7 @@ class Place:
         """
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
-        device = _device(local_rank)
+        device = rank_device(local_rank)
         if store is None:
             allow_connections(world_size)
             # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
@@ -173,6 +174,11 @@ class Place:
         """One payload per rank of this cell, in their order, on every rank of it."""
         return gather_bytes(self.cell_group, payload)
 
+    def tell_job(self, payload: bytes) -> list[bytes]:
+        """One payload per process of the job, by rank, on every process: world^2 bytes in all, so for starts alone."""
+        given = self._job.gather(payload)
+        return split(self._job.share(join(given) if given else None))
+
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
         message = None
@@ -213,6 +219,8 @@ class Place:
         """Leaves the job; a collective. What a process does after it is nobody else's concern."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
+        if self.lane_group is not None:
+            self.lane_group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
         self.lane_group = self.cell_group = self._row = self._job = None
         dist.destroy_process_group()
 
@@ -227,9 +235,9 @@ class Place:
     def _lane_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         if self.device.type != "cuda":
             return self._group(name, rank, size)
-        # Two agents may share a GPU; by its UUID, since every task may call its own GPU number 0.
+        # Two agents may share a GPU.
         devices = dist.PrefixStore(f"{name}/device", self._store)
-        devices.set(str(rank), str(torch.cuda.get_device_properties(self.device).uuid))
+        devices.set(str(rank), device_identity(self.device))
         if len({devices.get(str(leader)) for leader in range(size)}) < size:
             return self._group(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()
@@ -278,19 +286,3 @@ def allow_connections(world_size: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def _device(local_rank: int) -> torch.device:
-    """The device of this process: its own GPU, by its number on the node, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # A launcher that binds tasks to GPUs shows each task one of them, as number 0. (Several agents of one rank each may
-    # also share a single GPU; NCCL objects only to two ranks of the same agent on it.)
-    index = 0 if torch.cuda.device_count() == 1 else local_rank
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"process {local_rank} of this node has no GPU of its own: {torch.cuda.device_count()} are visible. Start "
-            "at most one process per GPU and node."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)

@@ -8,7 +8,7 @@ Not here: whether training improves anything.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.agent import Agent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of, table, worst_of
 from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import answer_seed
@@ -26,39 +27,16 @@ PROMPT_TOKENS = 16
 LONGEST = 1024
 # One Adam step of this size moves every weight by about as much: far more than any tolerance.
 UPDATE = OptimizerConfig(lr=1e-3)
-# Largest difference of a token's log-prob, nats. bf16 keeps 8 bits of a weight, so a rare token may be off by much.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One comparison of log-probs of the same tokens, on one rank.
-
-    The largest difference (nats) must be within `bound`; with `must_differ` it must be beyond it.
-    """
-
-    agent: str
-    what: str
-    dtype: str
-    num_tokens: int
-    largest: float
-    mean: float
-    bound: float
-    must_differ: bool = False
-
-    @property
-    def is_good(self) -> bool:
-        """False for a NaN, too."""
-        return self.largest > self.bound if self.must_differ else self.largest <= self.bound
 
 
 def examine(config: Config, tolerance: float | None = None) -> bool:
     """Compare every agent of `config`, print a table on the job's rank 0, and say whether all is within tolerance.
 
-    `tolerance` bounds the largest difference of a token's log-prob (nats); None takes TOLERANCES of the actor's dtype.
+    `tolerance` bounds the difference of SHARE_WITHIN of the tokens' log-probs (nats); None takes TOLERANCES of the
+    actor's dtype.
     Collective over the job: call it in every process of one that fits the configuration.
     """
-    with Place.join(RankMap.of(config)) as place:
+    with Place.join(RankMap.of(config), config.wait_s, config.stall_s) as place:
         place.enter_phase("doctor", "before any step")
         mine = json.dumps([asdict(found) for found in diagnose(config, place, tolerance)]).encode()
         everyones = [Finding(**found) for payload in place.gather_job(mine) for found in json.loads(payload)]
@@ -80,18 +58,8 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
     bound = TOLERANCES[dtype] if tolerance is None else tolerance
 
     def compare(what: str, ours: list[np.ndarray], other: list[np.ndarray], must_differ: bool = False) -> Finding:
-        difference = np.abs(np.concatenate(ours) - np.concatenate(other))
-        dtype_name = str(dtype).removeprefix("torch.")
-        return Finding(
-            spec.name,
-            what,
-            dtype_name,
-            len(difference),
-            float(difference.max()),
-            float(difference.mean()),
-            bound,
-            must_differ,
-        )
+        difference_T = np.abs(np.concatenate(ours) - np.concatenate(other))
+        return finding_of(spec.name, what, dtype, difference_T, bound, must_differ)
 
     sequences, num_prompt, sampled = _sequences(agent, config)
     scored = [_scored_whole(tokens) for tokens in sequences]
@@ -145,31 +113,3 @@ def _hugging_face(spec: AgentConfig, sequences: Sequence[Sequence[int]], dtype: 
         logits_TV = model(tokens_T[None]).logits[0, :-1].float()
         scores.append(logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0].numpy())
     return scores
-
-
-def worst_of(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding per agent and comparison: the worst rank's."""
-    worst: dict[tuple[str, str], Finding] = {}
-    for finding in findings:
-        known = worst.get((finding.agent, finding.what))
-        if known is None or _badness(finding) > _badness(known):
-            worst[finding.agent, finding.what] = finding
-    return list(worst.values())
-
-
-def _badness(finding: Finding) -> float:
-    if np.isnan(finding.largest):
-        return np.inf
-    return -finding.largest if finding.must_differ else finding.largest
-
-
-def table(findings: Sequence[Finding]) -> str:
-    """The findings as text, a line each."""
-    head = f"{'agent':16} {'log-probs (nats)':32} {'dtype':9} {'tokens':>7} {'largest':>9} {'mean':>9}  bound"
-    return "\n".join([head, *map(_line, findings)])
-
-
-def _line(found: Finding) -> str:
-    numbers = f"{found.num_tokens:7d} {found.largest:9.2e} {found.mean:9.2e}"
-    verdict = f"{'>' if found.must_differ else '<='} {found.bound:g}  {'ok' if found.is_good else 'BAD'}"
-    return f"{found.agent:16} {found.what:32} {found.dtype:9} {numbers}  {verdict}"

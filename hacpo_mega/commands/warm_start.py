@@ -28,7 +28,7 @@ REPORT_EVERY = 100
 
 def initialize(config: Config) -> None:
     """Creates and warm-starts this rank's agent, if its model folder does not exist. Collective over the job."""
-    with Place.join(RankMap.of(config)) as place:
+    with Place.join(RankMap.of(config), config.wait_s, config.stall_s) as place:
         spec = config.agents[place.agent]
         is_missing = spec.init is not None and not (spec.model / "config.json").is_file()
         # The agent's own folder appears only when it is complete: an interrupted warm start starts again.

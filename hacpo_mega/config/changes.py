@@ -19,7 +19,7 @@ FREE = (
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
     *("agents.*.recompute", *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE))),
-    *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
+    *("stall_s", "wait_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
     "slurm",
 )
 FIXED = ("agents",)

@@ -164,6 +164,9 @@ class Config(Section):
     stall_s: Annotated[float, Field(strict=True, ge=10.0)] = 600.0
     """Seconds without a sign of life from a process, which is stopped or stuck then, after which the job names it,
     writes all stacks to logs/ and ends; a long phase gives signs of life."""
+    wait_s: Annotated[float, Field(strict=True, ge=10.0)] = 1800.0
+    """Seconds that a process waits for the others, at the start and in each later exchange, before the job ends: more
+    than the fastest agent may be ahead of the slowest in a step."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

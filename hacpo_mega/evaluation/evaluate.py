@@ -16,6 +16,7 @@ import torch
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.turns import agents_per_device
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, finite, read_answers
@@ -37,6 +38,8 @@ from hacpo_mega.stored_agent import StoredAgent
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
 ANSWERS_PER_WRITE = 512
 MAX_VOTE_CHARACTERS = 500
+# Engines that share the problems end hours apart; one that dies is named at once all the same (watchdog.py).
+WAIT_S = 86_400.0
 EVALUATION_STEP = -1  # no training step: an evaluation never draws the noise of a rollout
 
 
@@ -59,7 +62,8 @@ def evaluate(
     codec = TextCodec(load_tokenizer(settings.folder, settings.trust_remote_code), settings.prompting)
     asked = settings.record(settings.fingerprint)
     check_folder(out, asked)
-    with Place.join(RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))) as place, ExitStack() as stack:
+    rank_map = RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))
+    with Place.join(rank_map, WAIT_S) as place, ExitStack() as stack:
         is_first = place.coordinate.global_rank == 0
         if is_first:
             claim(out, asked)
@@ -123,6 +127,7 @@ class _Run:
         stored, dtype = settings.stored, getattr(torch, settings.dtype)
         if stored is not None:
             self._require_unaltered(stored)
+        agents_per_device(self.place)  # a second engine of the same GPU would find no memory
         self.engine = Engine(
             settings.folder,
             max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,

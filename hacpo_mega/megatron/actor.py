@@ -62,13 +62,15 @@ class Actor:
         recompute: str = "none",
         overrides: Mapping[str, Any] | None = None,
         spans: Spans | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
         backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig; `spans`
-        records the parts of an update. bf16 with fp32 main weights on CUDA, fp32 on the CPU. Raises ValueError for a
-        layout or a folder the model cannot have (model.py, weights.py).
+        records the parts of an update. bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says
+        otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a folder the model cannot have
+        (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
@@ -76,6 +78,7 @@ class Actor:
         self._spans = spans or Spans()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         initialize_parallel(tp, pp, seed)
         with megatron_platform():
             self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, recompute, overrides)
@@ -86,12 +89,11 @@ class Actor:
     def _build(
         self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
     ) -> DistributedDataParallel:
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         model = build_model(
             self.architecture,
             tp=tp,
             pp=pp,
-            dtype=dtype,
+            dtype=self.dtype,
             max_positions=max_positions,
             recompute=recompute,
             overrides=dict(overrides or {}),

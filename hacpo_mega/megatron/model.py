@@ -129,6 +129,8 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
+        # cuBLAS may add the partial sums of a split product in bf16; for the whole process, so the engine's, too.
+        "disable_bf16_reduced_precision_matmul": True,
     }
     return TransformerConfig(**{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)})
 

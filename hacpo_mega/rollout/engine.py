@@ -18,7 +18,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.pass_through import DECIDED_VLLM
 from hacpo_mega.models.folder import eos_token_ids, head_size
 from hacpo_mega.models.layout import head_size_problem
 from hacpo_mega.models.weight_files import HEAD, published_names
 from hacpo_mega.records import Completion, Stop
+from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.held_weights import differences
 from hacpo_mega.rollout.host_process import (
+    free_memory_unmeasured,
     joined_to_default_group,
     keeping_default_group,
     process_untouched,
@@ -79,6 +80,7 @@ class Engine:
         trust_remote_code: bool = False,
         eos_ids: Sequence[int] | None = None,
         random_weights: bool = False,
+        agents_on_device: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Build the engine and load the weights of the folder `model`. Collective over the default process group.
@@ -86,12 +88,19 @@ class Engine:
         max_model_len    tokens of the longest prompt and answer together
         eos_ids          token ids that end an answer; None takes `eos_token_ids(model)`
         random_weights   skip reading the weights: for a caller who publishes before the first answer
+        agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
         _check_options(options or {})
         _check_process(tensor_parallel_size)
-        self._on_cuda = torch.cuda.is_available()
+        self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
+        defaults = engine_defaults(
+            on_cuda=self._on_cuda,
+            tensor_parallel_size=tensor_parallel_size,
+            visible_devices=torch.cuda.device_count(),
+            agents_on_device=agents_on_device,
+        )
         if not self._on_cuda:
             _check_cpu_attention(model)
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
@@ -113,7 +122,7 @@ class Engine:
                 logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
                 load_format="dummy" if random_weights else "auto",
                 enable_sleep_mode=self._on_cuda,
-                **{"use_tqdm_on_load": False, **(CUDA_DEFAULTS if self._on_cuda else CPU_DEFAULTS), **(options or {})},
+                **{"use_tqdm_on_load": False, **defaults, **(options or {})},
             )
         hf_config = self._llm.llm_engine.vllm_config.model_config.hf_config
         self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -236,7 +245,7 @@ class Engine:
         self._require(Memory.AWAKE, "sleep", needs_weights=False)
         self._llm.reset_prefix_cache()
         if self._on_cuda:
-            with process_untouched():
+            with process_untouched(), free_memory_unmeasured() if self._shares_device else nullcontext():
                 self._llm.sleep(level=2)
         self._is_loaded = False
         self._memory = Memory.ASLEEP

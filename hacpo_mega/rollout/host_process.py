@@ -62,6 +62,17 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
             segment.unlink(missing_ok=True)
 
 
+@contextmanager
+def free_memory_unmeasured() -> Iterator[None]:
+    """Around vLLM's sleep on a device that other processes use: it asserts that the device has more free memory after.
+
+    What they allocate meanwhile would look like memory that sleeping took; so it is shown one reading throughout.
+    """
+    reading = torch.accelerator.get_memory_info()
+    with _replaced(torch.accelerator, "get_memory_info", lambda *_device: reading):
+        yield
+
+
 def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
     """vLLM's teardown of its groups, less its last line, which destroys the default group. The actor still needs it."""
 

@@ -51,7 +51,8 @@ def step_metrics() -> StepMetrics:
                     "num_trained_tokens": 80.0, "prompt_tokens_mean": 3.0}.items()}  # fmt: skip
     timing = {"time_unix_s": 0.0, "agent/a/phase/roll_out_s": 2.0, "agent/a/phase/learn_s": 1.0,
               "agent/a/phase/exchange_s": 1.0, "agent/b/phase/roll_out_s": 0.5, "agent/b/phase/learn_s": 0.5,
-              "agent/b/phase/exchange_s": 3.0, "agent/b/phase_mean/learn_s": 0.5, "agent/b/phase/wait_s": 1.0}  # fmt: skip
+              "agent/b/phase/exchange_s": 3.0, "agent/b/phase_mean/learn_s": 0.5,
+              "agent/b/phase/wait_s": 1.0}  # fmt: skip
     return StepMetrics(values, timing)
 
 

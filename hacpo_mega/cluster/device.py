@@ -1,0 +1,68 @@
+"""The device of a process: its own GPU, or the CPU where torch is the CPU build.
+
+Nothing falls back from one to the other. The vLLM of a CUDA environment has no CPU engine, and a CPU environment, which
+`make env` installs on a login node without a driver, would train on a node with GPUs for days before anybody looks.
+Not here: who shares a device (turns.py).
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+DRIVER = "R580 or later"  # the first that runs CUDA 13, which torch 2.13's wheels are built for
+FIRST_GPU = Path("/dev/nvidia0")
+
+
+def rank_device(local_rank: int) -> torch.device:
+    """This process's GPU, by its number on the node, which it makes torch's current one; the CPU in a CPU environment.
+
+    Raises ValueError where the environment and the machine do not fit, or there are fewer GPUs than processes.
+    """
+    require_fitting_environment()
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A launcher that binds tasks to GPUs shows each task one of them, as number 0. (Several agents of one rank each may
+    # also share a single GPU.)
+    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local_rank} of this node has no GPU of its own: {torch.cuda.device_count()} are visible. Start "
+            "at most one process per GPU and node."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def require_fitting_environment() -> None:
+    """Raises ValueError where torch's build cannot use this machine, or would leave its GPUs alone unasked."""
+    if torch.cuda.is_available():
+        return
+    if torch.version.cuda is not None:
+        raise ValueError(
+            f"torch {torch.__version__} is the CUDA {torch.version.cuda} build, but no GPU can be used here: "
+            f"{_why_no_gpu()}. Start on a node with a GPU and a driver {DRIVER} (nvidia-smi shows both), or make a CPU "
+            "environment: make env FLAVOUR=cpu"
+        )
+    if FIRST_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise ValueError(
+            f"this machine has a GPU, but torch {torch.__version__} is the CPU build: make env FLAVOUR=cuda; or say "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU all the same"
+        )
+
+
+def device_identity(device: torch.device) -> str:
+    """What tells GPUs of the whole job apart; empty for the CPU, which nobody counts.
+
+    By UUID, since every task may call its own GPU number 0.
+    """
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _why_no_gpu() -> str:
+    """torch's own words: no driver, one that is too old, none visible."""
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).strip().split("\n")[0].rstrip(".")
+    return "torch.cuda.is_available() is false"

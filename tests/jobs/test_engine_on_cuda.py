@@ -1,0 +1,39 @@
+"""vLLM's own CUDA code does what the project's arguments rely on, as far as it runs without a device."""
+
+import importlib
+
+import pytest
+from job import run_ranks
+
+
+def visit() -> dict:
+    # here, where the ranks are: the process that judges must not import vLLM
+    return importlib.import_module("cuda_engine_job").visit()
+
+
+@pytest.fixture(scope="module")
+def saw() -> dict:
+    return run_ranks(1, visit)[0]
+
+
+def test_a_process_that_sees_one_gpu_cannot_ask_for_its_peers(saw):
+    """Why custom all-reduce is off there: it asks for the peer's device by its number."""
+    assert saw["peer's device"].startswith("IndexError")
+
+
+def test_two_engines_start_on_one_gpu_when_they_share_its_half(saw):
+    """vLLM's share is of each engine alone; at 0.5 each the second finds too little beside the actors."""
+    full_share, half_share = saw["starts"]
+    assert "is less than desired GPU memory utilization (0.5" in full_share
+    assert half_share == "no error"
+
+
+def test_sleeping_on_a_shared_gpu_does_not_count_what_others_take(saw):
+    assert saw["alone"] == "no error"
+    assert saw["shared"] == "AssertionError: Memory usage increased after sleeping."
+    assert saw["shared, unmeasured"] == "no error"
+
+
+def test_vllm_takes_the_decision_about_fusion(saw):
+    """None would leave it to what is on PATH."""
+    assert saw["fused"] is False

@@ -1,0 +1,91 @@
+"""The actor with bf16 weights beside float32 main weights, as it trains on CUDA: cases for any device and layout.
+
+jobs/test_actor_bf16.py runs them on the CPU over gloo, gpu/test_actor_gpu.py and gpu/test_two_gpus.py on CUDA.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from actor_cases import (
+    DESCENT,
+    Oracle,
+    gradient_by_descent,
+    make_actor,
+    norm,
+    objective,
+    random_samples,
+    relative_error,
+)
+from tiny_models import make_model
+
+from hacpo_mega.config import OptimizerConfig
+
+BF16 = torch.bfloat16
+SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "dtype": BF16}
+# A bf16 weight keeps 8 bits: a step that leaves nothing of the weights shows the gradient to bf16 precision.
+STEP = DESCENT.model_copy(update={"lr": DESCENT.lr * 1e4})
+
+
+def make_folder(folder: Path, family: str) -> Path:
+    """A small model with heads of 64, which the flash kernels take."""
+    return make_model(folder, family, **SIZES)
+
+
+def my_share(samples: list, tp: int, pp: int) -> list:
+    """The samples of this rank's cell, whole prompts of them."""
+    cell, num_cells = dist.get_rank() // (tp * pp), dist.get_world_size() // (tp * pp)
+    return [sample for sample in samples if sample.prompt_index % num_cells == cell]
+
+
+def own_ratios(folder: Path, max_tokens: int, *, tp: int = 1, pp: int = 1) -> list[tuple[list[float], list[float]]]:
+    """Own ratios that the first and the second update of three steps see, source log-probs being the actor's scores."""
+    options = {"tp": tp, "pp": pp, "max_tokens_per_microbatch": max_tokens, "dtype": BF16}
+    actor = make_actor(folder, optimizer=OptimizerConfig(lr=1e-3), **options)
+    assert {parameter.dtype for parameter in actor.model.parameters()} == {BF16}
+    seen = []
+    for step in range(3):
+        drawn = my_share(random_samples(8, seed=50 + step), tp, pp)
+        own = [sample for sample in drawn if sample.is_self]
+        scores = actor.score(own)
+        scored = [dataclasses.replace(s, source_logprob=x.mean_logprob) for s, x in zip(own, scores, strict=True)]
+        cross = [dataclasses.replace(s, source_logprob=-5.0) for s in drawn if not s.is_self]
+        updates = [actor.learn(scored + cross, objective) for _ in range(2)]
+        seen.append(tuple([r for report in stats.reports for r in _own(report)] for stats in updates))
+    return seen
+
+
+def _own(report) -> list[float]:
+    return report.ratio_B[report.is_self_B].tolist()
+
+
+def check_own_ratios(seen: list[tuple[list[float], list[float]]]) -> None:
+    """1 to the last bit before the policy moves, and something else after."""
+    for first, second in seen:
+        assert first and first == [1.0] * len(first)
+        assert second != first, "the policy did not move, so the test shows nothing"
+
+
+Found = tuple[dict[str, torch.Tensor], float, float]
+
+
+def gradient(folder: Path, max_tokens: int, *, tp: int = 1, pp: int = 1) -> Found:
+    """(gradient by Hugging Face name, loss, norm) of cross-entropy, which has no clip to fall on the other side of."""
+    options = {"tp": tp, "pp": pp, "max_tokens_per_microbatch": max_tokens, "dtype": BF16}
+    actor, samples = make_actor(folder, optimizer=STEP, **options), random_samples(6, seed=60)
+    num_trained = sum(sample.num_trained for sample in samples)
+    mine = my_share(samples, tp, pp)
+    found, stats = gradient_by_descent(actor, lambda: actor.learn_supervised(mine, num_trained))
+    return {name: tensor / 1e4 for name, tensor in found.items()}, stats.loss, stats.grad_norm
+
+
+def check_gradient(found: Found, folder: Path) -> None:
+    """Hugging Face's in float64 on the same rounded weights, up to bf16."""
+    weights, loss, grad_norm = found
+    oracle = Oracle(folder)
+    exact = oracle.cross_entropy(random_samples(6, seed=60))
+    expected = oracle.gradient(exact)
+    assert abs(loss / exact.item() - 1) < 5e-3
+    assert abs(grad_norm / norm(expected) - 1) < 2e-2
+    assert relative_error(weights, expected) < 3e-2

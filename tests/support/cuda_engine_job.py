@@ -1,0 +1,76 @@
+"""What jobs/test_engine_on_cuda.py asks of vLLM's own CUDA code: what of it runs without a device.
+
+`visit` runs in a process of its own, since the one that judges must not import vLLM.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+from vllm.config import CompilationConfig
+from vllm.platforms.interface import Platform
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import request_memory
+
+from hacpo_mega.rollout.engine_defaults import engine_defaults
+from hacpo_mega.rollout.host_process import free_memory_unmeasured
+
+GIB = 2**30
+TOTAL, ACTOR = 80 * GIB, 3 * GIB
+
+
+class CudaNumbers(Platform):
+    """vLLM's arithmetic of device numbers, on the variable that CUDA's platform reads."""
+
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+
+def defaults(agents_on_device: int) -> dict:
+    return engine_defaults(on_cuda=True, tensor_parallel_size=2, visible_devices=1, agents_on_device=agents_on_device)
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (ValueError, IndexError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def start_two_engines(agents_on_device: int) -> None:
+    """One after the other on one device, beside two actors."""
+    free, share = TOTAL - 2 * ACTOR, defaults(agents_on_device)["gpu_memory_utilization"]
+    for _ in range(2):
+        snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=free, device_=torch.device("cuda", 0))
+        free -= request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=share))
+
+
+def fall_asleep(others_take: int, measured: bool) -> None:
+    """vLLM's worker at level 2 gives back 1 GiB, while another process of the device allocates `others_take` bytes."""
+    free = [TOTAL // 2]
+    torch.accelerator.synchronize = lambda *device: None
+    torch.accelerator.get_memory_info = lambda *device: (free[0], TOTAL)
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(model=torch.nn.Linear(2, 2)),
+        sleep_mode_backend=SimpleNamespace(suspend=lambda level: free.append(free.pop() + GIB - others_take)),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+        _save_sleep_parameters=lambda model: None,
+        get_draft_model=lambda: None,
+    )
+    with nullcontext() if measured else free_memory_unmeasured():
+        Worker.sleep(worker, level=2)
+    assert torch.accelerator.get_memory_info() == (free[0], TOTAL), "the reading is torch's own again"
+
+
+def visit() -> dict[str, object]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "3"
+    return {
+        "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
+        "starts": [error_of(lambda agents=agents: start_two_engines(agents)) for agents in (1, 2)],
+        "alone": error_of(lambda: fall_asleep(0, measured=True)),
+        "shared": error_of(lambda: fall_asleep(2 * GIB, measured=True)),
+        "shared, unmeasured": error_of(lambda: fall_asleep(2 * GIB, measured=False)),
+        "fused": CompilationConfig(**defaults(1)["compilation_config"]).pass_config.fuse_allreduce_rms,
+    }

@@ -1,0 +1,131 @@
+"""Agents that share a GPU: who counts them, who waits for whom, how much of it an engine asks for."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from device_table import DeviceTable
+
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.turns import agents_per_device, in_turn
+from hacpo_mega.rollout.engine_defaults import engine_defaults
+
+RANKS = RankMap(1, (AgentShape("a", tp=2), AgentShape("b")))
+
+
+class Seats:
+    """A job of threads: `seat(rank)` has what `turns` asks of a Place."""
+
+    def __init__(self, devices: list[int]) -> None:
+        self.devices = devices
+        self.together = threading.Barrier(len(devices))
+        self.payloads = [b""] * len(devices)
+
+    def seat(self, rank: int) -> SimpleNamespace:
+        coordinate = RANKS.coordinate(rank)
+        return SimpleNamespace(
+            rank_map=RANKS,
+            coordinate=coordinate,
+            agent=coordinate.agent,
+            device=torch.device("cuda", self.devices[rank]) if self.devices[rank] >= 0 else torch.device("cpu"),
+            barrier=self.together.wait,
+            gather_job=lambda payload: self.gather(rank, payload),
+        )
+
+    def gather(self, rank: int, payload: bytes) -> list[bytes]:
+        self.payloads[rank] = payload
+        self.together.wait()
+        found = list(self.payloads)
+        self.together.wait()
+        return found
+
+    def play(self, act) -> list:
+        """What `act(seat)` answers on every rank, or raises."""
+        answers = [None] * len(self.devices)
+
+        def rank_main(rank: int) -> None:
+            try:
+                answers[rank] = act(self.seat(rank))
+            except ValueError as error:
+                answers[rank] = str(error)
+
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(self.devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+
+@pytest.mark.parametrize(
+    "devices, agents",
+    [([0, 1, 2], 1), ([0, 1, 0], 2), ([0, 1, 1], 2), ([-1, -1, -1], 1)],
+    ids=["each its own", "b beside a's first", "b beside a's second", "on the CPU"],
+)
+def test_every_rank_knows_how_many_agents_a_device_has(monkeypatch, tmp_path, devices, agents):
+    DeviceTable(("u", "v", "w")).install(monkeypatch, tmp_path)
+    assert Seats(devices).play(agents_per_device) == [agents] * 3
+
+
+def test_two_processes_of_an_agent_on_one_gpu_are_refused_everywhere(monkeypatch, tmp_path):
+    DeviceTable(("u", "v")).install(monkeypatch, tmp_path)
+    for said in Seats([1, 1, 0]).play(agents_per_device):
+        assert said.startswith("2 processes of agent a are on the GPU v: an agent's processes need one each")
+
+
+def test_agents_of_one_device_start_in_turn(monkeypatch, tmp_path):
+    """Both ranks of an agent are inside together, as a collective start needs; never two agents."""
+    DeviceTable(("u", "v")).install(monkeypatch, tmp_path)
+    mates, lock = {0: threading.Barrier(2), 1: threading.Barrier(1)}, threading.Lock()
+    inside, seen, overlaps = [], [], threading.Event()
+
+    def start(seat: SimpleNamespace) -> None:
+        with in_turn(seat, agents_per_device(seat)):
+            mates[seat.agent].wait()
+            with lock:
+                inside.append(seat.agent)
+                seen.append(seat.agent)
+                if len(set(inside)) > 1:
+                    overlaps.set()
+            overlaps.wait(0.3)  # time for another agent to come in, which none does
+            with lock:
+                inside.remove(seat.agent)
+            mates[seat.agent].wait()
+
+    Seats([0, 1, 1]).play(start)
+    assert seen == [0, 0, 1]
+    assert not overlaps.is_set()
+
+
+def test_agents_of_different_devices_start_together():
+    everyone = threading.Barrier(3)
+
+    def start(seat: SimpleNamespace) -> None:
+        with in_turn(seat, 1):
+            everyone.wait()
+
+    Seats([0, 1, 2]).play(start)
+
+
+def on_cuda(tensor_parallel_size: int = 1, visible_devices: int = 8, agents_on_device: int = 1) -> dict:
+    return engine_defaults(
+        on_cuda=True,
+        tensor_parallel_size=tensor_parallel_size,
+        visible_devices=visible_devices,
+        agents_on_device=agents_on_device,
+    )
+
+
+def test_the_engines_of_a_device_share_its_half():
+    assert [on_cuda(agents_on_device=count)["gpu_memory_utilization"] for count in (1, 2, 4)] == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("tp, visible, disabled", [(1, 1, False), (2, 1, True), (2, 2, False), (8, 8, False)])
+def test_custom_all_reduce_needs_the_peers_devices(tp, visible, disabled):
+    defaults = on_cuda(tensor_parallel_size=tp, visible_devices=visible)
+    assert defaults.get("disable_custom_all_reduce", False) is disabled
+
+
+def test_the_shell_does_not_decide_what_is_fused():
+    assert on_cuda()["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
