@@ -17,6 +17,7 @@ import rich
 import typer
 
 from hacpo_mega.checkpoint import committed_steps, find_start
+from hacpo_mega.cli_chaos import chaos
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cluster.environment import (
@@ -144,6 +145,7 @@ def train(
 
 
 app.command()(experiment)
+app.command()(chaos)
 
 
 @app.command()

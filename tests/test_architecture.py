@@ -26,6 +26,7 @@ TOP_FILES = {
     "joint_checkpoint.py": "trainer",
     "trainer.py": "trainer",
     "cli.py": "cli",
+    "cli_chaos.py": "cli",
     "cli_data.py": "cli",
     "cli_experiment.py": "cli",
     "__init__.py": "cli",
@@ -40,12 +41,12 @@ FLOORS = (
     ("megatron", "rollout"),
     ("agent",),
     ("trainer", "evaluation"),
-    ("commands", "report"),
+    ("commands", "report", "chaos"),
     ("experiments",),  # above the report, whose figures and page it draws its own with
     ("cli",),
 )
 
-CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py"))
+CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_chaos.py", "cli_data.py", "cli_experiment.py"))
 
 # Where a heavy library may be named at all.
 DOORS = {
