@@ -6,7 +6,7 @@ Every rank of a cell calls every method with equal arguments; what a method retu
 Not here: other agents (trainer.py exchanges with them) and what an advantage is (algorithm/).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class Agent:
             temperature=config.rollout.temperature,
             seed=config.seed,
             overrides=spec.megatron,
+            on_progress=place.progress,
         )
         if config.algorithm.kl_coef > 0.0:
             self.actor.keep_reference()
@@ -85,6 +86,7 @@ class Agent:
             trust_remote_code=spec.trust_remote_code,
             random_weights=True,
             options=spec.vllm,
+            on_progress=place.progress,
         )
         self._engine_sleeps = False
         # The engine started on random weights (reading the folder twice would double the start of a large model).
@@ -216,10 +218,15 @@ class Agent:
         """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it is awake afterwards."""
         if self._engine_sleeps:
             self.engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
-        self.engine.load(self.actor.weights())
+        self.engine.load(self._told(self.actor.weights()))
         if self._engine_sleeps:
             self.engine.wake()
         self._engine_sleeps = False
+
+    def _told(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for tensor in tensors:
+            self.place.progress()
+            yield tensor
 
     def save(self, folder: Path) -> dict[str, int]:
         """Writes weights and optimizer into an empty folder; the counts that belong to them. Collective as `learn`."""

@@ -27,9 +27,11 @@ from hacpo_mega.cluster.environment import (
     job_size,
     prepare_environment,
 )
+from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.disk_space import require_room
 from hacpo_mega.logbook.provenance import exported_steps
 
 app = typer.Typer(
@@ -128,7 +130,9 @@ def train(
         from hacpo_mega.data.prompt_files import require_good_files
 
         find_start(config, fresh=fresh, accept=accept or [], branch=branch)
+        require_room(config, fresh=fresh)
         require_good_files(config)
+        require_processes(RankMap.of(config), config.reward.num_workers)
     if not fresh and committed_steps(config.run_dir)[-1:] == [config.num_steps] == [exported_steps(config.run_dir)]:
         if is_first_of_its_node():
             print(

@@ -13,6 +13,7 @@ from hacpo_mega.cli_experiment import train_rank
 from hacpo_mega.cluster.environment import prepare_environment
 from hacpo_mega.config import load_config
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.logbook.provenance import exported_steps
 
 # A rank that is stopped for good costs so long each time; the run's own default is for nodes that other jobs slow down.
 STALL_S = 30.0
@@ -44,6 +45,8 @@ def chaos(
     config = load_config(config_file, [*given, f"run_dir={out / 'run'}"])
     if missing := missing_models(config):
         raise ValueError("\n".join(missing))
+    if undisturbed is not None and exported_steps(undisturbed) != config.num_steps:
+        raise ValueError(f"--undisturbed: {undisturbed} is no finished run of {config.num_steps} steps; leave it out")
     prepare_environment()
     from hacpo_mega.chaos.campaign import Campaign, ChaosError
     from hacpo_mega.chaos.table import write_table

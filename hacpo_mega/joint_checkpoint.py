@@ -11,9 +11,11 @@ Not here: what lies on disk (checkpoint.py), what an agent's state is (megatron/
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hacpo_mega.agent import Agent
 from hacpo_mega.algorithm import BandTracker, CapabilityTracker
@@ -33,8 +35,14 @@ from hacpo_mega.checkpoint import (
     sync,
 )
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
+from hacpo_mega.disk_space import checkpoint_bytes, export_bytes, free_bytes, probe, require_room, shortage
 from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.logbook.run_folder import RunFolder
+
+# Between two attempts at the end of a run, where a full disk is waited for.
+RETRY_S = 5.0
 
 
 def agree_on_start(
@@ -47,6 +55,7 @@ def agree_on_start(
     payload = None
     if place.coordinate.global_rank == 0:
         found = find_start(config, fresh=fresh, accept=accept, branch=branch)
+        require_room(config, fresh=fresh)
         payload = json.dumps(None if found is None else [str(found.folder), found.text()]).encode()
     answer = json.loads(place.share_in_job(payload))
     if answer is None:
@@ -58,13 +67,13 @@ def agree_on_start(
 
 
 class JointCheckpoint:
-    """This rank's part in the checkpoints of a run.
+    """This rank's part in what a run puts on disk to last: its checkpoints, and the exported agents at its end.
 
     safe_step   the step that the run would go on from if it died now; 0 is its start
     """
 
-    def __init__(self, place: Place, config: Config, agent: Agent, safe_step: int) -> None:
-        self._place, self._config, self._agent = place, config, agent
+    def __init__(self, place: Place, config: Config, agent: Agent, safe_step: int, say: Callable[[str], None]) -> None:
+        self._place, self._config, self._agent, self._say = place, config, agent, say
         self._models = model_digests(config)  # as loaded: the folder may be made anew while the run goes on
         self._is_first = place.coordinate.global_rank == 0
         self._last = time.monotonic()
@@ -88,24 +97,108 @@ class JointCheckpoint:
         is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
-    def save(self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None) -> None:
-        """Puts the run on disk as it is after `steps_done` steps, and removes what is no longer kept."""
+    def save(self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None, logs: RunFolder) -> None:
+        """Puts the run on disk as it is after `steps_done` steps, and removes what is no longer kept.
+
+        Where the disk refuses it, or `logs` are still to be written, it is said, older checkpoints are as they were and
+        training goes on to the next one. The last one waits for room first.
+        """
+
+        def attempt() -> str | None:
+            return self._attempt(steps_done, capability, band, logs.unwritten())
+
+        is_last = steps_done == self._config.num_steps
+        if problem := self._patiently(attempt) if is_last else attempt():
+            self._say(f"warning: {problem}")
+
+    def export(self, logs: RunFolder) -> None:
+        """Writes every agent as a Hugging Face folder. RunStopped where the disk has had no room for long."""
+        if problem := self._patiently(lambda: self._attempt_export(logs)):
+            raise RunStopped(
+                f"the agents are not exported: {problem}; step {self.safe_step} is safe. Make room, start the run again"
+            )
+
+    def _attempt_export(self, logs: RunFolder) -> str | None:
+        """Why not all agents are exported, the same on every rank; None when all are."""
+        needed, run_dir = export_bytes(self._config), self._config.run_dir
+        if problem := self._place.first_said(shortage(needed, run_dir) or logs.unwritten()):
+            return problem
+        folder = run_dir / "agents" / self._agent.name
+        if problem := self._place.first_said(what_fails(self._agent.export, folder)):
+            return f"{problem}; {needed:,} bytes are needed, {free_bytes(run_dir):,} are free on the disk of {run_dir}"
+        return self._place.first_said(what_fails(logs.finish, self._config.num_steps))
+
+    def _attempt(
+        self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None, obstacle: str | None
+    ) -> str | None:
+        """Why there is no checkpoint, the same on every rank; None when there is. `obstacle`: of this rank."""
         folder = folder_of(self._config.run_dir, steps_done)
         writing = folder.with_name(folder.name + WRITING)
-        if self._is_first:
-            shutil.rmtree(writing, ignore_errors=True)  # this job's, resumed from a step before it
-            for agent in self._config.agents:
-                (writing / agent.name).mkdir(parents=True)
-        self._place.barrier()
-        counts = self._agent.save(writing / self._agent.name)
-        state = AgentState(**counts, band=None if band is None else band.state_dict())
-        said = {"agent": self._agent.name, "state": asdict(state), "files": self._written(writing)}
-        # Everybody's shards are on disk when everybody's word has come.
+        try:
+            self._all_agree(obstacle or self._begin(writing))
+            self._all_agree(what_fails(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank)))
+            words = self._write_shards(writing, band)
+            self._all_agree(what_fails(self._commit, writing, folder, steps_done, capability, words))
+        except OSError as error:
+            if self._is_first:
+                shutil.rmtree(writing, ignore_errors=True)
+            return f"there is no checkpoint of step {steps_done}: {error}; step {self.safe_step} is safe"
+        self.safe_step, self._last = steps_done, time.monotonic()
+        return None
+
+    def _patiently(self, attempt: Callable[[], str | None]) -> str | None:
+        """Attempts it until it has no problem, or `wait_for_room_s` have passed; the last problem. Collective.
+
+        For what ends a run: given up at once, its weights would be lost to a disk that somebody can clear.
+        """
+        deadline = time.monotonic() + self._config.checkpoint.wait_for_room_s
+        while problem := attempt():
+            left_s = max(0.0, deadline - time.monotonic())
+            if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one of them decides
+                break
+            self._say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")
+            time.sleep(min(RETRY_S, left_s))
+        return problem
+
+    def _all_agree(self, problem: str | None) -> None:
+        """OSError on every rank of the job, with the first problem that any of them has. Collective."""
+        if found := self._place.first_said(problem):
+            raise OSError(found)
+
+    def _begin(self, writing: Path) -> str | None:
+        """Rank 0 makes the folders, if there is room for what will be in them."""
+        if not self._is_first:
+            return None
+        # This job's, resumed from a step before it.
+        return what_fails(shutil.rmtree, writing, ignore_errors=True) or (
+            shortage(checkpoint_bytes(self._config), self._config.run_dir) or what_fails(self._make_folders, writing)
+        )
+
+    def _make_folders(self, writing: Path) -> None:
+        for agent in self._config.agents:
+            (writing / agent.name).mkdir(parents=True)
+
+    def _write_shards(self, writing: Path, band: BandTracker | None) -> list[dict[str, dict]]:
+        """What every rank has written, by rank, when all have: then everybody's shards are on disk."""
+        said: dict[str, Any] = {"agent": self._agent.name}
+        try:
+            counts = self._agent.save(writing / self._agent.name)
+            said["state"] = asdict(AgentState(**counts, band=None if band is None else band.state_dict()))
+            said["files"] = self._written(writing)
+        except OSError as error:
+            said["problem"] = str(error)
         words = [json.loads(word) for word in self._place.gather_job(json.dumps(said).encode())]
+        if problem := next((word["problem"] for word in words if "problem" in word), None):
+            raise OSError(problem)
+        return words
+
+    def _commit(
+        self, writing: Path, folder: Path, steps_done: int, capability: CapabilityTracker, words: list[dict[str, dict]]
+    ) -> None:
         if self._is_first:
             commit(writing, self._record(folder, steps_done, capability, words))
-            remove_old(self._config.run_dir, self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
-        self.safe_step, self._last = steps_done, time.monotonic()
+            with suppress(OSError):  # what is too many now goes with the next one
+                remove_old(self._config.run_dir, self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
 
     def _written(self, writing: Path) -> dict[str, dict[str, int | str]]:
         """What this rank has written, synced: its own shards, and of an agent's first rank the index too."""
@@ -132,3 +225,12 @@ class JointCheckpoint:
             agents={word["agent"]: AgentState(**word["state"]) for word in words},
             files={path: FileState(**file) for word in words for path, file in word["files"].items()},
         )
+
+
+def what_fails(function: Callable[..., None], *arguments: Any, **options: Any) -> str | None:
+    """What the disk says to a call; None when it was done."""
+    try:
+        function(*arguments, **options)
+    except OSError as error:
+        return str(error)
+    return None

@@ -117,7 +117,7 @@ class Trainer:
             self.view_rules = _view_rules(config, codecs)
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
-            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done)
+            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done, self.console.say)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -137,8 +137,7 @@ class Trainer:
         while self.steps_done < self.config.num_steps:
             self.step()
         with self._phase("export", "after the last step"):
-            self.agent.export(self.config.run_dir / "agents" / self.agent.name)
-            self.folder.finish(self.steps_done)
+            self.checkpoint.export(self.folder)
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
@@ -192,7 +191,7 @@ class Trainer:
         self.steps_done += 1
         if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
             with self._phase("checkpoint", f"of step {self.steps_done}"):
-                self.checkpoint.save(self.steps_done, self.capability, self.band)
+                self.checkpoint.save(self.steps_done, self.capability, self.band, self.folder)
         self._show(self.steps_done, reduced)
 
     def evaluate(self, when: str = "") -> None:

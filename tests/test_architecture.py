@@ -23,6 +23,7 @@ TOP_FILES = {
     "agent.py": "agent",
     "policy_loss.py": "agent",
     "checkpoint.py": "checkpoint",
+    "disk_space.py": "checkpoint",
     "joint_checkpoint.py": "trainer",
     "trainer.py": "trainer",
     "cli.py": "cli",

@@ -3,7 +3,7 @@
     OUT/undisturbed/   the same run left in peace: what the other is held against
     OUT/run/           the run under faults
     OUT/attempts/      what the ranks of every start of it wrote, and attempts.jsonl: what it met and how it ended
-    OUT/chaos.json, OUT/table.md
+    OUT/chaos.json, OUT/table.txt
 
 The ranks are forked from a server (cluster/forked_job.py) and do what those of `hacpo-mega train` do; a start costs
 seconds. A campaign that was ended itself goes on where it was, when it is asked for again.
@@ -33,6 +33,7 @@ from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.run_folder import resolved_toml
 
 PRELOAD = "hacpo_mega.experiments.preloaded"
+PEACE = "undisturbed_ranks"
 # Of a start and of a step, before any has been seen.
 START_S, STEP_S = 20.0, 2.0
 RECENT = 8  # steps and starts that say how fast the machine is at present
@@ -111,7 +112,7 @@ class Campaign:
         """Runs the configuration in peace, unless it lies there finished. ChaosError when it fails."""
         if exported_steps(run_dir) == self.config.num_steps:
             return
-        folder = self.out / "undisturbed_ranks"
+        folder = self.out / PEACE
         with self._ranks(folder, self.config.model_copy(update={"run_dir": run_dir})) as processes:
             statuses = _ended(processes)
         if set(statuses) != {0}:
@@ -140,7 +141,7 @@ class Campaign:
         folder = self.out / "attempts" / f"{len(before):04d}"
         number = sum(len(attempt.struck) for attempt in before)
         num_starts = len(read_starts(self.config.run_dir))
-        launched = time.time()
+        safe, launched = self._on_disk()[0], time.time()
         struck: list[tuple[Fault, float]] = []
         unnoticed = False
         with self._ranks(folder, self.config) as processes:
@@ -168,7 +169,7 @@ class Campaign:
             phase=_phase(folder) if struck else None,
             unnoticed=unnoticed,
         )
-        _require_explained(attempt, before, folder)
+        _require_explained(attempt, max([safe, *(earlier.committed for earlier in before)]), folder)
         return attempt
 
     def _draw(self, number: int, before: list[Attempt]) -> Fault:
@@ -193,6 +194,9 @@ class Campaign:
     def _pace(self, before: list[Attempt]) -> tuple[float, float]:
         """Seconds of a start and of a step, as the last ones were."""
         starts = [attempt.opened - attempt.launched for attempt in before if attempt.opened is not None]
+        if not starts and (launched := self.out / PEACE / "config.toml").exists():
+            opened = read_starts(self.out / "undisturbed")
+            starts = [start["time_unix_s"] - launched.stat().st_mtime for start in opened[-1:]]
         steps = list((step_seconds(self.config.run_dir) or step_seconds(self.out / "undisturbed")).values())
         return (
             median(starts[-RECENT:]) if starts else START_S,
@@ -256,9 +260,8 @@ def _parsed(line: dict) -> Attempt:
     return Attempt(struck=struck, statuses=tuple(line.pop("statuses")), **line)
 
 
-def _require_explained(attempt: Attempt, before: list[Attempt], folder: Path) -> None:
-    """ChaosError for an end that no fault explains, and for a committed step that was lost."""
-    committed = before[-1].committed if before else 0
+def _require_explained(attempt: Attempt, committed: int, folder: Path) -> None:
+    """ChaosError for an end that no fault explains, and when step `committed`, which was on disk, has been lost."""
     if attempt.resumed not in (None, committed) or attempt.committed < committed:
         raise ChaosError(
             f"step {committed} was committed, but the run went on from {attempt.resumed} and has {attempt.committed} "

@@ -100,9 +100,9 @@ def _said(verdict: Verdict | None) -> Iterator[str]:
 
 
 def write_table(out: Path, attempts: Sequence[Attempt], run_dir: Path, verdict: Verdict | None) -> str:
-    """Writes table.md and chaos.json into `out`; the text of the table."""
+    """Writes table.txt and chaos.json into `out`; the text of the table."""
     text = table(attempts, run_dir, verdict)
-    (out / "table.md").write_text(text + "\n", encoding="utf-8")
+    (out / "table.txt").write_text(text + "\n", encoding="utf-8")
     record = {
         "commit": source_commit(),
         "training_share": training_share(attempts, run_dir),

@@ -16,6 +16,9 @@ Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes
 """
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +67,7 @@ class Place:
         # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
+        self._phase, self._waits = "start", {}
         self.lane_group = self.row_group = None
         # A constructor returns when all members of its group have come. Everybody makes its groups in this one order,
         # leaders theirs first, so nobody waits for a rank that waits for it; only names, not ranks, are agreed upon.
@@ -109,33 +113,58 @@ class Place:
 
     def enter_phase(self, phase: str, when: str) -> None:
         """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
+        self._phase = phase
         self._watchdog.enter_phase(phase, when)
 
     def keep_stack_in(self, folder: Path) -> None:
         """Says where this process writes its stack when the job hangs."""
         self._watchdog.keep_stack_in(folder)
 
+    def progress(self) -> None:
+        """Says that the phase this process is in goes on: an engine's step, a micro-batch, a tensor."""
+        self._watchdog.progress.tick()
+
+    def take_waits(self) -> dict[str, float]:
+        """Seconds that this process has waited in the collectives below since the last call, by phase."""
+        waits, self._waits = self._waits, {}
+        return waits
+
     def barrier(self) -> None:
         """Waits for every process of the job."""
-        self.job_group.barrier().wait()
+        with self._waiting("a barrier of all ranks"):
+            self.job_group.barrier().wait()
 
     def gather_job(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on every process."""
-        return gather_bytes(self.job_group, payload)
+        with self._waiting("what all ranks gather"):
+            return gather_bytes(self.job_group, payload)
+
+    def gather_lane(self, payload: bytes) -> list[bytes]:
+        """One payload per leader of this lane, in the order of RankMap.leaders; only leaders call it."""
+        with self._waiting(f"what ranks {self.rank_map.leaders(self.lane)} of lane {self.lane} gather"):
+            return gather_bytes(self.lane_group, payload)
 
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
-        payloads = gather_bytes(dist.group.WORLD, payload)
+        with self._waiting(f"what the ranks of {self.coordinate.agent_name} gather"):
+            payloads = gather_bytes(dist.group.WORLD, payload)
         return payloads[:: self.rank_map.agents[self.agent].cell_size]
 
     def share_in_cell(self, payload: bytes | None) -> bytes:
         """The leader's payload on every rank of its cell; the others pass None."""
         assert (payload is not None) == self.is_leader, f"{self.coordinate}: the leader gives the payload, nobody else"
-        return share_bytes(self.cell_group, payload)
+        with self._waiting(f"the leader of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
+            return share_bytes(self.cell_group, payload)
 
     def share_in_job(self, payload: bytes | None) -> bytes:
         """The payload of the job's rank 0 on every rank of the job; what the others pass is not looked at."""
-        return share_bytes(self.job_group, payload)
+        with self._waiting("rank 0"):
+            return share_bytes(self.job_group, payload)
+
+    def first_said(self, text: str | None) -> str | None:
+        """What the lowest rank of the job says that says anything, on every rank; None when nobody does. Collective."""
+        said = (payload.decode() for payload in self.gather_job((text or "").encode()))
+        return next((text for text in said if text), None)
 
     def sum_over_lanes(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over lanes of a float64 tensor that all ranks of a lane agree on, on every rank.
@@ -144,12 +173,13 @@ class Place:
         """
         assert (values.dtype, values.device.type) == (torch.float64, "cpu"), (values.dtype, values.device)
         total = torch.zeros_like(values).contiguous()
-        if self.row_group is not None:
-            rows = [torch.empty_like(total) for _ in range(self.rank_map.lanes)]
-            self.row_group.allgather([rows], [values.contiguous()]).wait()
-            for row in rows:
-                total += row
-        _broadcast(self.cell_group, total)
+        with self._waiting(f"the leaders of all lanes of {self.coordinate.agent_name}"):
+            if self.row_group is not None:
+                rows = [torch.empty_like(total) for _ in range(self.rank_map.lanes)]
+                self.row_group.allgather([rows], [values.contiguous()]).wait()
+                for row in rows:
+                    total += row
+            _broadcast(self.cell_group, total)
         return total
 
     def close(self) -> None:
@@ -158,6 +188,14 @@ class Place:
         self._watchdog.close()
         self.lane_group = self.row_group = self.cell_group = self.job_group = None
         dist.destroy_process_group()
+
+    @contextmanager
+    def _waiting(self, whom: str) -> Iterator[None]:
+        """Around a collective: times it, and says what is waited for in case it never ends."""
+        start = time.perf_counter()
+        with self._watchdog.progress.waiting_for(whom):
+            yield
+        self._waits[self._phase] = self._waits.get(self._phase, 0.0) + time.perf_counter() - start
 
     def __enter__(self) -> Self:
         return self

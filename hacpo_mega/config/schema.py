@@ -118,6 +118,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept; the one before the newest is there in case the newest is damaged."""
     keep_every: CountOrZero = 0
     """Steps whose checkpoints are never removed: the multiples of this number; 0: no such step."""
+    wait_for_room_s: PositiveOrZero = 600.0
+    """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 
 
 class Config(Section):

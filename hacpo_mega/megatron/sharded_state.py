@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hacpo_mega.megatron.model import unwrapped
 from hacpo_mega.megatron.optimizer import ActorOptimizer
@@ -31,7 +32,10 @@ from hacpo_mega.megatron.platform import megatron_platform
 
 @torch.no_grad()
 def save_state(model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path) -> None:
-    """Writes the actor into an empty folder that every rank sees, synced to disk. Collective over the agent."""
+    """Writes the actor into an empty folder that every rank sees, synced to disk. Collective over the agent.
+
+    OSError, on all of its ranks, when one cannot write its shard; the actor is as it was.
+    """
     with megatron_platform():
         dist_checkpointing.save(_state(model, optimizer), str(folder), sharded_strategy=_SaveInProcess("torch_dist", 1))
 
@@ -89,8 +93,12 @@ class _SaveInProcess(SaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        checkpoint.save(
-            mcore_to_pyt_state_dict(state, is_loading=False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        try:
+            checkpoint.save(
+                mcore_to_pyt_state_dict(state, is_loading=False),
+                storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            )
+        except CheckpointException as failed:  # which torch has told all ranks of the agent
+            rank, (error, _) = min(failed.failures.items())
+            raise OSError(f"its rank {rank} could not write: {error}") from failed

@@ -17,7 +17,7 @@ import gc
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
         random_weights: bool = False,
         options: Mapping[str, Any] | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Build the engine and load the weights of the folder `model`. Collective over the default process group.
 
@@ -96,6 +97,7 @@ class Engine:
         eos_ids          token ids that end an answer; None takes `eos_token_ids(model)`
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
+        on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
         _check_options(options or {})
@@ -124,6 +126,8 @@ class Engine:
                 enable_sleep_mode=self._on_cuda,
                 **{"use_tqdm_on_load": False, **(CUDA_DEFAULTS if self._on_cuda else CPU_DEFAULTS), **(options or {})},
             )
+        step = self._llm.llm_engine.step
+        self._llm.llm_engine.step = lambda: (on_progress(), step())[1]
         hf_config = self._llm.llm_engine.vllm_config.model_config.hf_config
         self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
 
