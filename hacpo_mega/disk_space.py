@@ -44,10 +44,10 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
-def shortage(needed: int, folder: Path) -> str | None:
-    """What is said where a disk has less room than `needed` bytes; None where it has enough."""
-    free = free_bytes(folder)
-    return None if free >= needed else f"{needed:,} bytes are needed, {free:,} are free on the disk of {folder}"
+def require_bytes(needed: int, folder: Path) -> None:
+    """OSError where the disk of a folder has less room than `needed` bytes."""
+    if (free := free_bytes(folder)) < needed:
+        raise OSError(f"{needed:,} bytes are needed, {free:,} are free on the disk of {folder}")
 
 
 def require_room(config: Config, *, fresh: bool = False) -> None:
@@ -61,11 +61,13 @@ def require_room(config: Config, *, fresh: bool = False) -> None:
     each, export = checkpoint_bytes(config), export_bytes(config)
     there = 0 if fresh else len(committed_steps(config.run_dir))
     number = max(1, when.keep_last + 1 - there)
-    if short := shortage(number * each + export, config.run_dir):
+    try:
+        require_bytes(number * each + export, config.run_dir)
+    except OSError as short:
         raise ValueError(
             f"run_dir: {short}: {number} checkpoints (checkpoint.keep_last + 1, less those that are there) of {each:,} "
             f"and {export:,} for the exported models. Make room, give another run_dir or a smaller checkpoint.keep_last"
-        )
+        ) from short
 
 
 def probe(folder: Path, name: str) -> None:

@@ -37,7 +37,7 @@ from hacpo_mega.checkpoint import (
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
-from hacpo_mega.disk_space import checkpoint_bytes, export_bytes, free_bytes, probe, require_room, shortage
+from hacpo_mega.disk_space import checkpoint_bytes, export_bytes, probe, require_bytes, require_room
 from hacpo_mega.logbook.provenance import installed_versions
 from hacpo_mega.logbook.run_folder import RunFolder
 
@@ -121,11 +121,11 @@ class JointCheckpoint:
     def _attempt_export(self, logs: RunFolder) -> str | None:
         """Why not all agents are exported, the same on every rank; None when all are."""
         needed, run_dir = export_bytes(self._config), self._config.run_dir
-        if problem := self._place.first_said(shortage(needed, run_dir) or logs.unwritten()):
+        if problem := self._place.first_said(what_fails(require_bytes, needed, run_dir) or logs.unwritten()):
             return problem
         folder = run_dir / "agents" / self._agent.name
         if problem := self._place.first_said(what_fails(self._agent.export, folder)):
-            return f"{problem}; {needed:,} bytes are needed, {free_bytes(run_dir):,} are free on the disk of {run_dir}"
+            return f"{problem}; {needed:,} bytes are needed in all"
         return self._place.first_said(what_fails(logs.finish, self._config.num_steps))
 
     def _attempt(
@@ -135,7 +135,7 @@ class JointCheckpoint:
         folder = folder_of(self._config.run_dir, steps_done)
         writing = folder.with_name(folder.name + WRITING)
         try:
-            self._all_agree(obstacle or self._begin(writing))
+            self._all_agree(obstacle or what_fails(self._begin, writing))
             self._all_agree(what_fails(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank)))
             words = self._write_shards(writing, band)
             self._all_agree(what_fails(self._commit, writing, folder, steps_done, capability, words))
@@ -165,18 +165,13 @@ class JointCheckpoint:
         if found := self._place.first_said(problem):
             raise OSError(found)
 
-    def _begin(self, writing: Path) -> str | None:
+    def _begin(self, writing: Path) -> None:
         """Rank 0 makes the folders, if there is room for what will be in them."""
-        if not self._is_first:
-            return None
-        # This job's, resumed from a step before it.
-        return what_fails(shutil.rmtree, writing, ignore_errors=True) or (
-            shortage(checkpoint_bytes(self._config), self._config.run_dir) or what_fails(self._make_folders, writing)
-        )
-
-    def _make_folders(self, writing: Path) -> None:
-        for agent in self._config.agents:
-            (writing / agent.name).mkdir(parents=True)
+        if self._is_first:
+            shutil.rmtree(writing, ignore_errors=True)  # this job's, resumed from a step before it
+            require_bytes(checkpoint_bytes(self._config), self._config.run_dir)
+            for agent in self._config.agents:
+                (writing / agent.name).mkdir(parents=True)
 
     def _write_shards(self, writing: Path, band: BandTracker | None) -> list[dict[str, dict]]:
         """What every rank has written, by rank, when all have: then everybody's shards are on disk."""
