@@ -63,7 +63,7 @@ def test_a_campaign_that_is_over_starts_nothing(campaign):
     [
         ("value", "1 of "),
         ("line", "metrics.jsonl has not every step once and in order: [0, 1, 2, 3, 4, 5, 5]"),
-        ("weights", "1 of 6 exported files differ"),
+        ("weights", "1 of 10 exported files differ"),
         ("answer", "step 2: 65 answers are logged, 64 different ones, of 64"),
     ],
 )
