@@ -146,7 +146,7 @@ class Campaign:
         unnoticed = False
         with self._ranks(folder, self.config) as processes:
             while number < self.num_faults:
-                fault = self._draw(number, before)
+                fault = self._draw(number, before, is_running=bool(struck))
                 if _wait(processes, fault.moment_s):
                     break
                 struck.append((fault, time.time()))
@@ -172,13 +172,15 @@ class Campaign:
         _require_explained(attempt, max([safe, *(earlier.committed for earlier in before)]), folder)
         return attempt
 
-    def _draw(self, number: int, before: list[Attempt]) -> Fault:
+    def _draw(self, number: int, before: list[Attempt], *, is_running: bool) -> Fault:
         """The next fault, at a moment up to which the run does on average what is left of it by the faults left.
 
         A moment is uniform over a start (start_s) and n steps, of which the start is lost: on average
-        step_s n^2 / 2 over start_s + n step_s steps are done, which is to be `share`.
+        step_s n^2 / 2 over start_s + n step_s steps are done, which is to be `share`. Where the run has survived the
+        fault before, `is_running`, its start is over.
         """
         start_s, step_s = self._pace(before)
+        start_s = 0.0 if is_running else start_s
         share = (self.config.num_steps - max(0, self._on_disk()[0])) / (self.num_faults - number)
         num_steps = share + math.sqrt(share**2 + 2.0 * share * start_s / step_s)
         return draw_fault(
