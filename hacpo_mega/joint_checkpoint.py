@@ -151,12 +151,14 @@ class JointCheckpoint:
 
         For what ends a run: given up at once, its weights would be lost to a disk that somebody can clear.
         """
-        deadline = time.monotonic() + self._config.checkpoint.wait_for_room_s
+        deadline, is_said = time.monotonic() + self._config.checkpoint.wait_for_room_s, False
         while problem := attempt():
             left_s = max(0.0, deadline - time.monotonic())
             if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one of them decides
                 break
-            self._say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")
+            if not is_said:
+                self._say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")
+            is_said = True
             time.sleep(min(RETRY_S, left_s))
         return problem
 
