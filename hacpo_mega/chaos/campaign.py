@@ -36,7 +36,7 @@ PRELOAD = "hacpo_mega.experiments.preloaded"
 PEACE = "undisturbed_ranks"
 # Of a start and of a step, before any has been seen.
 START_S, STEP_S = 20.0, 2.0
-RECENT = 8  # steps and starts that say how fast the machine is at present
+RECENT = 5  # steps that say how fast the machine is at present
 # Beyond stall_s, until a rank that was stopped for good must have been named: else the job has not noticed.
 NOTICE_S = 120.0
 PHASE = re.compile(r"in phase (\w+)")
@@ -194,14 +194,14 @@ class Campaign:
         )
 
     def _pace(self, before: list[Attempt]) -> tuple[float, float]:
-        """Seconds of a start and of a step, as the last ones were."""
+        """Seconds of a start and of a step, as the last ones were: a machine that others use is not always as fast."""
         starts = [attempt.opened - attempt.launched for attempt in before if attempt.opened is not None]
         if not starts and (launched := self.out / PEACE / "config.toml").exists():
             opened = read_starts(self.out / "undisturbed")
             starts = [start["time_unix_s"] - launched.stat().st_mtime for start in opened[-1:]]
         steps = list((step_seconds(self.config.run_dir) or step_seconds(self.out / "undisturbed")).values())
         return (
-            median(starts[-RECENT:]) if starts else START_S,
+            starts[-1] if starts else START_S,
             median(steps[-RECENT:]) if steps else STEP_S,
         )
 
