@@ -7,7 +7,7 @@ Not here: other agents (trainer.py exchanges with them) and what an advantage is
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +78,7 @@ class Agent:
             recompute=agent_budget(config, spec, architecture_of(spec)).actor.recompute,
             overrides=spec.megatron,
             spans=place.spans,
+            on_progress=place.progress,
         )
         if config.algorithm.kl_coef > 0.0:
             self.actor.keep_reference()
@@ -99,6 +100,7 @@ class Agent:
                 random_weights=True,
                 agents_on_device=agents_on_device,
                 options=spec.vllm,
+                on_progress=place.progress,
             )
             self._engine_sleeps = False
             # The engine started on random weights (reading the folder twice would double the start of a large model).
@@ -257,7 +259,7 @@ class Agent:
         """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it is awake afterwards."""
         if self._engine_sleeps:
             self.engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
-        self.engine.load(self.actor.weights())
+        self.engine.load(self._told(self.actor.weights()))
         if self._engine_sleeps:
             self.engine.wake()
         self._engine_sleeps = False
@@ -281,6 +283,11 @@ class Agent:
         """
         counts, write = self.actor.save(folder, copies=copies)
         return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
+
+    def _told(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for tensor in tensors:
+            self.place.progress()
+            yield tensor
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""

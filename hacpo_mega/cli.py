@@ -19,6 +19,7 @@ import typer
 
 from hacpo_mega.checkpoint import committed_steps, find_start
 from hacpo_mega.cli_bench import bench
+from hacpo_mega.cli_chaos import chaos
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
 from hacpo_mega.cli_preflight import preflight
@@ -30,11 +31,13 @@ from hacpo_mega.cluster.environment import (
     job_size,
     prepare_environment,
 )
+from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget, memory_table
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.disk_space import require_room
 from hacpo_mega.logbook.provenance import exported_steps
 
 app = typer.Typer(
@@ -134,7 +137,9 @@ def train(
         from hacpo_mega.data.prompt_files import require_good_files
 
         find_start(config, fresh=fresh, accept=accept or [], branch=branch)
+        require_room(config, fresh=fresh)
         require_good_files(config)
+        require_processes(RankMap.of(config), config.reward.num_workers)
     if not fresh and committed_steps(config.run_dir)[-1:] == [config.num_steps] == [exported_steps(config.run_dir)]:
         if is_first_of_its_node():
             print(
@@ -156,6 +161,7 @@ def train(
 
 app.command()(experiment)
 app.command()(bench)
+app.command()(chaos)
 app.command()(preflight)
 app.command()(slurm)
 

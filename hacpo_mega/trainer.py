@@ -117,7 +117,9 @@ class Trainer:
             if start is not None:
                 self._take_up(start)
             state = self._state(None if start is None else start.accuracy)
-            self.checkpoint = JointCheckpoint(self.place, config, self.agent, state, is_on_disk=goes_on)
+            self.checkpoint = JointCheckpoint(
+                self.place, config, self.agent, self.folder, self.console.say, state, is_on_disk=goes_on
+            )
             self._stack = stack.pop_all()
 
     def fit(self) -> bool:
@@ -133,8 +135,7 @@ class Trainer:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
         with self._phase("export", "after the last step"):
-            self.agent.export(self.config.run_dir / "agents" / self.agent.name)
-            self.folder.finish(self.steps_done)
+            self.checkpoint.export()
         return True
 
     def _train(self) -> None:

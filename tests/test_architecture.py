@@ -24,9 +24,11 @@ TOP_FILES = {
     "policy_loss.py": "agent",
     "checkpoint.py": "checkpoint",
     "stored_agent.py": "checkpoint",
+    "disk_space.py": "checkpoint",
     "joint_checkpoint.py": "trainer",
     "trainer.py": "trainer",
     "cli.py": "cli",
+    "cli_chaos.py": "cli",
     "cli_data.py": "cli",
     "cli_bench.py": "cli",
     "cli_experiment.py": "cli",
@@ -44,7 +46,7 @@ FLOORS = (
     ("megatron", "rollout"),
     ("agent",),
     ("trainer", "evaluation"),
-    ("commands", "report"),
+    ("commands", "report", "chaos"),
     ("experiments", "throughput"),  # above the report, whose figures and page an experiment draws its own with
     ("cli",),
 )
@@ -83,6 +85,7 @@ ENVIRONMENT = (
     "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",
     "hacpo_mega/rollout/engine.py",
+    "hacpo_mega/rollout/host_process.py",
 )
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}

@@ -41,6 +41,15 @@ class JobServer:
 
         What rank r writes goes to r.out and r.err of `folder`. None: a rank that was killed because another failed.
         """
+        with self.ranks(world_size, folder, function, *arguments) as processes:
+            wait_for_ranks(processes)
+            return [process.exitcode for process in processes]
+
+    @contextmanager
+    def ranks(
+        self, world_size: int, folder: Path, function: Callable[..., None], *arguments: Any
+    ) -> Iterator[list[BaseProcess]]:
+        """The processes of `run`, by rank, while they run; none of them does afterwards."""
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
         threads = self._threads_asked or str(max(1, (os.cpu_count() or 1) // world_size))
@@ -52,8 +61,7 @@ class JobServer:
                 call = (rank, folder, environment, function, arguments)
                 processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
                 processes[-1].start()
-            wait_for_ranks(processes)
-            return [process.exitcode for process in processes]
+            yield processes
         finally:
             for process in processes:
                 process.kill()

@@ -18,6 +18,9 @@ Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes
 
 import os
 import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +78,7 @@ class Place:
         # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
+        self._phase, self._waits = "start", {}
         # gloo connects two ranks when they first speak (TORCH_GLOO_LAZY_INIT), so making a group waits for nobody.
         # Where that is switched off a constructor returns when all members have come; everybody makes its groups in
         # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
@@ -132,6 +136,7 @@ class Place:
 
     def enter_phase(self, phase: str, when: str) -> None:
         """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
+        self._phase = phase
         self._watchdog.enter_phase(phase, when)
 
     def keep_stack_in(self, folder: Path) -> None:
@@ -152,10 +157,14 @@ class Place:
         self._watchdog.is_leaving = told > 0
         return told
 
-    def highest_in_job(self, number: int) -> int:
-        """The highest of the numbers that the processes of the job give. Collective."""
-        given = self._job.gather(str(number).encode())
-        return int(self._job.share(str(max(map(int, given))).encode() if given else None))
+    def progress(self) -> None:
+        """Says that the phase this process is in goes on: an engine's step, a micro-batch, a tensor."""
+        self._watchdog.progress.tick()
+
+    def take_waits(self) -> dict[str, float]:
+        """Seconds that this process has waited in the collectives below since the last call, by phase."""
+        waits, self._waits = self._waits, {}
+        return waits
 
     def clock_offset(self) -> ClockOffset:
         """How far this process's clock is from that of rank 0; a collective over the job."""
@@ -164,36 +173,57 @@ class Place:
 
     def barrier(self) -> None:
         """Waits for every process of the job."""
-        self._job.wait_for_all()
+        with self._waiting("a barrier of all ranks"):
+            self._job.wait_for_all()
 
     def gather_job(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
-        return self._job.gather(payload)
+        with self._waiting("what all ranks gather"):
+            return self._job.gather(payload)
 
-    def gather_cell(self, payload: bytes) -> list[bytes]:
-        """One payload per rank of this cell, in their order, on every rank of it."""
-        return gather_bytes(self.cell_group, payload)
+    def highest_in_job(self, number: int) -> int:
+        """The highest of the numbers that the processes of the job give. Collective."""
+        given = self.gather_job(str(number).encode())
+        return int(self.share_in_job(str(max(map(int, given))).encode() if given else None))
+
+    def first_said(self, text: str | None) -> str | None:
+        """What the lowest rank of the job says that says anything, on every rank; None when nobody does. Collective."""
+        said = self.gather_job((text or "").encode())
+        return self.share_in_job(next((payload for payload in said if payload), b"")).decode() or None
 
     def tell_job(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, by rank, on every process: world^2 bytes in all, so for starts alone."""
-        given = self._job.gather(payload)
-        return split(self._job.share(join(given) if given else None))
+        given = self.gather_job(payload)
+        return split(self.share_in_job(join(given) if given else None))
+
+    def gather_lane(self, payload: bytes) -> list[bytes]:
+        """One payload per leader of this lane, in the order of RankMap.leaders; only leaders call it."""
+        with self._waiting(f"what ranks {self.rank_map.leaders(self.lane)} of lane {self.lane} gather"):
+            return gather_bytes(self.lane_group, payload)
+
+    def gather_cell(self, payload: bytes) -> list[bytes]:
+        """One payload per rank of this cell, in their order, on every rank of it."""
+        with self._waiting("what the ranks of this cell gather"):
+            return gather_bytes(self.cell_group, payload)
 
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
         message = None
-        if self._row is not None:
-            message = self._row.share(join(self._row.gather(payload)))
+        with self._waiting(f"what the ranks of {self.coordinate.agent_name} gather"):
+            if self._row is not None:
+                message = self._row.share(join(self._row.gather(payload)))
         return split(self.share_in_cell(message))
 
     def share_in_cell(self, payload: bytes | None) -> bytes:
         """The leader's payload on every rank of its cell; the others pass None."""
         assert (payload is not None) == self.is_leader, f"{self.coordinate}: the leader gives the payload, nobody else"
-        return share_bytes(self.cell_group, payload)
+        with self._waiting(f"the leader of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
+            return share_bytes(self.cell_group, payload)
 
     def share_in_job(self, payload: bytes | None) -> bytes:
         """The payload of the job's rank 0 on every rank of the job; what the others pass is not looked at."""
-        return self._job.share(payload)
+        with self._waiting("rank 0"):
+            return self._job.share(payload)
 
     def sum_over_lanes(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over lanes of a float64 tensor that all ranks of a lane agree on, on every rank.
@@ -202,13 +232,14 @@ class Place:
         """
         assert (values.dtype, values.device.type) == (torch.float64, "cpu"), (values.dtype, values.device)
         total = torch.zeros_like(values).contiguous()
-        if self._row is not None:
-            rows = self._row.gather(values.contiguous().numpy().tobytes())
-            for row in rows[:: self.rank_map.agents[self.agent].cells_per_lane]:
-                total += torch.frombuffer(bytearray(row), dtype=torch.float64).reshape(total.shape)
-            total = torch.frombuffer(bytearray(self._row.share(total.numpy().tobytes())), dtype=torch.float64)
-        total = total.reshape(values.shape)
-        broadcast(self.cell_group, total)
+        with self._waiting(f"the leaders of all lanes of {self.coordinate.agent_name}"):
+            if self._row is not None:
+                rows = self._row.gather(values.contiguous().numpy().tobytes())
+                for row in rows[:: self.rank_map.agents[self.agent].cells_per_lane]:
+                    total += torch.frombuffer(bytearray(row), dtype=torch.float64).reshape(total.shape)
+                total = torch.frombuffer(bytearray(self._row.share(total.numpy().tobytes())), dtype=torch.float64)
+            total = total.reshape(values.shape)
+            broadcast(self.cell_group, total)
         return total
 
     def leave_ring(self) -> None:
@@ -223,6 +254,14 @@ class Place:
             self.lane_group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
         self.lane_group = self.cell_group = self._row = self._job = None
         dist.destroy_process_group()
+
+    @contextmanager
+    def _waiting(self, whom: str) -> Iterator[None]:
+        """Around a collective: times it, and says what is waited for in case it never ends."""
+        start = time.perf_counter()
+        with self._watchdog.progress.waiting_for(whom):
+            yield
+        self._waits[self._phase] = self._waits.get(self._phase, 0.0) + time.perf_counter() - start
 
     def __enter__(self) -> Self:
         return self

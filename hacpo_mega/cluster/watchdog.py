@@ -5,7 +5,8 @@ heartbeat thread, says whether a process lives: when it ends, however it ends, i
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
 But a thread of it says every few seconds that it runs, in long phases too; a process that says nothing for `stall_s`
 seconds is stopped or stuck, so its neighbour has it write its stack, lets it go on if it was stopped, and ends the job,
-every rank of which writes its stack too (status 4).
+every rank of which writes its stack too (status 4). A process that runs, but does not get on (progress.py), sees so
+itself and ends the job likewise.
 Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
@@ -33,6 +34,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hacpo_mega.cluster.progress import Progress
 from hacpo_mega.cluster.rank_map import RankMap
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
@@ -61,6 +63,7 @@ class Watchdog:
 
     told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
+    progress   what its main thread is at
     """
 
     def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float, stall_s: float) -> None:
@@ -72,6 +75,7 @@ class Watchdog:
         self._phase = "start"
         self._phase_began = time.monotonic()
         self._num_silent_beats = 0
+        self.progress = Progress()
         self._stack_file: Path | None = None
         self._watched_keeps_stack = False
         self._phase_of_watched = "start"
@@ -99,6 +103,7 @@ class Watchdog:
         """Says what this process does from now on; costs one small write."""
         self._is_before_training = phase in BEFORE_TRAINING
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
+        self.progress.enter(phase)
         self._tell(f"phase {self._phase}")
 
     def defer_signals(self) -> None:
@@ -187,9 +192,13 @@ class Watchdog:
             time.sleep(beat_s)
             self._tell("beat")
             self._num_silent_beats += 1
-        stacks = f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
+            if stuck := self.progress.beat(beat_s, stall_s):
+                self._go_down(f"{self._me} {stuck}, in phase {self._phase}{self._stacks_are()}", STALLED)
         cause = f"{self._watched} has given no sign of life for {stall_s:g} s, in phase {self._phase_of_watched}"
-        self._go_down(cause + stacks, STALLED, wakes_watched=True)
+        self._go_down(cause + self._stacks_are(), STALLED, wakes_watched=True)
+
+    def _stacks_are(self) -> str:
+        return f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
 
     def _wake_watched(self) -> None:
         """Has the watched process write its stack, if it is on this machine, and lets it go on to hear that it ends."""
@@ -228,7 +237,8 @@ class Watchdog:
             if self._stack_file is not None:
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
             waited_s = time.monotonic() - self._phase_began
-            _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}, stops: {cause}\n")
+            waits = f", waiting for {self.progress.waits_for}" if self.progress.waits_for else ""
+            _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}{waits}, stops: {cause}\n")
             if wakes_watched:  # when all have been told: whoever waits for it would go on, and no longer say so
                 self._wake_watched()
         else:

@@ -128,6 +128,8 @@ class CheckpointConfig(Section):
     keep_best: Flag = False
     """Whether the checkpoint with the highest held-out accuracy, mean over the agents, is kept as well, the newest of
     equals; only steps that end with an evaluation have one."""
+    wait_for_room_s: PositiveOrZero = 600.0
+    """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 
 
 class LoggingConfig(Section):

@@ -5,7 +5,9 @@ One line per step, for example
 Not here: what is measured (metrics.py). A number that a step does not have is left out of its line.
 """
 
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from statistics import fmean
 from typing import Self, TextIO
 
@@ -53,9 +55,10 @@ class Console:
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 
     def say(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        self._rich.print(text)
-        self._rich.file.flush()
+        """Prints a line, above the bar if there is one; a full disk below, or a reader that is gone, ends no run."""
+        with suppress(OSError):
+            self._rich.print(text)
+            self._rich.file.flush()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -63,6 +66,12 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+def warn(text: str) -> None:
+    """A line on standard error; as for `Console.say`, it may be that nobody can read it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def format_step(metrics: StepMetrics) -> str:

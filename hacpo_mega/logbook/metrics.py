@@ -16,6 +16,8 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/num_trained_answers, num_trained_tokens                                      and what it read
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     agent/<name>/step_s                                                                       mean rank, whole step
+    agent/<name>/wait/<phase>_s                                       seconds in which a rank waited for others, mean
+    agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device
     capability/<name>, omega/<learner>/<source>                                               the job
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers; tensor rank 0 of the last
@@ -23,6 +25,7 @@ pipeline stage what the loss saw; the first rank of an agent its optimizer; the 
 every rank its own phase seconds. What is known to be equal everywhere is a gauge, of which the lowest rank's is taken.
 """
 
+import io
 import json
 import math
 import os
@@ -32,11 +35,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from hacpo_mega.logbook.backlog import Backlog
 
 Parts = list[list[float]]
 
@@ -218,33 +223,36 @@ class MetricsWriter:
     `metrics.dropped.jsonl`: the checkpoint that is resumed knows nothing of them.
     """
 
-    def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
+    def __init__(self, run_dir: Path, steps_done: int = 0, backlog: Backlog | None = None) -> None:
+        """`backlog` keeps what cannot be written at present; by default one of this writer's own."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, steps_done)
-        self._lines = self._path.open("ab")
-        self._events = _TensorBoardFile(run_dir / "tensorboard", steps_done)
+        self._backlog = Backlog() if backlog is None else backlog
+        self._events = _TensorBoardFile(run_dir / "tensorboard", steps_done, self._backlog)
 
     def write(self, step: int, metrics: StepMetrics) -> None:
-        """One line and one TensorBoard event, on disk when this returns."""
+        """One line and one TensorBoard event, on disk when this returns unless the disk takes nothing."""
         line = {
             "step": step,
             "values": {name: json_number(value) for name, value in metrics.values.items()},
             "timing": {"time_unix_s": round(time.time(), 3)}
             | {name: json_number(round(value, 6)) for name, value in metrics.timing.items()},
         }
-        _append_durably(self._lines, json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._backlog.append(self._path, json.dumps(line, allow_nan=False).encode() + b"\n")
         self._events.scalars(step, metrics.values | metrics.timing)
 
     def close(self) -> None:
-        self._lines.close()
-        self._events.close()
+        """Writes what is waiting. OSError when the disk still takes nothing."""
+        if error := self._backlog.flush():
+            raise error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else that error is the one to tell
+            self.close()
 
 
 class _TensorBoardFile:
@@ -254,10 +262,10 @@ class _TensorBoardFile:
     takes with it.
     """
 
-    def __init__(self, folder: Path, steps_done: int) -> None:
+    def __init__(self, folder: Path, steps_done: int, backlog: Backlog) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._records = RecordWriter(path.open("ab"))
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._backlog = backlog
         self._write(Event(file_version="brain.Event:2"))
         # TensorBoard then forgets what earlier files say of this step and later ones.
         self._write(Event(step=steps_done + 1 if steps_done else 0, session_log=SessionLog(status=SessionLog.START)))
@@ -266,13 +274,11 @@ class _TensorBoardFile:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
-    def close(self) -> None:
-        self._records.close()
-
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
-        self._records.flush()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._backlog.append(self._path, record.getvalue())
 
 
 def read_metrics(path: Path) -> dict[int, StepMetrics]:
@@ -307,13 +313,6 @@ def json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _append_durably(file: BinaryIO, line: bytes) -> None:
-    """One write of a whole line, on disk afterwards: a reader never finds half of it before its end."""
-    file.write(line)
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _drop_lines_after(path: Path, steps_done: int) -> None:
     """Moves lines that a resumed run will write again, and a torn last one, to `metrics.dropped.jsonl` beside it."""
     if not path.exists():
@@ -329,5 +328,7 @@ def _drop_lines_after(path: Path, steps_done: int) -> None:
         file.writelines(dropped)
     fresh = path.with_suffix(".tmp")
     with fresh.open("wb") as file:
-        _append_durably(file, b"".join(kept))
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
     fresh.replace(path)

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.metrics import json_number
 from hacpo_mega.records import AnswerTokens, Pool, Trajectory
 
@@ -34,6 +35,7 @@ class RolloutLog:
     gather   collects one payload per leader of the lane, in rank order; called once per `write`. With one leader it
              is `lambda payload: [payload]`
     writes   whether this leader is the lane's writer (one per lane)
+    backlog  keeps what cannot be written at present; by default one of this log's own
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RolloutLog:
         gather: Callable[[bytes], list[bytes]],
         writes: bool,
         steps_done: int = 0,
+        backlog: Backlog | None = None,
     ) -> None:
         self._folder = run_dir / "rollouts"
         self._lane = lane
@@ -52,6 +55,7 @@ class RolloutLog:
         self._learner = learner
         self._gather = gather
         self._writes = writes
+        self._backlog = Backlog() if backlog is None else backlog
         if writes:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._drop_parts_after(steps_done)
@@ -83,11 +87,9 @@ class RolloutLog:
         if self._writes:
             lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in self._lines(step, pool, views)]
             path = self._folder / f"step_{step:06d}.lane_{self._lane:04d}.jsonl"
-            fresh = path.with_suffix(".tmp")
             # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
             text = "".join(f"{line}\n" for line in lines)
-            fresh.write_text(text, encoding="utf-8", errors="backslashreplace")
-            fresh.replace(path)
+            self._backlog.replace(path, text.encode(errors="backslashreplace"))
 
     def _lines(self, step: int, pool: Pool, views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         tokens = {(v["learner"], *place): answer for v in views for *place, answer in v["tokens"]}

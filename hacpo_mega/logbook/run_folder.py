@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from hacpo_mega.checkpoint import remove_unfinished
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
+from hacpo_mega.logbook.backlog import Backlog
+from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.provenance import record_end, record_start
@@ -48,19 +50,21 @@ class RunFolder:
             (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
             record_start(self._path, steps_done)
         place.barrier()
-        self._metrics = self._stack.enter_context(MetricsWriter(self._path, steps_done)) if is_first else None
+        self._backlog = Backlog(lambda text: warn(f"{place.coordinate}: {text}"))
+        writer = MetricsWriter(self._path, steps_done, self._backlog) if is_first else None
+        self._metrics = None if writer is None else self._stack.enter_context(writer)
         self._rollouts = self._rollout_log(config, steps_done) if place.is_leader else None
 
     def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:
-        group = self._place.lane_group
         return RolloutLog(
             self._path,
             self._place.lane,
             tuple(agent.name for agent in config.agents),
             self._place.agent,
-            lambda payload: gather_bytes(group, payload),
-            writes=group.rank() == 0,
+            self._place.gather_lane,
+            writes=self._place.lane_group.rank() == 0,
             steps_done=steps_done,
+            backlog=self._backlog,
         )
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
@@ -93,6 +97,11 @@ class RunFolder:
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
         self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen, tokens)
 
+    def unwritten(self) -> str | None:
+        """Why logs of this process are still not on disk; None when all of them are."""
+        error = self._backlog.flush()
+        return None if error is None else f"logs of {self._path} wait to be written ({error.strerror})"
+
     def finish(self, steps_done: int) -> None:
         """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job."""
         self._place.barrier()
@@ -102,8 +111,8 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)
 
 
 def resolved_toml(config: Config) -> str:

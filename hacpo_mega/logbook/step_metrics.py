@@ -1,14 +1,17 @@
 """What a step's answers, updates and evaluations add to the metrics, by the names that metrics.py lists.
 
-Each function is called by the one rank that owns what it adds, usually the leader of a cell.
+Each function is called by the one rank that owns what it adds, usually the leader of a cell; `add_host` by every rank.
 """
 
 import dataclasses
 import math
+import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
+import torch
 from hacpo_kernels import ObjectiveStats, objective_stats
 from torch import Tensor
 
@@ -79,6 +82,24 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
         for j, source in enumerate(names):
             if j != k:
                 metrics.gauge(f"omega/{learner}/{source}", omega_NN[k, j].item())
+
+
+def add_host(metrics: Metrics, name: str, waits: Mapping[str, float]) -> None:
+    """What a rank says of its process: memory, and seconds in which it waited for others, by phase (mean over ranks).
+
+    Host memory is what the process has in RAM now, device memory the most that torch had since the last step.
+    """
+    metrics.highest(f"agent/{name}/rss_bytes", resident_bytes())
+    if torch.cuda.is_available():
+        metrics.highest(f"agent/{name}/device_bytes", torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+    for phase, seconds in waits.items():
+        metrics.add(f"agent/{name}/wait/{phase}_s", seconds, 1)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def add_band(metrics: Metrics, learner: int, names: Sequence[str], low_N: Sequence[float]) -> None:

@@ -4,7 +4,6 @@ Every leader speaks for its cell, the job's rank 0 for what is the same everywhe
 (step_metrics.py) and when an alarm goes off (alarms.py).
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +15,14 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm, UnjudgedLimit
-from hacpo_mega.logbook.console import Console
+from hacpo_mega.logbook.console import Console, warn
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.step_metrics import (
     add_answers,
     add_capability,
     add_engine_gap,
     add_engine_weights,
+    add_host,
     add_skips,
     add_update,
     add_view,
@@ -74,10 +74,11 @@ class StepReport:
 
         RunStopped where the grader has failed for too long.
         """
+        add_host(self._metrics, self._names[self._place.agent], self._place.take_waits())
         if self._place.is_leader:
             self._add_cell(trajectories, scores, views, updates)
             for warning in self._judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
-                print(f"{self._place.coordinate}: {warning}", file=sys.stderr, flush=True)
+                warn(f"{self._place.coordinate}: {warning}")
             self._unjudged_limit.see(judged.num_unjudged, judged.num_answers, judged.first_error)
         if self._place.coordinate.global_rank == 0:
             omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)

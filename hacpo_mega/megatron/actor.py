@@ -63,19 +63,21 @@ class Actor:
         overrides: Mapping[str, Any] | None = None,
         spans: Spans | None = None,
         dtype: torch.dtype | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
         backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig; `spans`
-        records the parts of an update. bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says
-        otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a folder the model cannot have
-        (model.py, weights.py).
+        records the parts of an update, `on_progress` is told every micro-batch. bf16 with fp32 main weights on CUDA,
+        fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
+        folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
         self.max_tokens = max_tokens_per_microbatch
         self._spans = spans or Spans()
+        self._on_progress = on_progress
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
@@ -127,7 +129,7 @@ class Actor:
         """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""
         batches = pack(sequences, self.max_tokens, multiple=self.tp)
         with megatron_platform():
-            logprobs = forward_only(self.model, batches, self._token_logprobs)
+            logprobs = forward_only(self.model, _Told(batches, self._on_progress), self._token_logprobs)
         if not logprobs:
             logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
@@ -185,7 +187,7 @@ class Actor:
             loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), _on_device(batch, self.device))
             return loss, (loss.detach(), report)
 
-        return accumulate_gradients(self.model, batches, last_stage)
+        return accumulate_gradients(self.model, _Told(batches, self._on_progress), last_stage)
 
     def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
         """How long the gradients of groups of samples are, and how they lie to the first one; nothing is learnt.
@@ -261,10 +263,32 @@ class Actor:
         load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes."""
+        """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes.
+
+        OSError on every rank when the first one, which writes, cannot.
+        """
+        problem: list[str | None] = [None]
         if parallel_state.get_data_parallel_rank() == 0:
-            save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
-        torch.distributed.barrier()
+            try:
+                save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
+            except OSError as error:
+                problem = [str(error)]
+        torch.distributed.broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise OSError(problem[0])
+
+
+class _Told(list):
+    """Micro-batches, of which each is told when it is taken."""
+
+    def __init__(self, batches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
+        super().__init__(batches)
+        self._on_progress = on_progress
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for batch in super().__iter__():
+            self._on_progress()
+            yield batch
 
 
 def _places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors import SafetensorError
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.hf_writer import FILE_BYTES, copy_beside_weights, finite, write_weights
@@ -55,28 +56,36 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
 
-    RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; nothing of the folder is left.
+    RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; OSError, on the rank that writes,
+    when the disk refuses it. Nothing of the folder is left then.
 
     Collective over the cell; its first rank writes. Weights are converted to `dtype` and split into files of about
     `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
     """
     writes = parallel_state.get_model_parallel_group().rank() == 0
     partial = out_folder.with_name(f".{out_folder.name}.partial")
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        copy_beside_weights(source_folder, partial, dtype)
     tensors = finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)
+    failed: Exception | None = None
     try:
-        write_weights(tensors, sources_of(unwrapped(model)), partial, dtype, file_bytes=file_bytes, writes=writes)
-    except RunStopped:
         if writes:
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            copy_beside_weights(source_folder, partial, dtype)
+        write_weights(tensors, sources_of(unwrapped(model)), partial, dtype, file_bytes=file_bytes, writes=writes)
+        if writes:
+            _put_in_place(partial, out_folder)
+    except RunStopped:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
-    if writes:
-        _put_in_place(partial, out_folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        failed = error
+        for _ in tensors:  # the others of the cell wait in its collectives
+            pass
     # Whoever returns may read the folder.
     dist.barrier(group=parallel_state.get_model_parallel_group())
+    if failed is not None:
+        raise OSError(f"{out_folder} is not written: {failed}") from failed
 
 
 def _buckets(model: HiddenStateModel, bucket_bytes: int) -> Iterator[_Bucket]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Size, Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -57,11 +58,16 @@ def stored_name(kind: str, tensor: str) -> str:
 def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup) -> None:
     """Writes what this process has, synced, into a folder that all see. Collective over `group`.
 
-    All processes together must have every number of every tensor once: torch refuses a gap and an overlap.
+    All processes together must have every number of every tensor once: torch refuses a gap and an overlap. OSError, on
+    all of them, when one cannot write.
     """
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
     planner = _WriteParts(flatten_state_dict=False)
-    checkpoint.save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
+    try:
+        checkpoint.save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as failed:  # which torch has told all ranks of the group
+        rank, (error, _) = min(failed.failures.items())
+        raise OSError(f"its rank {rank} could not write: {error}") from failed
 
 
 class StateReader:

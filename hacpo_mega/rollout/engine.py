@@ -17,8 +17,8 @@ import gc
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.held_weights import differences
 from hacpo_mega.rollout.host_process import (
+    environment_untouched,
     free_memory_unmeasured,
     joined_to_default_group,
     keeping_default_group,
@@ -82,6 +83,7 @@ class Engine:
         random_weights: bool = False,
         agents_on_device: int = 1,
         options: Mapping[str, Any] | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Build the engine and load the weights of the folder `model`. Collective over the default process group.
 
@@ -90,6 +92,7 @@ class Engine:
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
+        on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
         _check_options(options or {})
@@ -108,7 +111,7 @@ class Engine:
         self._names = published_names(model)
         self._memory = Memory.AWAKE
         self._is_loaded = not random_weights
-        with process_untouched(), _environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
+        with process_untouched(), environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._llm = LLM(
                 model=str(model),
                 tensor_parallel_size=tensor_parallel_size,
@@ -124,6 +127,8 @@ class Engine:
                 enable_sleep_mode=self._on_cuda,
                 **{"use_tqdm_on_load": False, **defaults, **(options or {})},
             )
+        step = self._llm.llm_engine.step
+        self._llm.llm_engine.step = lambda: (on_progress(), step())[1]
         hf_config = self._llm.llm_engine.vllm_config.model_config.hf_config
         self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
 
@@ -329,19 +334,6 @@ def _check_cpu_attention(model: Path) -> None:
     head_dim, known = head_size(model), CPUAttentionBackend.get_supported_head_sizes()
     if head_dim is not None and head_dim not in known:
         raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
-
-
-@contextmanager
-def _environment_untouched() -> Iterator[None]:
-    """Around vLLM's start, which on CPU adds to LD_PRELOAD: that would reach the processes that judge answers."""
-    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 # For good, since it also runs when an engine that nobody closed is collected.

@@ -53,7 +53,7 @@ def share_rewards(rewards: Sequence[float], num_prompts: int, place: Place, roll
     received = None
     if place.is_leader:
         mine = np.array(rewards, dtype="<f8").tobytes()
-        received = wire.join(gather_bytes(place.lane_group, mine))
+        received = wire.join(place.gather_lane(mine))
     messages = wire.split(place.share_in_cell(received))
     rank_map, lane = place.rank_map, place.lane
     shape = (num_prompts, len(rank_map.agents), rollouts_per_prompt)
@@ -98,7 +98,7 @@ def exchange(
     """
     received = None
     if place.is_leader:
-        received = wire.join(gather_bytes(place.lane_group, encode(trajectories)))
+        received = wire.join(place.gather_lane(encode(trajectories)))
     messages = wire.split(place.share_in_cell(received))
     senders = place.rank_map.leaders(place.lane)
     by_sender = [

@@ -4,6 +4,7 @@ Each function here answers something that vLLM does to the process it lives in, 
 It gets what it needs of vLLM handed in; only engine.py imports vllm.
 """
 
+import os
 import random
 import secrets
 import warnings
@@ -92,3 +93,16 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def environment_untouched() -> Iterator[None]:
+    """Around vLLM's start, which on CPU adds to LD_PRELOAD: that would reach the processes that judge answers."""
+    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

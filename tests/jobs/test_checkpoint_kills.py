@@ -62,6 +62,7 @@ STAGES = {
     "as the retention begins": Stage(shutil, "rmtree", IS_OLD, False, True),
     "in the retention": Stage(os, "unlink", ANY, True, True),
 }
+LOGS = SimpleNamespace(unwritten=lambda: None)  # nothing waits to be written
 NUM_STEPS = sum(1 + stage.is_committed for stage in STAGES.values()) + 1
 
 
@@ -82,7 +83,9 @@ def play(config_file: Path, run_dir: Path, last_step: int, name: str | None) -> 
             counts = start.agents[agent.name]
             actor.load(start.folder / agent.name, num_updates=counts.num_updates, num_applied=counts.num_applied)
         steps_done = 0 if start is None else start.step
-        checkpoint = JointCheckpoint(place, config, agent, state_after(steps_done), is_on_disk=start is not None)
+        checkpoint = JointCheckpoint(
+            place, config, agent, LOGS, print, state_after(steps_done), is_on_disk=start is not None
+        )
         for step in range(steps_done + 1, last_step + 1):
             samples = [sample for sample in random_samples(4, seed=step) if sample.num_trained]
             actor.learn_supervised(samples, 30)

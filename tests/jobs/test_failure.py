@@ -34,6 +34,11 @@ NAMES = (
 )
 
 
+# For whom each rank waits in the job of failing_job.py when rank 2 does not come.
+GATHER = r", waiting for what ranks \[0, 2, 3\] of lane 0 gather"
+WAITING = (GATHER, ", waiting for a barrier of all ranks", "", GATHER)
+
+
 class Job:
     """The four processes as srun starts them, with nobody who looks after them; what they write goes to files."""
 
@@ -178,12 +183,24 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_with_the_stacks_of_all(tmp_p
     )
     for rank, (name, errors) in enumerate(zip(NAMES, job.errors(), strict=True)):
         phase = "learn" if rank == 2 else "exchange"
-        line = rf"{re.escape(name)}, for (\d+) s in phase {phase} of step 12, stops: {re.escape(cause)}\n"
+        waits = rf"for (\d+) s in phase {phase} of step 12{WAITING[rank]}"
+        line = rf"{re.escape(name)}, {waits}, stops: {re.escape(cause)}\n"
         found = re.fullmatch(line, errors)
         assert found and int(found[1]) >= 18, (rank, errors)  # the last sign of life may come just before the stop
         stack = (tmp_path / f"logs/rank_{rank}.stack").read_text()
         assert "failing_job.py" in stack, stack
     assert "in gather_bytes" in (tmp_path / "logs/rank_0.stack").read_text()
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["in-a-collective-of-its-agent", "in-the-exchange"])
+def test_a_rank_that_runs_but_never_comes_is_named_by_itself(tmp_path, victim):
+    """Its process is well and its heartbeat is heard. Who waits for it inside torch does not blame itself meanwhile."""
+    job = Job(tmp_path, victim, "sleep", stall_s=20.0)
+    assert job.wait() == [4, 4, 4, 4], job.errors()
+    cause = f"{NAMES[victim]} has made no progress for 20 s and waits for nobody, in phase learn of step 12; stacks of "
+    assert all(f", stops: {cause}all ranks" in errors for errors in job.errors()), job.errors()
+    assert ", waiting for what ranks [0, 2, 3] of lane 0 gather, stops: " in job.errors()[3]
+    assert "failing_job.py" in (tmp_path / f"logs/rank_{victim}.stack").read_text()
 
 
 def test_a_rank_that_comes_back_in_time_changes_nothing(tmp_path):

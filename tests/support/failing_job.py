@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
@@ -37,10 +37,12 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
                 sys.exit(0)
             while fate in ("sleep", "defer") or not ready.with_name("go").exists():
                 time.sleep(0.05)
+                if fate == "late":
+                    place.progress()
         if place.agent == 0:
             dist.all_reduce(torch.ones(1))
         if place.is_leader:
-            gather_bytes(place.lane_group, b"answers")
+            place.gather_lane(b"answers")
         place.barrier()
     print("finished", flush=True)
 

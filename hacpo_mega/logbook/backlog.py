@@ -1,0 +1,89 @@
+"""What a process writes into a run folder that may be full, read-only or away for a while: now, or as soon as it can.
+
+A write that fails stays in memory and so do all after it, in order, until they fit; said once, and again when all is
+written. What was half written is written over, so nothing is doubled and nothing missing. A file that is gone although
+it had lines is waited for: its disk may be another one's empty mount point.
+Not here: checkpoints, which are never put off (joint_checkpoint.py), and what the files hold.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Of text that waits; a step's answers are some megabytes. Whoever reaches it has written nothing for hundreds of steps.
+MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Write:
+    path: Path
+    content: bytes
+    is_whole: bool  # the file, whole or not at all; else what follows at its end
+
+
+class Backlog:
+    """The writes of one process. `say` is told when they begin to fail, and when none is left."""
+
+    def __init__(self, say: Callable[[str], None] = lambda text: None, max_bytes: int = MAX_BYTES) -> None:
+        self._say, self._max_bytes = say, max_bytes
+        self._waiting: deque[_Write] = deque()
+        self._lengths: dict[Path, int] = {}  # of the files that lines are added to, as far as they are sure
+        self._error: OSError | None = None
+
+    def append(self, path: Path, content: bytes) -> None:
+        """Adds to the end of a file, which this process alone writes. OSError when too much is waiting already."""
+        if path not in self._lengths:
+            self._lengths[path] = path.stat().st_size if path.exists() else 0
+        self._add(_Write(path, content, is_whole=False))
+
+    def replace(self, path: Path, content: bytes) -> None:
+        """Writes a file, whole or not at all, into a folder that exists. OSError when too much is waiting already."""
+        self._add(_Write(path, content, is_whole=True))
+
+    def flush(self) -> OSError | None:
+        """Writes what is waiting as far as it can be; why not all of it, None when nothing is left."""
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if self._error is None:
+                self._say(
+                    f"warning: {self._waiting[0].path} cannot be written ({error.strerror}): logs stay in memory, up "
+                    f"to {self._max_bytes} bytes, until they can be; there is no checkpoint before"
+                )
+            self._error = error
+            return error
+        if self._error is not None:
+            self._say("the logs are written again; no line is missing")
+        self._error = None
+        return None
+
+    def _add(self, write: _Write) -> None:
+        self._waiting.append(write)
+        if (error := self.flush()) and sum(len(write.content) for write in self._waiting) > self._max_bytes:
+            raise OSError(
+                error.errno, f"{error.strerror}, and more than {self._max_bytes} bytes of logs wait for it", write.path
+            )
+
+    def _write(self, write: _Write) -> None:
+        if write.is_whole:
+            fresh = write.path.with_suffix(".tmp")
+            with fresh.open("wb") as file:
+                file.write(write.content)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(write.path)
+            return
+        length = self._lengths[write.path]
+        with write.path.open("r+b" if length or write.path.exists() else "xb", buffering=0) as file:
+            length = min(length, file.seek(0, os.SEEK_END))
+            file.truncate(length)  # what a write before this one left of its line
+            file.seek(length)
+            left = memoryview(write.content)
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        self._lengths[write.path] = length + len(write.content)

@@ -1,0 +1,56 @@
+"""When a process says of itself that it is stuck: neither early, nor while it waits for others."""
+
+import threading
+
+import pytest
+
+from hacpo_mega.cluster.progress import Progress
+
+
+def beats_until_stuck(progress: Progress, most: int = 40) -> tuple[int, str] | None:
+    """(how many seconds, what is said) with a beat every second and a limit of ten; None when nothing is."""
+    for number in range(1, most + 1):
+        if said := progress.beat(1.0, 10.0):
+            return number, said
+    return None
+
+
+@pytest.mark.parametrize("phase", ["load", "judge", "evaluate", "checkpoint", "export", "write", "doctor"])
+def test_a_phase_that_tells_no_steps_may_last(phase):
+    progress = Progress()
+    progress.enter(phase)
+    assert beats_until_stuck(progress) is None
+
+
+def test_a_phase_that_tells_its_steps_is_stuck_without_them():
+    progress = Progress()
+    progress.enter("load")
+    beats_until_stuck(progress, 9)
+    progress.enter("learn")
+    assert beats_until_stuck(progress, 9) is None
+    progress.tick()
+    assert beats_until_stuck(progress) == (10, "has made no progress for 10 s and waits for nobody")
+
+
+def test_who_waits_for_others_is_not_stuck_however_long_they_need():
+    progress = Progress()
+    progress.enter("exchange")
+    with progress.waiting_for("all ranks"):
+        assert progress.waits_for == "all ranks" and beats_until_stuck(progress) is None
+    assert progress.waits_for is None
+    assert beats_until_stuck(progress)[0] == 10
+
+
+def test_who_is_inside_a_collective_of_its_agent_lets_the_one_that_has_not_come_speak_first():
+    """The beat comes from another thread, as in a job, while the main thread is in a file of torch.distributed."""
+    progress, found = Progress(), []
+    progress.enter("learn")
+    thread = threading.Thread(target=lambda: found.append(beats_until_stuck(progress)))
+    code = compile(
+        "def all_reduce(thread):\n    thread.start()\n    thread.join()\n", "/x/torch/distributed/c10d.py", "exec"
+    )
+    names: dict = {}
+    exec(code, names)
+    names["all_reduce"](thread)
+    ((beats, said),) = found
+    assert beats == 13 and said.startswith("has made no progress for 13 s and is inside all_reduce (c10d.py, line ")
