@@ -206,6 +206,10 @@ class Trainer:
             tokens = self.agent.describe_tokens(rollouts, scores, updates)
         reduced = self._write(pool, advantages_PNG, updates, tokens)
         self.report.warn(reduced)
+        self._end_step(reduced)
+
+    def _end_step(self, reduced: StepMetrics) -> None:
+        """What makes a step one that was done: it is counted, kept when it is due, shown, traced if it was chosen."""
         self.steps_done += 1
         self.checkpoint.settle(self._state(mean_accuracy(reduced.values, self.names)))
         if self.checkpoint.has_work():  # after its metrics: a resumed run has them all

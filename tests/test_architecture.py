@@ -4,6 +4,7 @@ Every rule is a function from parsed files to complaints, and every rule is show
 """
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -100,6 +101,11 @@ MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would h
 NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z]\w*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
 
 
+@functools.cache
+def _parsed(path: str, text: str) -> ast.Module:
+    return ast.parse(text, filename=path)
+
+
 @dataclass(frozen=True)
 class Source:
     """A parsed file; `path` is relative to the root of the repository, with slashes."""
@@ -109,7 +115,7 @@ class Source:
 
     @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text, filename=self.path)
+        return _parsed(self.path, self.text)
 
     @property
     def module(self) -> str:
@@ -136,6 +142,7 @@ Sources = list[Source]
 Complaints = Iterator[str]
 
 
+@functools.cache
 def read_sources() -> Sources:
     files = sorted([*(ROOT / "hacpo_mega").rglob("*.py"), *(ROOT / "kernels" / "hacpo_kernels").rglob("*.py")])
     return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
