@@ -3,6 +3,7 @@
 Two agents of unequal size and layout: tensor parallel 2 on one node, one rank on the other.
 """
 
+import json
 import os
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import CONTROL
 from repository import ROOT
-from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.checkpoint import committed_steps
 from hacpo_mega.logbook.metrics import read_metrics
@@ -20,8 +21,36 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 3
-SIGNAL_S = 240
+NUM_STEPS = 4
+SIGNAL_S = 120
+# Judges as graders.py does, but a step's answers only when the file beside the run names at least that step: so a
+# run waits in the middle of a step for what happens to it there.
+WAITING_GRADER = """
+import time
+from pathlib import Path
+
+def share_of_ones(prompt, answer, gold):
+    done = max((int(path.name[5:11]) for path in Path({run!r}).glob("checkpoints/step_*")), default=0)
+    while done >= int(Path({gate!r}).read_text()):
+        time.sleep(0.05)
+    return answer.count("1") / len(answer) if answer else None
+"""
+
+
+class Gate:
+    """The last step that a run may finish, as its grader reads it; `override` makes the run have that grader."""
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        self._file = run_dir.with_suffix(".gate")
+        grader = run_dir.with_suffix(".py")
+        grader.write_text(WAITING_GRADER.format(run=str(run_dir), gate=str(self._file)))
+        self.override = f"reward.kind={grader}:share_of_ones"
+        self.open(last_step)
+
+    def open(self, last_step: int) -> None:
+        fresh = self._file.with_suffix(".fresh")
+        fresh.write_text(str(last_step))
+        fresh.replace(self._file)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +65,8 @@ def config(tmp_path_factory, python) -> Path:
         agents,
         num_steps=NUM_STEPS,
         algorithm={"delta": 0.9},
-        checkpoint={"every_steps": 1},
+        reward={"kind": f"{GRADER}:share_of_ones", "timeout_s": 60.0},  # so long that a run may wait for a node's loss
+        checkpoint={"every_steps": 1, "asynchronous": False},
         slurm={"gpus_per_node": 2, "time": "60", "signal_s": SIGNAL_S, "python": str(python)},
     )
 
@@ -54,43 +84,50 @@ def reference(slurm, config, python) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(slurm, config) -> tuple[Path, str]:
-    """A run that twice reaches its limit of time: its folder and the number of its job."""
+    """A run that twice reaches its limit of time in the middle of a step: its folder and the number of its job."""
     run_dir, cluster = config.parent / "limited", slurm.cluster
-    number = slurm.submit(config, f"run_dir={run_dir}")
+    gate = Gate(run_dir, last_step=1)
+    number = slurm.submit(config, f"run_dir={run_dir}", gate.override)
     log = run_dir / "slurm" / f"{number}.log"
     for attempt in (1, 2):
-        cluster.wait(lambda attempt=attempt: len(committed_steps(run_dir)) >= attempt, f"step {attempt}, see {log}")
+        cluster.wait(lambda n=attempt: committed_steps(run_dir)[-1:] == [n], f"step {attempt}, see {log}")
         minutes = elapsed_minutes(cluster.job(number)["RunTime"]) + SIGNAL_S // 60
         cluster.on(CONTROL, "scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
-        cluster.wait(lambda attempt=attempt: int(cluster.job(number)["Restarts"]) == attempt, f"attempt, see {log}")
+        cluster.wait(lambda n=attempt: log.read_text().count("the time limit is near") == n, f"the signal, see {log}")
+        gate.open(attempt + 1)
+        cluster.wait(lambda n=attempt: int(cluster.job(number)["Restarts"]) == n, f"attempt {attempt + 1}, see {log}")
         cluster.on(CONTROL, "scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    gate.open(NUM_STEPS)
     assert slurm.wait_for_end(number, log) == "COMPLETED", log.read_text()
     return run_dir, number
 
 
 @pytest.fixture(scope="module")
 def disturbed(slurm, config) -> dict:
-    """A run whose first job is cancelled in a step, and whose second one, of two partitions, loses a node in a step."""
+    """A run whose first job is cancelled in step 2, and whose second one, of two partitions, loses a node in step 3."""
     run_dir, cluster = config.parent / "disturbed", slurm.cluster
-    first = slurm.submit(config, f"run_dir={run_dir}")
-    cluster.wait(lambda: committed_steps(run_dir), f"a step, see {run_dir}/slurm/{first}.log")
+    gate = Gate(run_dir, last_step=1)
+    first = slurm.submit(config, f"run_dir={run_dir}", gate.override)
+    cluster.wait(lambda: committed_steps(run_dir) == [1], f"step 1, see {run_dir}/slurm/{first}.log")
     cluster.on(CONTROL, "scancel", first)
-    told = {"state": slurm.wait_for_end(first, run_dir), "run_dir": run_dir}
+    gate.open(2)
+    told = {"run_dir": run_dir, "state": slurm.wait_for_end(first, run_dir)}
     cluster.wait(lambda: cluster.states() == ["idle"] * 4, "the nodes to be free")
-    told["left"] = processes_of(run_dir)
-    told["committed"] = max(committed_steps(run_dir))
+    told["left"], told["committed"] = processes_of(run_dir), max(committed_steps(run_dir))
 
+    gate.open(told["committed"] + 1)
     placing = ("slurm.agents.wide.partition=new", "slurm.agents.narrow.partition=old")
-    number = told["job"] = slurm.submit(config, f"run_dir={run_dir}", *placing)
-    log = told["log"] = run_dir / "slurm" / f"{number}.log"
+    number = slurm.submit(config, f"run_dir={run_dir}", gate.override, *placing)
+    log = run_dir / "slurm" / f"{number}.log"
     cluster.wait(lambda: max(committed_steps(run_dir)) > told["committed"], f"a step, see {log}")
-    told["safe"], lost = max(committed_steps(run_dir)), cluster.job(f"{number}+1")["NodeList"]
-    cluster.power_off(lost)
-    told["lost_at"], told["lost"] = time.time(), lost
+    told["safe"], told["lost"] = max(committed_steps(run_dir)), cluster.job(f"{number}+1")["NodeList"]
+    cluster.power_off(told["lost"])
+    told["lost_at"] = time.time()
+    gate.open(NUM_STEPS)
     try:
         told["end"] = slurm.wait_for_end(number, log)
     finally:
-        cluster.power_on(lost)
+        cluster.power_on(told["lost"])
     assert told["end"] == "COMPLETED", log.read_text()
     return told
 
@@ -112,6 +149,12 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
+def node_of(run_dir: Path, attempt: int, rank: int) -> str:
+    """As the first line of its log says."""
+    log = run_dir / "logs" / f"attempt_{attempt}" / f"rank_{rank}.log"
+    return log.read_text().split(" on ")[1].split(",")[0]
+
+
 def assert_same_run(run_dir: Path, reference: Path) -> None:
     one, other = (read_metrics(folder / "metrics.jsonl") for folder in (reference, run_dir))
     assert list(other) == list(range(NUM_STEPS + 1))
@@ -130,9 +173,7 @@ def test_three_attempts_are_one_run(limited, reference):
     said = (run_dir / "slurm" / f"{number}.log").read_text()
     assert [said.count(line) for line in ("the time limit is near", "queues again", "] done")] == [2, 2, 1]
     for attempt in (1, 2, 3):
-        logs = run_dir / "logs" / f"attempt_{attempt}"
-        assert sorted(path.name for path in logs.glob("*.log")) == ["rank_0.log", "rank_1.log", "rank_2.log"]
-        nodes = [(logs / f"rank_{rank}.log").read_text().split(" on ")[1].split(",")[0] for rank in range(3)]
+        nodes = [node_of(run_dir, attempt, rank) for rank in range(3)]
         assert nodes[0] == nodes[1] != nodes[2], "a tensor parallel group on one node"
 
 
@@ -142,16 +183,17 @@ def test_a_cancelled_job_leaves_a_step_and_no_process(disturbed):
 
 
 def test_a_lost_node_costs_no_committed_step(disturbed, reference):
-    assert_same_run(disturbed["run_dir"], reference)
-    starts = read_starts(disturbed["run_dir"])
+    run_dir = disturbed["run_dir"]
+    assert_same_run(run_dir, reference)
+    starts = read_starts(run_dir)
     assert [start["steps_done"] for start in starts] == [0, disturbed["committed"], disturbed["safe"]]
-    again = disturbed["run_dir"] / "logs" / "attempt_3" / "rank_0.log"
-    assert disturbed["lost"] not in again.read_text().split("\n")[0]
-    print(f"on again after {starts[2]['time_unix_s'] - disturbed['lost_at']:.0f} s: {again.read_text()[:100]}")
+    assert node_of(run_dir, 3, rank=2) != disturbed["lost"]
+    attempts = [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
+    seconds = [moment["time_unix_s"] - disturbed["lost_at"] for moment in (attempts[2], starts[2])]
+    print(f"the node was lost; rank 0 began again after {seconds[0]:.0f} s, and was loaded after {seconds[1]:.0f} s")
 
 
 def test_agents_of_two_partitions_are_on_their_nodes(disturbed):
     for attempt in (2, 3):
-        logs = disturbed["run_dir"] / "logs" / f"attempt_{attempt}"
-        nodes = [(logs / f"rank_{rank}.log").read_text().split(" on ")[1].split(",")[0] for rank in range(3)]
+        nodes = [node_of(disturbed["run_dir"], attempt, rank) for rank in range(3)]
         assert nodes[0] == nodes[1] and nodes[0] in ("node3", "node4") and nodes[2] in ("node1", "node2")
