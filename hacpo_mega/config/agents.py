@@ -126,8 +126,8 @@ class AgentConfig(Section):
     prompt_template: str | None = None
     """Text with {prompt} where the task goes: an instruction, or worked examples for a base model."""
     recompute: Literal["auto", "none", "mlp", "full"] = "auto"
-    """What backward computes a second time instead of keeping it: nothing, every feed-forward, or every whole layer; no
-    gradient changes. auto: the least with which a twentieth of device_memory_gib stays free."""
+    """What backward computes a second time instead of keeping it, for the same gradient: nothing, every feed-forward
+    (mlp), every layer (full), or the least of them with which a twentieth of device_memory_gib stays free (auto)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and the learning rate of this agent."""
     megatron: PassedOn = Field(default_factory=dict)

@@ -115,6 +115,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         dp=config.lanes * agent.cells_per_lane,
         num_tokens=config.training.max_tokens_per_microbatch,
         fused_swiglu=bool(agent.megatron.get("bias_activation_fusion", False)),
+        diagnoses=config.training.diagnose_every > 0,
         device=CPU if on_cpu else CUDA,
     )
 
@@ -132,18 +133,23 @@ def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
 
 
 def memory_table(budgets: dict[str, Budget]) -> str:
-    """Parts and phases of every agent in GiB, a column each; a phase is the sum of its parts (docs/memory.md)."""
-    first = next(iter(budgets.values()))
-    device = "the CPU, of which nothing is refused" if first.capacity is None else f"{_gib(first.capacity)} of a device"
-    rows = [[f"memory of one process, GiB; {device}", *budgets], ["layout", *map(_layout, budgets.values())]]
-    rows += [[part, *(_gib(budget.parts[part]) for budget in budgets.values())] for part in first.parts]
-    rows += [
-        [f"= {phase}", *(_gib(budget.phases[phase]) + "*" * (phase == budget.fullest) for budget in budgets.values())]
-        for phase in PHASES
-    ]
+    """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/memory.md).
+
+    In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked.
+    """
+    columns = list(budgets.values())
+    unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)
+    most = columns[0].capacity
+    device = "the CPU, of which nothing is refused" if most is None else f"{most / one:.2f} of a device"
+    rows = [[f"memory of one process, {unit}; {device}", *budgets], ["layout", *map(_layout, columns)]]
+    for part in columns[0].parts:
+        if any(budget.parts[part] for budget in columns):
+            rows.append([part, *(f"{budget.parts[part] / one:.2f}" for budget in columns)])
+    for phase in columns[0].phases:
+        marked = ((budget.phases[phase] / one, "*" if phase == budget.fullest else "") for budget in columns)
+        rows.append([f"= {phase}", *(f"{size:.2f}{mark}" for size, mark in marked)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
 
 
 def _layout(budget: Budget) -> str:
@@ -153,7 +159,7 @@ def _layout(budget: Budget) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+    return f"{size / GIB:.2f}"
 
 
 def _cpu_build() -> bool:

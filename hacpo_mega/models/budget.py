@@ -30,6 +30,10 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         *("gather buffer", "activations", "backward", "fragments", "engine asleep", "context"),
     ),
     "learn": (*STATES, "gather buffer", "activations", "backward", "fragments", "engine asleep", "context"),
+    "diagnose": (
+        *(*STATES, "gather buffer", "activations", "backward", "own gradient"),
+        *("fragments", "engine asleep", "context"),
+    ),
     "optimizer step": (*STATES, "gather buffer", "step", "engine asleep", "context"),
     "publish": (*STATES, "gather buffer", "engine weights", "buckets", "engine asleep", "context"),
     "checkpoint": (*STATES, "gather buffer", "engine awake", "context"),
@@ -64,7 +68,7 @@ class Budget:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Every part by its name, in the order of a table."""
+        """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake."""
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
         awake = self._engine_awake(weights)
@@ -81,7 +85,9 @@ class Budget:
             "forward": of_actor.forward,
             "step": of_actor.step,
             "fragments": int(FRAGMENTS * (of_actor.kept + of_actor.working)) if cuda else 0,
+            "own gradient": of_actor.own_gradient,
             "engine weights": weights if cuda else 0,
+            "engine cache": max(0, awake - weights - (WARM_UP if cuda else 0)),
             "engine awake": awake,
             "engine asleep": asleep,
             "buckets": bucket_bytes(self.actor),
@@ -95,8 +101,9 @@ class Budget:
 
     @cached_property
     def phases(self) -> dict[str, int]:
-        """Bytes of every phase: the sum of its parts."""
-        return {phase: sum(self.parts[part] for part in parts) for phase, parts in PHASES.items()}
+        """Bytes of every phase that there is: the sum of its parts."""
+        there = {phase: parts for phase, parts in PHASES.items() if phase != "diagnose" or self.actor.diagnoses}
+        return {phase: sum(self.parts[part] for part in parts) for phase, parts in there.items()}
 
     @property
     def fullest(self) -> str:

@@ -55,6 +55,7 @@ class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
 
     fused_swiglu   Megatron's bias_activation_fusion, which keeps the input of the activation alone
+    diagnoses      own gradients are compared with others' now and then, which needs a copy of the first
     """
 
     architecture: Architecture
@@ -63,6 +64,7 @@ class ActorPlan:
     num_tokens: int
     recompute: Recompute = "none"
     fused_swiglu: bool = False
+    diagnoses: bool = False
     device: Device = CUDA
 
 
@@ -76,6 +78,7 @@ class ActorMemory:
     working         what backward takes on top of them where it takes the most
     forward         what scoring takes, which keeps nothing
     step            what Adam's step takes
+    own_gradient    the copy that a diagnosis compares with
     """
 
     weights: int
@@ -87,6 +90,7 @@ class ActorMemory:
     working: int
     forward: int
     step: int
+    own_gradient: int
 
 
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
@@ -108,6 +112,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once.
         step=share * FLOAT32,
+        own_gradient=share * FLOAT32 if plan.diagnoses else 0,
     )
 
 

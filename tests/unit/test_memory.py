@@ -12,7 +12,9 @@ from paper_models import make_paper_workplace
 from repository import ROOT
 
 from hacpo_mega import cli
+from hacpo_mega.checkpoint import plain
 from hacpo_mega.config import device_memory, load_config
+from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import ROOM, agent_budget, memory_table
 from hacpo_mega.models.architecture import Architecture
@@ -24,6 +26,7 @@ PAPER = ROOT / "configs" / "paper"
 PAIRS = sorted(file.stem for file in PAPER.glob("*.toml"))
 PAIR = PAPER / "qwen-4b-base_qwen-8b-base.toml"
 LARGE, SMALL = "agents.qwen-8b-base", "agents.qwen-4b-base"
+GIVEN = "device_memory_gib=80"
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,8 @@ def test_the_table_adds_up(capsys, monkeypatch):
     for line in table.splitlines()[2:]:
         name, *numbers = re.split(r"\s{2,}", line)
         rows[name] = [float(number.rstrip("*")) for number in numbers]
-    for phase, parts in PHASES.items():
+    for phase in [name.removeprefix("= ") for name in rows if name.startswith("= ")]:
+        parts = PHASES[phase]
         for column in range(2):
             total = sum(rows[part][column] for part in parts)
             assert rows[f"= {phase}"][column] == pytest.approx(total, abs=0.005 * (len(parts) + 1)), phase
@@ -184,6 +188,21 @@ def test_auto_takes_the_least_that_fits():
     assert choice() == "mlp"
     assert choice("training.max_tokens_per_microbatch=32768") == "full"
     assert choice(f"{LARGE}.recompute=full") == "full"
+
+
+def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
+    budget = budgets_of(PAIR, "training.diagnose_every=2")["qwen-4b-base"]
+    assert budget.phases["diagnose"] - budget.phases["learn"] == budget.parts["own gradient"]
+    assert budget.parts["own gradient"] == budget.parts["main weights"]
+    assert "diagnose" not in budgets_of(PAIR)["qwen-4b-base"].phases
+
+
+def test_a_run_goes_on_under_another_choice():
+    before, now = (plain(load_config(PAIR, list(overrides))) for overrides in ((), (f"{LARGE}.recompute=full", GIVEN)))
+    assert {(change.key, change.kind) for change in changes(before, now)} == {
+        (f"{LARGE}.recompute", "free"),
+        ("device_memory_gib", "free"),
+    }
 
 
 def test_without_a_device_nothing_is_refused_and_nothing_recomputed(monkeypatch):

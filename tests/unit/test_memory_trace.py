@@ -41,7 +41,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE) -> ActorPlan:
-    return ActorPlan(architecture, Layout(tp, pp), 2, 2048, recompute, fused, device)
+    return ActorPlan(
+        architecture, Layout(tp, pp), dp=2, num_tokens=2048, recompute=recompute, fused_swiglu=fused, device=device
+    )
 
 
 def with_layers(plan: ActorPlan, layers: int) -> ActorPlan:
