@@ -20,8 +20,11 @@ FOUR_RANKS = {
     "test_gradient_invariance",
     "test_megatron_layout",
     "test_place",
+    "test_preflight",
     "test_refusal",
+    "test_scale",
     "test_trainer",
+    "test_tree",
 }
 
 if not torch.cuda.is_available():
