@@ -20,10 +20,13 @@ FOUR_RANKS = {
     "test_gradient_invariance",
     "test_megatron_layout",
     "test_place",
+    "test_preflight",
     "test_refusal",
     "test_relayout",
     "test_three_agents",
+    "test_scale",
     "test_trainer",
+    "test_tree",
 }
 
 if not torch.cuda.is_available():

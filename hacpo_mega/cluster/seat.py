@@ -49,7 +49,7 @@ class Seat:
             local_rank=local_rank,
             num_local=_num_local(world_size),
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            nodes=expand_nodes(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""),
+            nodes=expand_nodes(_node_list()),
             address=os.environ["MASTER_ADDR"],
             port=int(os.environ["MASTER_PORT"]),
             launcher_keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -59,6 +59,14 @@ class Seat:
     def is_first_of_node(self) -> bool:
         """Whether this process speaks for its node."""
         return self.local_rank == 0
+
+
+def _node_list() -> str:
+    """The nodes of this step; of a heterogeneous job's, whose step list may be one component's, those of the job."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    if "SLURM_HET_SIZE" in os.environ:
+        names = names[::-1]
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def from_launcher(name: str, slurm_name: str) -> int:

@@ -21,13 +21,9 @@ def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
     if fault == "never comes":
         return
     overrides = ["agents.B.model=nowhere"] if fault == "no model" else []
-    if fault:
+    if fault in FAULTS:
         FAULTS[fault](config.parent)
     play_command("preflight", str(config), "--wait", str(wait_s), *overrides)
-
-
-def _no_model(folder: Path) -> None:
-    pass  # by an override
 
 
 def _other_version(folder: Path) -> None:
@@ -74,7 +70,6 @@ def _hangs(folder: Path) -> None:
 
 
 FAULTS = {
-    "no model": _no_model,
     "other version": _other_version,
     "full disk": _full_disk,
     "own run folder": _own_run_folder,
