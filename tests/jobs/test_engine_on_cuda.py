@@ -2,18 +2,21 @@
 
 import importlib
 
+import numpy as np
 import pytest
 from job import run_ranks
+from tiny_models import make_model
 
 
-def visit() -> dict:
+def visit(folder) -> dict:
     # here, where the ranks are: the process that judges must not import vLLM
-    return importlib.import_module("cuda_engine_job").visit()
+    return importlib.import_module("cuda_engine_job").visit(folder)
 
 
 @pytest.fixture(scope="module")
-def saw() -> dict:
-    return run_ranks(1, visit)[0]
+def saw(tmp_path_factory) -> dict:
+    folder = make_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", num_heads=2, head_dim=32, tied=True)
+    return run_ranks(1, visit, folder)[0]
 
 
 def test_a_process_that_sees_one_gpu_cannot_ask_for_its_peers(saw):
@@ -37,3 +40,13 @@ def test_sleeping_on_a_shared_gpu_does_not_count_what_others_take(saw):
 def test_vllm_takes_the_decision_about_fusion(saw):
     """None would leave it to what is on PATH."""
     assert saw["fused"] is False
+
+
+def test_a_model_of_garbage_is_whole_after_publishing(saw):
+    """Level-2 sleep keeps buffers alone: after publishing, log-probs and answers are those of before, bit for bit."""
+    seen = saw["level 2"]
+    assert seen["filled"] > 131 * 64, "at least the embedding was garbage"
+    (logprobs, answers), (logprobs_after, answers_after) = seen["before"], seen["after"]
+    for before, after in zip(logprobs, logprobs_after, strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert answers == answers_after

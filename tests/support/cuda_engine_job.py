@@ -3,17 +3,23 @@
 `visit` runs in a process of its own, since the one that judges must not import vLLM.
 """
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from vllm.config import CompilationConfig
 from vllm.platforms.interface import Platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
+from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.host_process import free_memory_unmeasured
 
@@ -64,9 +70,45 @@ def fall_asleep(others_take: int, measured: bool) -> None:
     assert torch.accelerator.get_memory_info() == (free[0], TOTAL), "the reading is torch's own again"
 
 
-def visit() -> dict[str, object]:
+def sequences() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 131, size).tolist() for size in (2, 17, 140)]
+
+
+def said_by(engine: Engine) -> tuple[list[np.ndarray], list[list[int]]]:
+    """Log-probs of fixed sequences, and sampled answers."""
+    answers = engine.generate(sequences(), [11, 12, 13], max_tokens=20, temperature=0.7)
+    return engine.logprobs(sequences()), [answer.token_ids.tolist() for answer in answers]
+
+
+def sleep_at_level_two(folder: Path) -> dict[str, object]:
+    """What level 2 does on a device, by hand: weights and buffers are garbage, vLLM restores buffers, we publish."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = Engine(folder, max_model_len=256, dtype=torch.float32, eos_ids=[7])
+    weights = load_file(folder / "model.safetensors")
+    model = engine._worker.model_runner.model
+    before = said_by(engine)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine.sleep()
+    with torch.inference_mode():
+        garbage = [*model.parameters(), *model.buffers()]
+        for tensor in garbage:
+            tensor.fill_(math.nan)
+        engine.wake(cache=False)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    engine.load(weights.items())
+    engine.wake()
+    after = said_by(engine)
+    engine.close()
+    return {"before": before, "after": after, "filled": sum(tensor.numel() for tensor in garbage)}
+
+
+def visit(folder: Path) -> dict[str, object]:
+    level_two = sleep_at_level_two(folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
     return {
+        "level 2": level_two,
         "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
         "starts": [error_of(lambda agents=agents: start_two_engines(agents)) for agents in (1, 2)],
         "alone": error_of(lambda: fall_asleep(0, measured=True)),

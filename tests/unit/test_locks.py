@@ -1,0 +1,79 @@
+"""The lock files name one build of everything and fit together on every Python; another build is no environment."""
+
+import importlib.metadata
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from repository import ROOT
+
+FOLDER = ROOT / "launch" / "lock"
+CHECK = runpy.run_path(str(FOLDER / "check.py"))
+CPU, CUDA = FOLDER / "cpu.txt", FOLDER / "cuda.txt"
+
+
+def pinned(lock: Path) -> dict[str, str]:
+    return {name: str(version) for name, version in CHECK["read_lock"](lock).items()}
+
+
+@pytest.mark.parametrize("python", CHECK["PYTHONS"])
+def test_the_lock_of_this_environment_meets_its_packages_on_every_python(python):
+    lock = CPU if importlib.metadata.version("torch").endswith("+cpu") else CUDA
+    versions = CHECK["read_lock"](lock)
+    requires = CHECK["installed_requirements"](versions)
+    assert len(requires) > 150
+    assert list(CHECK["requirement_problems"](versions, requires, python)) == []
+
+
+def test_what_does_not_fit_is_named():
+    versions = CHECK["read_lock"](CUDA)
+    requires = {
+        "vllm": ['six>=1.16.0; python_version > "3.11"', 'setuptools<70; python_version > "3.11"', "torchvision"],
+        "other": ["nobody-has-this", 'tests-only; extra == "test"'],
+    }
+    found = {python: list(CHECK["requirement_problems"](versions, requires, python)) for python in ("3.11", "3.12")}
+    assert found["3.11"] == ["Python 3.11: other asks for nobody-has-this, which the lock lacks"]
+    assert found["3.12"] == [
+        "Python 3.12: other asks for nobody-has-this, which the lock lacks",
+        "Python 3.12: vllm asks for setuptools<70, the lock has 80.10.2",
+    ]
+
+
+def test_vllms_wishes_on_newer_pythons():
+    """vllm 0.32.0 states them for Python 3.12 and later, where no test of ours installs it."""
+    requires = {"vllm": ['six>=1.16.0; python_version > "3.11"', 'setuptools<81,>=78.1.1; python_version > "3.11"']}
+    for lock in (CPU, CUDA):
+        assert list(CHECK["requirement_problems"](CHECK["read_lock"](lock), requires, "3.13")) == []
+
+
+def test_the_locks_name_torchs_build():
+    assert pinned(CPU)["torch"] == "2.13.0+cpu"
+    (line,) = [line for line in CUDA.read_text().splitlines() if line.startswith("torch==")]
+    assert line == "torch==2.13.0,!=2.13.0+cpu"
+
+
+def test_the_compiler_is_of_the_headers_cuda():
+    versions = pinned(CUDA)
+    compiler = [f"nvidia-{part}" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-nvrtc")]
+    assert {versions[name].rpartition(".")[0] for name in (*compiler, "nvidia-cuda-runtime")} == {"13.0"}
+    assert versions["triton"] == "3.7.1", "the one that torch 2.13.0 asks for"
+
+
+@pytest.mark.parametrize(
+    "lock, version, cuda, says",
+    [
+        (CUDA, "2.13.0+cpu", None, "needs torch's build for CUDA 13, installed is 2.13.0+cpu (CPU)"),
+        (CUDA, "2.13.0+cu126", "12.6", "needs torch's build for CUDA 13, installed is 2.13.0+cu126 (12.6)"),
+        (CPU, "2.13.0", "13.0", "needs torch's CPU build, installed is 2.13.0 (CUDA 13.0)"),
+        (CUDA, "2.13.0", "13.0", ""),
+        (CPU, "2.13.0+cpu", None, ""),
+    ],
+)
+def test_an_environment_with_another_build_is_not_finished(monkeypatch, capsys, lock, version, cuda, says):
+    build = SimpleNamespace(__version__=version, version=SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch", build)
+    monkeypatch.setitem(CHECK["main"].__globals__, "installed_requirements", lambda names: {})
+    assert CHECK["main"](lock) == (1 if says else 0)
+    assert says in capsys.readouterr().out
