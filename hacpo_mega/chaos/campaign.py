@@ -13,6 +13,7 @@ Not here: what a fault does (faults.py), and what must be equal in the end (verd
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -139,6 +140,7 @@ class Campaign:
 
     def _attempt(self, before: list[Attempt]) -> Attempt:
         folder = self.out / "attempts" / f"{len(before):04d}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that the campaign itself did not survive
         number = sum(len(attempt.struck) for attempt in before)
         num_starts = len(read_starts(self.config.run_dir))
         safe, launched = self._on_disk()[0], time.time()
