@@ -11,7 +11,7 @@ Not here: what lies on disk (checkpoint.py), what an agent's state is (megatron/
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,14 +35,10 @@ from hacpo_mega.checkpoint import (
     sync,
 )
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
-from hacpo_mega.disk_space import checkpoint_bytes, export_bytes, probe, require_bytes, require_room
+from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, require_room
+from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.provenance import installed_versions
-from hacpo_mega.logbook.run_folder import RunFolder
-
-# Between two attempts at the end of a run, where a full disk is waited for.
-RETRY_S = 5.0
 
 
 def agree_on_start(
@@ -67,13 +63,13 @@ def agree_on_start(
 
 
 class JointCheckpoint:
-    """This rank's part in what a run puts on disk to last: its checkpoints, and the exported agents at its end.
+    """This rank's part in the checkpoints of a run.
 
     safe_step   the step that the run would go on from if it died now; 0 is its start
     """
 
-    def __init__(self, place: Place, config: Config, agent: Agent, safe_step: int, say: Callable[[str], None]) -> None:
-        self._place, self._config, self._agent, self._say = place, config, agent, say
+    def __init__(self, place: Place, config: Config, agent: Agent, safe_step: int, disk: JointDisk) -> None:
+        self._place, self._config, self._agent, self._disk = place, config, agent, disk
         self._models = model_digests(config)  # as loaded: the folder may be made anew while the run goes on
         self._is_first = place.coordinate.global_rank == 0
         self._last = time.monotonic()
@@ -97,75 +93,37 @@ class JointCheckpoint:
         is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
-    def save(self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None, logs: RunFolder) -> None:
+    def save(self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None) -> None:
         """Puts the run on disk as it is after `steps_done` steps, and removes what is no longer kept.
 
-        Where the disk refuses it, or `logs` are still to be written, it is said, older checkpoints are as they were and
+        Where the disk refuses it, or logs are still to be written, it is said, older checkpoints are as they were and
         training goes on to the next one. The last one waits for room first.
         """
-
-        def attempt() -> str | None:
-            return self._attempt(steps_done, capability, band, logs.unwritten())
-
-        is_last = steps_done == self._config.num_steps
-        if problem := self._patiently(attempt) if is_last else attempt():
-            self._say(f"warning: {problem}")
-
-    def export(self, logs: RunFolder) -> None:
-        """Writes every agent as a Hugging Face folder. RunStopped where the disk has had no room for long."""
-        if problem := self._patiently(lambda: self._attempt_export(logs)):
-            raise RunStopped(
-                f"the agents are not exported: {problem}; step {self.safe_step} is safe. Make room, start the run again"
+        try:
+            if steps_done == self._config.num_steps:
+                self._disk.patiently(lambda: self._attempt(steps_done, capability, band))
+            else:
+                self._attempt(steps_done, capability, band)
+        except OSError as problem:
+            self._disk.say(
+                f"warning: there is no checkpoint of step {steps_done}: {problem}; step {self.safe_step} is safe"
             )
 
-    def _attempt_export(self, logs: RunFolder) -> str | None:
-        """Why not all agents are exported, the same on every rank; None when all are."""
-        needed, run_dir = export_bytes(self._config), self._config.run_dir
-        if problem := self._place.first_said(what_fails(require_bytes, needed, run_dir) or logs.unwritten()):
-            return problem
-        folder = run_dir / "agents" / self._agent.name
-        if problem := self._place.first_said(what_fails(self._agent.export, folder)):
-            return f"{problem}; {needed:,} bytes are needed in all"
-        return self._place.first_said(what_fails(logs.finish, self._config.num_steps))
-
-    def _attempt(
-        self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None, obstacle: str | None
-    ) -> str | None:
-        """Why there is no checkpoint, the same on every rank; None when there is. `obstacle`: of this rank."""
+    def _attempt(self, steps_done: int, capability: CapabilityTracker, band: BandTracker | None) -> None:
+        """OSError, on every rank, where the disk refuses it."""
         folder = folder_of(self._config.run_dir, steps_done)
         writing = folder.with_name(folder.name + WRITING)
         try:
-            self._all_agree(obstacle or what_fails(self._begin, writing))
-            self._all_agree(what_fails(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank)))
+            self._disk.require_logs()
+            self._disk.attempt(self._begin, writing)
+            self._disk.attempt(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank))
             words = self._write_shards(writing, band)
-            self._all_agree(what_fails(self._commit, writing, folder, steps_done, capability, words))
-        except OSError as error:
+            self._disk.attempt(self._commit, writing, folder, steps_done, capability, words)
+        except OSError:
             if self._is_first:
                 shutil.rmtree(writing, ignore_errors=True)
-            return f"there is no checkpoint of step {steps_done}: {error}; step {self.safe_step} is safe"
+            raise
         self.safe_step, self._last = steps_done, time.monotonic()
-        return None
-
-    def _patiently(self, attempt: Callable[[], str | None]) -> str | None:
-        """Attempts it until it has no problem, or `wait_for_room_s` have passed; the last problem. Collective.
-
-        For what ends a run: given up at once, its weights would be lost to a disk that somebody can clear.
-        """
-        deadline, is_said = time.monotonic() + self._config.checkpoint.wait_for_room_s, False
-        while problem := attempt():
-            left_s = max(0.0, deadline - time.monotonic())
-            if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one of them decides
-                break
-            if not is_said:
-                self._say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")
-            is_said = True
-            time.sleep(min(RETRY_S, left_s))
-        return problem
-
-    def _all_agree(self, problem: str | None) -> None:
-        """OSError on every rank of the job, with the first problem that any of them has. Collective."""
-        if found := self._place.first_said(problem):
-            raise OSError(found)
 
     def _begin(self, writing: Path) -> None:
         """Rank 0 makes the folders, if there is room for what will be in them."""
@@ -222,12 +180,3 @@ class JointCheckpoint:
             agents={word["agent"]: AgentState(**word["state"]) for word in words},
             files={path: FileState(**file) for word in words for path, file in word["files"].items()},
         )
-
-
-def what_fails(function: Callable[..., None], *arguments: Any, **options: Any) -> str | None:
-    """What the disk says to a call; None when it was done."""
-    try:
-        function(*arguments, **options)
-    except OSError as error:
-        return str(error)
-    return None

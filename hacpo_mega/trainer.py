@@ -30,6 +30,7 @@ from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.joint_checkpoint import JointCheckpoint, agree_on_start
+from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.run_folder import RunFolder
@@ -70,7 +71,7 @@ class Trainer:
     band         where the band of each source begins for this agent; None where the configuration fixes it
     metrics, report, console, folder   what is measured, shown and written
     skips        ends a run whose updates are all skipped
-    checkpoint   what the run goes on from when it dies
+    checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class Trainer:
             self.view_rules = _view_rules(config, codecs)
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
-            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done, self.console.say)
+            self.disk = JointDisk(self.place, config, self.folder, self.console.say)
+            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.steps_done, self.disk)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -137,7 +139,7 @@ class Trainer:
         while self.steps_done < self.config.num_steps:
             self.step()
         with self._phase("export", "after the last step"):
-            self.checkpoint.export(self.folder)
+            self.disk.export(self.agent, self.checkpoint.safe_step)
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
@@ -191,7 +193,7 @@ class Trainer:
         self.steps_done += 1
         if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
             with self._phase("checkpoint", f"of step {self.steps_done}"):
-                self.checkpoint.save(self.steps_done, self.capability, self.band, self.folder)
+                self.checkpoint.save(self.steps_done, self.capability, self.band)
         self._show(self.steps_done, reduced)
 
     def evaluate(self, when: str = "") -> None:
