@@ -7,9 +7,7 @@ can never be kept is refused at once. Not here: what is written (checkpoint.py) 
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hacpo_mega.checkpoint import committed_steps, folder_of
 from hacpo_mega.config import AgentConfig, Config
@@ -81,12 +79,3 @@ def probe(folder: Path, name: str) -> None:
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
-
-
-def what_fails(function: Callable[..., None], *arguments: Any, **options: Any) -> str | None:
-    """What the disk says to a call; None when it was done."""
-    try:
-        function(*arguments, **options)
-    except OSError as error:
-        return str(error)
-    return None

@@ -13,15 +13,17 @@ Not here: what lies on disk (checkpoint.py), what an agent's state is (megatron/
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.agent import Agent
 from hacpo_mega.checkpoint import (
+    COMMITTED,
     WRITING,
     AgentState,
     Checkpoint,
@@ -37,14 +39,10 @@ from hacpo_mega.checkpoint import (
     sync,
 )
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
-from hacpo_mega.disk_space import checkpoint_bytes, export_bytes, probe, require_bytes, require_room, what_fails
+from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, require_room
+from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.provenance import installed_versions
-from hacpo_mega.logbook.run_folder import RunFolder
-
-# Between two attempts at the end of a run, where a full disk is waited for.
-RETRY_S = 5.0
 
 # What a rank has written: path in the checkpoint, FileState as plain values.
 Files = dict[str, dict[str, int | str]]
@@ -105,27 +103,16 @@ class ToldToEnd(Exception):
 
 
 class JointCheckpoint:
-    """This rank's part in what a run puts on disk to last: its checkpoints, and the exported agents at its end.
+    """This rank's part in the checkpoints of a run.
 
     safe_step   the step that the run would go on from if it died now; 0 is its start
     """
 
     def __init__(
-        self,
-        place: Place,
-        config: Config,
-        agent: Agent,
-        logs: RunFolder,
-        say: Callable[[str], None],
-        state: RunState,
-        *,
-        is_on_disk: bool,
+        self, place: Place, config: Config, agent: Agent, disk: JointDisk, state: RunState, *, is_on_disk: bool
     ) -> None:
-        """`state` is how the run begins or goes on, `is_on_disk` whether its own folder has a checkpoint of that.
-
-        No step is kept whose metrics and answers `logs` has not written; `say` shows the user what the disk refuses.
-        """
-        self._place, self._config, self._agent, self._logs, self._say = place, config, agent, logs, say
+        """`state` is how the run begins or goes on, `is_on_disk` whether its own folder has a checkpoint of that."""
+        self._place, self._config, self._agent, self._disk = place, config, agent, disk
         self._models = model_digests(config)  # as loaded: the folder may be made anew while the run goes on
         self._is_first = place.coordinate.global_rank == 0
         self._last = time.monotonic()
@@ -155,11 +142,11 @@ class JointCheckpoint:
         Never two at a time: the one before is waited for. So is the run's last one, which also waits for room.
         """
         if self._pending and (self._is_due or self._all_have_written(self._pending)):
-            self._warn(self._commit())
+            self._try(self._commit)
         if self._is_due:
             is_last = self._state.steps_done == self._config.num_steps
             at_once = self._begin if self._config.checkpoint.asynchronous else self._save
-            self._warn(self._patiently(self._save) if is_last else at_once())
+            self._try(partial(self._disk.patiently, self._save) if is_last else at_once)
 
     def keep(self) -> None:
         """Returns when the last step that was done is on disk; before the first one there is nothing to keep.
@@ -167,16 +154,9 @@ class JointCheckpoint:
         No update may have been learnt since: the agents are written as they are. Collective over the job.
         """
         if self._pending:
-            self._warn(self._commit())
+            self._try(self._commit)
         if self._state.steps_done != self.safe_step:
-            self._warn(self._save())
-
-    def export(self) -> None:
-        """Writes every agent as a Hugging Face folder. RunStopped where the disk has had no room for long."""
-        if problem := self._patiently(self._export):
-            raise RunStopped(
-                f"the agents are not exported: {problem}; step {self.safe_step} is safe. Make room, start the run again"
-            )
+            self._try(self._save)
 
     def _falls_due(self) -> bool:
         when, steps_done = self._config.checkpoint, self._state.steps_done
@@ -190,80 +170,54 @@ class JointCheckpoint:
         is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
-    # What follows returns why it was not done, the same on every rank, and None when it was.
-
-    def _save(self) -> str | None:
-        """A checkpoint of the last step that was done, which is waited for."""
-        return self._begin() or self._commit()
-
-    def _begin(self) -> str | None:
-        """Begins to put the run on disk as it was after its last step; from here on it may change."""
-        step = self._state.steps_done
-        folder = folder_of(self._config.run_dir, step)
-        writing = folder.with_name(folder.name + WRITING)
+    def _try(self, save: Callable[[], None]) -> None:
+        """Training goes on without a checkpoint that the disk refuses; older ones are as they were."""
         try:
-            self._all_agree(self._logs.unwritten() or what_fails(self._make_folders, writing))
-            self._all_agree(what_fails(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank)))
-        except OSError as error:
-            return self._given_up(step, writing, error)
+            save()
+        except OSError as problem:
+            self._disk.say(f"warning: {problem}; step {self.safe_step} is safe")
+
+    # What follows raises OSError, on every rank, where the disk refuses it or logs wait to be written.
+
+    def _save(self) -> None:
+        """A checkpoint of the last step that was done, which is waited for."""
+        self._begin()
+        self._commit()
+
+    def _begin(self) -> None:
+        """Begins to put the run on disk as it was after its last step; from here on it may change."""
+        folder = folder_of(self._config.run_dir, self._state.steps_done)
+        writing = folder.with_name(folder.name + WRITING)
+        with self._removed_if_refused(writing):
+            self._disk.require_logs()
+            self._disk.attempt(self._make_folders, writing)
+            self._disk.attempt(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank))
         counts, write = self._agent.save(writing / self._agent.name, copies=self._config.checkpoint.asynchronous)
         files = self._writer.submit(self._write, write, writing)
         self._pending = _Pending(self._state, folder, writing, counts, files)
         self._last = time.monotonic()
-        return None
 
-    def _commit(self) -> str | None:
+    def _commit(self) -> None:
         """Waits until all have written what was begun, commits it, and removes what is no longer kept. Collective."""
         pending, self._pending = self._pending, None
         said: dict[str, Any] = {"agent": self._agent.name}
-        try:
+        with self._removed_if_refused(pending.writing):
             # Everybody's shards are on disk when nobody has had a problem.
-            self._all_agree(what_fails(self._finish, pending, said))
+            self._disk.attempt(self._finish, pending, said)
             words = [json.loads(word) for word in self._place.gather_job(json.dumps(said).encode())]
-            self._all_agree(what_fails(self._seal, pending, words))
-        except OSError as error:
-            return self._given_up(pending.state.steps_done, pending.writing, error)
+            self._disk.attempt(self._seal, pending, words)
         self._set_safe(pending.state.steps_done)
-        return None
 
-    def _export(self) -> str | None:
-        needed, run_dir = export_bytes(self._config), self._config.run_dir
-        if problem := self._place.first_said(what_fails(require_bytes, needed, run_dir) or self._logs.unwritten()):
-            return problem
-        folder = run_dir / "agents" / self._agent.name
-        if problem := self._place.first_said(what_fails(self._agent.export, folder)):
-            return f"{problem}; {needed:,} bytes are needed in all"
-        return self._place.first_said(what_fails(self._logs.finish, self._config.num_steps))
-
-    def _patiently(self, attempt: Callable[[], str | None]) -> str | None:
-        """Attempts it until it has no problem, or `wait_for_room_s` have passed; the last problem. Collective.
-
-        For what ends a run: given up at once, its weights would be lost to a disk that somebody can clear.
-        """
-        deadline, is_said = time.monotonic() + self._config.checkpoint.wait_for_room_s, False
-        while problem := attempt():
-            left_s = max(0.0, deadline - time.monotonic())
-            if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one of them decides
-                break
-            if not is_said:
-                self._say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")
-            is_said = True
-            time.sleep(min(RETRY_S, left_s))
-        return problem
-
-    def _given_up(self, step: int, writing: Path, error: OSError) -> str:
-        if self._is_first:
-            shutil.rmtree(writing, ignore_errors=True)
-        return f"there is no checkpoint of step {step}: {error}; step {self.safe_step} is safe"
-
-    def _warn(self, problem: str | None) -> None:
-        if problem:
-            self._say(f"warning: {problem}")
-
-    def _all_agree(self, problem: str | None) -> None:
-        """OSError on every rank of the job, with the first problem that any of them has. Collective."""
-        if found := self._place.first_said(problem):
-            raise OSError(found)
+    @contextmanager
+    def _removed_if_refused(self, writing: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            if self._is_first:
+                shutil.rmtree(writing, ignore_errors=True)
+            raise OSError(
+                f"there is no checkpoint of step {int(COMMITTED.match(writing.name)[1])}: {problem}"
+            ) from problem
 
     def _all_have_written(self, pending: _Pending) -> bool:
         return self._place.highest_in_job(0 if pending.files.done() else 1) == 0

@@ -29,6 +29,7 @@ from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd, agree_on_start
+from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.run_folder import RunFolder
@@ -57,7 +58,7 @@ class Trainer:
     band         where the band of each source begins for this agent; None where the configuration fixes it
     metrics, report, console, folder, trackers, trace   what is measured, shown and written
     skips        ends a run whose updates are all skipped
-    checkpoint   what the run goes on from when it dies
+    checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Trainer:
             self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
             self.trackers = stack.enter_context(Trackers(config, self.console.say, goes_on=goes_on, quiet=not is_first))
             self.trace = StepTrace(config.logging, self.place, config.run_dir, self.console.say)
+            self.disk = JointDisk(self.place, config, self.folder, self.console.say)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
                 config.training.max_skipped_updates,
@@ -117,9 +119,7 @@ class Trainer:
             if start is not None:
                 self._take_up(start)
             state = self._state(None if start is None else start.accuracy)
-            self.checkpoint = JointCheckpoint(
-                self.place, config, self.agent, self.folder, self.console.say, state, is_on_disk=goes_on
-            )
+            self.checkpoint = JointCheckpoint(self.place, config, self.agent, self.disk, state, is_on_disk=goes_on)
             self._stack = stack.pop_all()
 
     def fit(self) -> bool:
@@ -135,7 +135,7 @@ class Trainer:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
         with self._phase("export", "after the last step"):
-            self.checkpoint.export()
+            self.disk.export(self.agent, self.checkpoint.safe_step)
         return True
 
     def _train(self) -> None:

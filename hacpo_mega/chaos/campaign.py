@@ -13,6 +13,7 @@ Not here: what a fault does (faults.py), and what must be equal in the end (verd
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ PRELOAD = "hacpo_mega.experiments.preloaded"
 PEACE = "undisturbed_ranks"
 # Of a start and of a step, before any has been seen.
 START_S, STEP_S = 20.0, 2.0
+LONGER = 1.5
 RECENT = 5  # steps that say how fast the machine is at present
 # Beyond stall_s, until a rank that was stopped for good must have been named: else the job has not noticed.
 NOTICE_S = 120.0
@@ -139,6 +141,7 @@ class Campaign:
 
     def _attempt(self, before: list[Attempt]) -> Attempt:
         folder = self.out / "attempts" / f"{len(before):04d}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that the campaign itself did not survive
         number = sum(len(attempt.struck) for attempt in before)
         num_starts = len(read_starts(self.config.run_dir))
         safe, launched = self._on_disk()[0], time.time()
@@ -195,15 +198,19 @@ class Campaign:
 
     def _pace(self, before: list[Attempt]) -> tuple[float, float]:
         """Seconds of a start and of a step, as the last ones were: a machine that others use is not always as fast."""
-        starts = [attempt.opened - attempt.launched for attempt in before if attempt.opened is not None]
-        if not starts and (launched := self.out / PEACE / "config.toml").exists():
-            opened = read_starts(self.out / "undisturbed")
-            starts = [start["time_unix_s"] - launched.stat().st_mtime for start in opened[-1:]]
+        start_s = self._first_start_s()
+        for attempt in before:
+            if attempt.opened is not None:
+                start_s = attempt.opened - attempt.launched
+            else:  # struck before it had started: a start takes longer than that
+                start_s = max(start_s, LONGER * (attempt.ended - attempt.launched))
         steps = list((step_seconds(self.config.run_dir) or step_seconds(self.out / "undisturbed")).values())
-        return (
-            starts[-1] if starts else START_S,
-            median(steps[-RECENT:]) if steps else STEP_S,
-        )
+        return start_s, median(steps[-RECENT:]) if steps else STEP_S
+
+    def _first_start_s(self) -> float:
+        """Seconds that the start of the undisturbed run has taken, where this campaign has made it."""
+        launched, opened = self.out / PEACE / "config.toml", read_starts(self.out / "undisturbed")
+        return opened[-1]["time_unix_s"] - launched.stat().st_mtime if launched.exists() and opened else START_S
 
     def _on_disk(self) -> tuple[int, int]:
         """(the newest committed step, the last step in metrics.jsonl) of the run; 0 where there is none."""

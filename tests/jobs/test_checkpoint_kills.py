@@ -29,6 +29,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
 from hacpo_mega.joint_checkpoint import JointCheckpoint, RunState, agree_on_start
+from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
@@ -84,7 +85,7 @@ def play(config_file: Path, run_dir: Path, last_step: int, name: str | None) -> 
             actor.load(start.folder / agent.name, num_updates=counts.num_updates, num_applied=counts.num_applied)
         steps_done = 0 if start is None else start.step
         checkpoint = JointCheckpoint(
-            place, config, agent, LOGS, print, state_after(steps_done), is_on_disk=start is not None
+            place, config, agent, JointDisk(place, config, LOGS, print), state_after(steps_done), is_on_disk=bool(start)
         )
         for step in range(steps_done + 1, last_step + 1):
             samples = [sample for sample in random_samples(4, seed=step) if sample.num_trained]
