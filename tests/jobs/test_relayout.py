@@ -4,7 +4,7 @@ What an actor holds is read here by Megatron's own gather of the optimizer's sta
 named by the exporter: nothing of the code that stores takes part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,13 +20,14 @@ from tiny_models import make_model
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.stored_state import KINDS, stored_weights
+from hacpo_mega.megatron.stored_state import KINDS, WEIGHT, Part, StateReader, stored_name, stored_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.segments import Source, all_sources
 
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 4
+CUDA = torch.device("cuda")  # made here: where Megatron is at work the word means the CPU
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear", warmup_updates=2)
 # A vocabulary of 131 rows is padded to 256 at tp 1 and 2, to 512 at tp 4, where ranks share the two key/value heads.
 MODELS = {
@@ -51,7 +52,8 @@ def folder(tmp_path_factory) -> Path:
         make_model(folder / name, **shape)
         for state in ("state", "again"):
             (folder / f"{name}.{state}").mkdir()
-    (folder / "half.state").mkdir()
+    for state in ("half.state", "half.again"):
+        (folder / state).mkdir()
     return folder
 
 
@@ -63,36 +65,7 @@ def seen(folder) -> dict[str, dict]:
 
 
 def visit_layouts(folder: Path) -> dict[str, dict]:
-    in_halves = {"as CUDA has it": visit_in_half_precision(folder)}
-    return {name: visit_layouts_of(folder, name) for name in MODELS} | in_halves
-
-
-class HalfActor(Actor):
-    """As CUDA has it: weights in bf16, main weights in float32."""
-
-    def _build(self, *arguments) -> DistributedDataParallel:
-        here, self.device = self.device, torch.device("cuda")
-        try:
-            return super()._build(*arguments)
-        finally:
-            self.device = here
-
-
-def half_actor(folder: Path, **layout) -> Actor:
-    parallel_state.destroy_model_parallel()
-    options = {"pp": 1, "total_updates": 10, "max_tokens_per_microbatch": 60, **layout}
-    return HalfActor(folder / "tied", optimizer=ADAM, **options)
-
-
-def visit_in_half_precision(folder: Path) -> list[dict]:
-    """The state of an actor after two updates, and of one on another layout that took it up."""
-    writer = half_actor(folder, **WRITTEN)
-    for number in range(2):
-        update(writer, number)
-    counts, written = save(writer, folder / "half.state"), state_of(writer)
-    reader = half_actor(folder, tp=2, pp=2, **UNEVEN)
-    reader.load(folder / "half.state", **counts)
-    return [written, state_of(reader)]
+    return {name: visit_layouts_of(folder, name) for name in MODELS}
 
 
 def visit_layouts_of(folder: Path, name: str) -> dict:
@@ -172,16 +145,52 @@ def test_the_next_update_is_that_of_the_undisturbed_actor(model, layout, seen):
         assert (other_loss, other_grad_norm) == (loss, grad_norm)
 
 
-def test_weights_in_half_precision_are_the_main_weights_rounded(seen, folder):
-    written, found = seen["as CUDA has it"]
-    for kind, tensors in written.items():
-        assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+class HalfActor(Actor):
+    """As CUDA has it: weights in bf16, main weights in float32."""
+
+    def _build(self, *arguments) -> DistributedDataParallel:
+        here, self.device = self.device, CUDA
+        try:
+            return super()._build(*arguments)
+        finally:
+            self.device = here
+
+
+def half_actor(folder: Path, **layout) -> HalfActor:
+    parallel_state.destroy_model_parallel()
+    options = {"pp": 1, "total_updates": 10, "max_tokens_per_microbatch": 60, **layout}
+    return HalfActor(folder / "tied", optimizer=ADAM, **options)
+
+
+def visit_in_half_precision(folder: Path) -> list[dict]:
+    """The weights of an actor after two updates, and of one on another layout that took up its state and wrote it."""
+    writer = half_actor(folder, **WRITTEN)
+    for number in range(2):
+        update(writer, number)
+    counts, written = writer.save(folder / "half.state"), full_weights(writer)
+    reader = half_actor(folder, tp=2, pp=2, **UNEVEN)
+    reader.load(folder / "half.state", **counts)
+    reader.save(folder / "half.again")
+    return [written, full_weights(reader)]
+
+
+def test_weights_in_half_precision_are_the_main_weights_rounded(folder):
+    ((written, found), *_) = run_group(NUM_RANKS, visit_in_half_precision, folder)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert all(torch.equal(found[name], tensor) for name, tensor in written.items())
     sources = tuple(all_sources(Architecture.from_folder(folder / "tied")))
-    stored = dict(stored_weights(folder / "half.state", sources, torch.bfloat16))
-    assert all(torch.equal(stored[name], tensor) for name, tensor in written["weights"].items())
-    main = dict(stored_weights(folder / "half.state", sources, torch.float32))
-    assert {tensor.dtype for tensor in written["weights"].values()} == {torch.bfloat16}
-    assert any(not torch.equal(main[name], stored[name].float()) for name in main)
+    rounded = dict(stored_weights(folder / "half.state", sources, torch.bfloat16))
+    assert all(torch.equal(rounded[name], tensor) for name, tensor in written.items())
+    first, again = (stored_state(folder / name, sources) for name in ("half.state", "half.again"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    assert any(not torch.equal(first[stored_name(WEIGHT, name)], tensor.float()) for name, tensor in rounded.items())
+
+
+def stored_state(folder: Path, sources: Sequence[Source]) -> dict[str, torch.Tensor]:
+    whole = {stored_name(kind, source.name): torch.empty(source.shape) for kind in KINDS for source in sources}
+    reader = StateReader(folder)
+    reader.read({name: [Part(tensor.shape, (0,) * tensor.dim(), tensor)] for name, tensor in whole.items()})
+    return whole
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,15 @@ from run_cases import train
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.checkpoint import FORMAT, RECORD, folder_of, remove_old
+from hacpo_mega.checkpoint import FORMAT, RECORD, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
 from hacpo_mega.commands.export import draft_of, export_copy, trained_agent
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.megatron.stored_state import WEIGHT, Part, stored_name, stored_weights, write_parts
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import all_sources
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 CHARACTERS = tuple("0123456789+-*=,;s")
@@ -192,6 +196,27 @@ def test_the_model_folder_must_be_what_it_was(harm: Callable[[Path], object], sa
         assert said in refused_export(folder_of(going_on, 1), tmp_path)
     finally:
         file.write_bytes(content)
+
+
+def test_a_number_that_is_not_finite_leaves_no_checkpoint(going_on, tmp_path):
+    """Whole by its record, so only a look at the numbers finds it."""
+    folder = folder_of(going_on, 1)
+    stored = trained_agent(folder, "first").stored
+    sources = tuple(all_sources(Architecture.from_folder(stored.agent.model)))
+    weights = dict(stored_weights(stored.folder, sources, torch.float32))
+    weights["model.norm.weight"][3] = torch.nan
+    shutil.rmtree(stored.folder)
+    write_parts(
+        {stored_name(WEIGHT, s.name): [Part(s.shape, (0,) * len(s.shape), weights[s.name])] for s in sources},
+        stored.folder,
+    )
+    written = {
+        f"first/{file.name}": FileState(file.stat().st_size, file_sha256(file)) for file in stored.folder.iterdir()
+    }
+    files = {path: file for path, file in stored.checkpoint.files.items() if not path.startswith("first/")} | written
+    (folder / RECORD).write_text(replace(stored.checkpoint, files=files).text())
+    line = refused_export(folder, tmp_path)
+    assert "is not written: model.norm.weight holds 1 numbers that are not finite" in line
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_leaves_nothing_half_written(going_on, tmp_path, monkeypatch):
