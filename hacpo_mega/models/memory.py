@@ -183,8 +183,10 @@ def _attention(plan: ActorPlan) -> int:
     if not plan.device.flash_attention:
         kept += q * head
     if a.qk_norm:
-        # Its inputs: queries are copied out of the fused projection, keys are a view that keeps all of it.
-        kept += (q + q + 2 * k) * head + tokens * (q + k) * FLOAT32
+        # Its inputs: keys are a view of the fused projection, which keeps all of it; queries are copied out of it unless
+        # they lie at equal distances there.
+        copied = q if 1 < k < q else 0
+        kept += (copied + q + 2 * k) * head + tokens * (q + k) * FLOAT32
         if not plan.device.fused_norms:
             kept += (q + k) * head
     return kept
@@ -236,5 +238,6 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     if not plan.device.triton_head:
         rows = min(tokens, logit_rows(columns, triton=False))
         head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
-        head += columns * a.hidden_size * FLOAT32 if plan.device.mixed else 0
+        # Weights and the chunk's hidden states in float32.
+        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0
     return max(inside, head if is_last else 0)
