@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -86,8 +85,8 @@ def trace_actor(
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
         if on_cuda:
-            stack.enter_context(mock.patch.object(layers, "_attend_in_groups", layers._attend_flash))
-            stack.enter_context(mock.patch.object(layers.RMSNorm, "forward", _fused_norm))
+            stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
+            stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
         model = data_parallel(
             build_model(
                 architecture,
@@ -197,7 +196,7 @@ def _step(optimizer: ActorOptimizer) -> None:
         group["foreach"] = True
     optimizer.megatron.prepare_grads()
     # Gathered in place; torch has no fake of the coalesced gather.
-    with mock.patch.object(DistributedDataParallel, "start_param_sync"):
+    with _replaced(DistributedDataParallel, "start_param_sync", lambda self: None):
         optimizer.megatron.step_with_ready_grads()
 
 
@@ -284,9 +283,19 @@ def _fake_world(layout: Layout, dp: int, rank: int) -> Iterator[None]:
     assert not dist.is_initialized(), "a trace is a world of its own: give it a process without groups"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.tp * layout.pp * dp)
     try:
-        with mock.patch.object(dist, "all_gather_object", gather):
+        with _replaced(dist, "all_gather_object", gather):
             initialize_parallel(layout.tp, layout.pp, seed=1)
             yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    present = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, present)

@@ -29,7 +29,7 @@ class Device:
 
     number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
     fused_norms      one kernel for a norm; else torch keeps the normalised numbers beside the input
-    flash_attention  attention reads what is packed; else it pads queries, keys and values and copies its output
+    flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
     triton_head      the head's backward takes large chunks of logits in the weights' type; else small ones in float32
     engine_sleeps    the engine gives its memory back while the actor works
     """
@@ -108,7 +108,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
         # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
         kept=(plan.layout.pp - stage) * _kept(plan, layer, layers, is_first=stage == 0, is_last=is_last),
-        working=max(layer.working(plan.recompute, plan.layout.tp), _head(plan) if is_last else 0),
+        working=max(layer.working(plan.recompute, plan.layout.tp) + _waiting(plan), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once.
         step=share * FLOAT32,
@@ -181,12 +181,15 @@ def _attention(plan: ActorPlan) -> int:
     # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
     kept = (q + 2 * k + q + 4) * head + tokens * q * FLOAT32
     if not plan.device.flash_attention:
-        kept += q * head
+        # The output again without padding, rotated queries and keys again beside their padded copies.
+        kept += (q + q + k) * head
+    if a.qk_norm or not plan.device.flash_attention:
+        # A view of keys or values keeps all of the fused projection.
+        kept += (q + 2 * k) * head
     if a.qk_norm:
-        # Its inputs: queries are copied out of the fused projection, keys are a view that keeps all of it.
-        kept += (q + q + 2 * k) * head + tokens * (q + k) * FLOAT32
-        if not plan.device.fused_norms:
-            kept += (q + k) * head
+        # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
+        kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
+        kept += 0 if plan.device.fused_norms else (q + k) * head
     return kept
 
 
@@ -226,6 +229,13 @@ def logit_rows(columns: int, *, triton: bool) -> int:
     return max(1, REFERENCE_ELEMENTS // columns)
 
 
+def _waiting(plan: ActorPlan) -> int:
+    """A weight that is head and embedding at once: its gradient from the head waits for that from the embedding."""
+    a, tp = plan.architecture, plan.layout.tp
+    is_shared = a.tied and plan.layout.pp == 1
+    return padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * plan.device.number if is_shared else 0
+
+
 def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.num_tokens
@@ -236,5 +246,6 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     if not plan.device.triton_head:
         rows = min(tokens, logit_rows(columns, triton=False))
         head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
-        head += columns * a.hidden_size * FLOAT32 if plan.device.mixed else 0
+        # Weights and the chunk's hidden states in float32.
+        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0
     return max(inside, head if is_last else 0)

