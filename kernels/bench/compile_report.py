@@ -1,8 +1,10 @@
 """What the compiler makes of the Triton kernels on Hopper, without a GPU: registers, spills, shared memory, WGMMA.
 
     python kernels/bench/compile_report.py            one line per kernel and variant
+    python kernels/bench/compile_report.py 100        the same for sm_100, Blackwell
 
-Not a speed: it says that a kernel compiles for sm_90, fits, and does not spill; a benchmark says what that is worth.
+Not a speed: it says that a kernel compiles for an architecture, fits, and does not spill; a benchmark says what that is
+worth.
 """
 
 import itertools
@@ -20,8 +22,9 @@ from triton.compiler import ASTSource
 
 # By import_module, because the package has a function of the first one's name.
 logprob, objective = (import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective"))
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # of one Hopper SM
+ARCHITECTURE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
+TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
+SHARED_MEMORY = 227 * 1024  # of one SM, Hopper's or Blackwell's
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 # Of the objective: what others' answers are trained with, whether lengths and lower ends of the band are handed in.
@@ -47,7 +50,7 @@ class Compiled:
 
 
 def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, num_warps: int, num_stages: int):
-    """Compile for sm_90; pointers, strides and the hidden size are multiples of 16, as with every real model."""
+    """Compile for TARGET; pointers, strides and the hidden size are multiples of 16, as with every real model."""
     signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
     aligned = [
         i
@@ -101,7 +104,8 @@ def small_kernels():
 
 
 def main() -> int:
-    print(f"triton {triton.__version__}, sm_90\n{'kernel':28}{'registers':>10}{'stack':>8}{'shared':>10}{'wgmma':>8}")
+    print(f"triton {triton.__version__}, sm_{ARCHITECTURE}")
+    print(f"{'kernel':28}{'registers':>10}{'stack':>8}{'shared':>10}{'wgmma':>8}")
     worst = 0
     for built in itertools.chain(head_kernels("bf16"), head_kernels("fp32"), small_kernels()):
         print(f"{built.name:28}{built.registers:10}{built.stack:8}{built.shared:10}{built.wgmma:8}", flush=True)

@@ -61,6 +61,11 @@ def assert_scores(engine, folder: Path) -> None:
         np.testing.assert_allclose(found, hugging_face(folder, tokens), atol=0.1, rtol=0)
 
 
+def test_the_engine_runs_on_the_runner_that_was_read(engine):
+    """What docs/cuda.md says of sampling is of vLLM's second model runner."""
+    assert engine._llm.llm_engine.vllm_config.use_v2_model_runner
+
+
 def test_scores_and_published_weights(engine, folders):
     assert_scores(engine, folders[0])
     engine.load({name: tensor.cuda() for name, tensor in load_file(folders[1] / "model.safetensors").items()}.items())

@@ -9,8 +9,9 @@
     run_here        a command that needs no ranks, in this process
     start_command   a command as a user starts it: a fresh interpreter, and the project's own launcher
 
-A rank is forked from a server that has imported torch, Megatron and vLLM once (preloaded.py), which saves each of them
-ten seconds. The process that judges the answers imports no vLLM, which changes the process that imports it.
+Without a GPU a rank is forked from a server that has imported torch, Megatron and vLLM once (preloaded.py), which saves
+each of them ten seconds. The process that judges the answers imports no vLLM, which changes the process that
+imports it.
 """
 
 import importlib
@@ -35,9 +36,12 @@ from hacpo_mega.cluster.forked_job import changed_environment, free_port, launch
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["preloaded"])
-ENVIRONMENT = {**EVERYWHERE, **({} if torch.cuda.is_available() else ON_CPU), "OMP_NUM_THREADS": "1"}
+# What counts the GPUs of a machine cannot use them after a fork: on CUDA every rank is a fresh interpreter.
+ON_CUDA = torch.cuda.is_available()
+PROCESSES = multiprocessing.get_context("spawn" if ON_CUDA else "forkserver")
+if not ON_CUDA:
+    PROCESSES.set_forkserver_preload(["preloaded"])
+ENVIRONMENT = {**EVERYWHERE, **({} if ON_CUDA else ON_CPU), "OMP_NUM_THREADS": "1"}
 
 # The time limit of a test's collectives: long, because a crowded machine is no error.
 TIMEOUT_S = 900.0
@@ -48,14 +52,16 @@ def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arg
 
     Rank r writes to the files r.out and r.err of `folder`, and saves its answer there as r.pt, by torch.save.
     """
-    _start_server()
+    if not ON_CUDA:
+        _start_server()
     port = free_port()
     processes = []
     for rank in range(num_ranks):
         environment = launcher_environment(rank, num_ranks, port)
         call = (rank, folder, environment, function, arguments)
         processes.append(PROCESSES.Process(target=_play, args=call, name=f"rank {rank}"))
-        processes[-1].start()
+        with changed_environment({**ENVIRONMENT, **environment} if ON_CUDA else {}):
+            processes[-1].start()
     return processes
 
 
@@ -137,7 +143,7 @@ def _start_server() -> None:
 def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    assert "preloaded" in sys.modules, "the server could not import tests/support/preloaded.py"
+    assert ON_CUDA or "preloaded" in sys.modules, "the server could not import tests/support/preloaded.py"
     os.environ.update(environment)
     torch.set_num_threads(1)
     torch.save(function(*arguments), folder / f"{rank}.pt")

@@ -1,0 +1,25 @@
+"""docs/cuda.md lists every file with a branch that only CUDA enters, beside its twin, and the tests it names exist."""
+
+import re
+
+from repository import ROOT
+
+BRANCH = re.compile(r'is_cuda\b|cuda\.is_available|[!=]= "cuda"|== "nccl"|_has_cuda\(\)|on_cuda\b|SIMULATED_ON')
+PAGE = (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("## Branches that only CUDA enters")[2].partition("\n## ")[0]
+
+
+def test_every_cuda_branch_is_listed():
+    found = {"hacpo_kernels"}
+    for file in (ROOT / "hacpo_mega").rglob("*.py"):
+        if BRANCH.search(file.read_text(encoding="utf-8")):
+            found.add(file.relative_to(ROOT / "hacpo_mega").as_posix())
+    listed = {row.split("|")[1].strip(" `") for row in TABLE.splitlines() if row.startswith("| `")}
+    assert found - listed == set(), "give it a twin on the CPU, or a case in tests/gpu, and a line in docs/cuda.md"
+    assert len(found) > 8
+
+
+def test_twins_and_cases_exist():
+    named = set(re.findall(r"`((?:unit|jobs|gpu)/test_\w+\.py)", PAGE))
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
