@@ -140,14 +140,17 @@ class Trainer:
             self.evaluate("before step 1")
             self._show(0, self._write_metrics(0))
         while self.steps_done < self.config.num_steps:
+            self.trace.begin(self.steps_done + 1)
             self.step()
+            if self.place.spans.is_on:
+                with self._phase("trace", f"of step {self.steps_done}"):
+                    self.trace.end(self.steps_done)
         with self._phase("export", "after the last step"):
             self.agent.export(self.config.run_dir / "agents" / self.agent.name)
             self.folder.finish(self.steps_done)
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
-        self.trace.begin(self.steps_done + 1)
         prompts = self.sampler.at(self.steps_done, self.place.lane, self.config.lanes)
         my_share = self.place.rank_map.share_of_lane(self.place.coordinate)  # of the lane's prompts, this cell's
         mine = prompts[my_share]
@@ -188,8 +191,7 @@ class Trainer:
                 updates.append(self.agent.learn(update, m, low_N))
                 self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
-            with self._phase("calibrate"):
-                self._calibrate(self.band, updates)
+            self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
         with self._phase("write"):
@@ -203,9 +205,6 @@ class Trainer:
             with self._phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.save(self.steps_done, self.capability, self.band)
         self._show(self.steps_done, reduced)
-        if self.place.spans.is_on:
-            with self._phase("trace", f"of step {self.steps_done}"):
-                self.trace.end(self.steps_done)
 
     def evaluate(self, when: str = "") -> None:
         """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
@@ -279,7 +278,8 @@ class Trainer:
         if self.place.is_leader:
             add_band(self.metrics, self.place.agent, self.names, band.values())
         mine = json.dumps(useful_ratios(updates, len(self.names)))
-        cells = [json.loads(payload) for payload in self.place.gather_agent(mine.encode())]
+        with self._phase("calibrate"):
+            cells = [json.loads(payload) for payload in self.place.gather_agent(mine.encode())]
         for source in range(len(self.names)):
             band.update(source, torch.tensor([ratio for cell in cells for ratio in cell[source]], dtype=torch.float64))
 
