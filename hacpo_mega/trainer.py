@@ -32,6 +32,7 @@ from hacpo_mega.grading.judge import Judge
 from hacpo_mega.joint_checkpoint import JointCheckpoint, agree_on_start
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
+from hacpo_mega.logbook.rollout_log import AnswerNotes
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
@@ -39,8 +40,8 @@ from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosi
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.trace import StepTrace
 from hacpo_mega.logbook.trackers import Trackers
-from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
-from hacpo_mega.records import AnswerTokens, Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
+from hacpo_mega.policy_loss import useful_ratios
+from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, Score, Trajectory, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encoding
@@ -87,8 +88,7 @@ class Trainer:
         self.names = tuple(agent.name for agent in config.agents)
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            joined = Place.join(RankMap.of(config), stall_s=config.stall_s, is_traced=config.logging.trace)
-            self.place = stack.enter_context(joined)
+            self.place = stack.enter_context(Place.join(RankMap.of(config), stall_s=config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
@@ -140,11 +140,8 @@ class Trainer:
             self.evaluate("before step 1")
             self._show(0, self._write_metrics(0))
         while self.steps_done < self.config.num_steps:
-            self.trace.begin(self.steps_done + 1)
-            self.step()
-            if self.place.spans.is_on:
-                with self._phase("trace", f"of step {self.steps_done}"):
-                    self.trace.end(self.steps_done)
+            with self.trace.step(self.steps_done + 1):
+                self.step()
         with self._phase("export", "after the last step"):
             self.agent.export(self.config.run_dir / "agents" / self.agent.name)
             self.folder.finish(self.steps_done)
@@ -194,12 +191,10 @@ class Trainer:
             self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
-        with self._phase("write"):
-            self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
-            tokens = self.agent.describe_tokens(rollouts, scores, updates)
+        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
         if self._evaluation_is_due():
             self.evaluate()
-        reduced = self._write(pool, advantages_PNG, updates, tokens)
+        reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
         self.steps_done += 1
         if self.checkpoint.is_due(self.steps_done):  # after its metrics: a resumed run has them all
             with self._phase("checkpoint", f"of step {self.steps_done}"):
@@ -290,18 +285,13 @@ class Trainer:
         if self.place.is_leader:
             add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
-    def _write(
-        self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats], tokens: Sequence[AnswerTokens]
-    ) -> StepMetrics:
+    def _write(self, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> StepMetrics:
         """The step's answers and numbers into the run folder. Collective over the job."""
         with self._phase("write"):
-            ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-            seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
-            self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen, tokens)
+            self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, notes)
         return self._write_metrics(self.steps_done + 1)
 
     def _write_metrics(self, step: int) -> StepMetrics:
-        """Collective over the job. What follows the reduction counts in the seconds of the next line."""
         with self._phase("wait"):  # for the slowest rank, which would else hide in the reduction
             self.place.barrier()
         with self._phase("write"):

@@ -9,7 +9,6 @@ A run never writes over another: what lies at `run_dir` from before is moved to 
 unless it is this run itself, which goes on from a checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -23,8 +22,8 @@ from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.provenance import record_end, record_start
-from hacpo_mega.logbook.rollout_log import RolloutLog
-from hacpo_mega.records import AnswerTokens, Pool
+from hacpo_mega.logbook.rollout_log import AnswerNotes, RolloutLog
+from hacpo_mega.records import Pool
 
 
 class RunFolder:
@@ -68,20 +67,8 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.write(step, metrics)
 
-    def write_rollouts(
-        self,
-        step: int,
-        pool: Pool,
-        advantages_PNG: Tensor,
-        ratios: Mapping[tuple[int, int, int], float],
-        prompts_seen: Sequence[str],
-        tokens: Sequence[AnswerTokens] = (),
-    ) -> None:
-        """Logs a lane's answers with this learner's advantages and the ratios it knows. Collective over the leaders.
-
-        `ratios` is by (prompt index, source agent, rollout index); `prompts_seen` is what this learner's model reads,
-        `tokens` those of the answers that this leader's cell gave.
-        """
+    def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
+        """Logs a lane's answers with this learner's advantages and what it notes. Collective over the leaders."""
         if self._rollouts is None:
             return
         keys = [
@@ -89,9 +76,9 @@ class RunFolder:
             for by_agent in pool.trajectories_PNG
             for n, group in enumerate(by_agent)
         ]
-        flat = [[ratios.get(key, torch.nan) for key in row] for row in keys]
+        flat = [[notes.ratios.get(key, torch.nan) for key in row] for row in keys]
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
-        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen, tokens)
+        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, notes.prompts_seen, notes.tokens)
 
     def finish(self, steps_done: int) -> None:
         """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job."""

@@ -11,7 +11,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -57,15 +57,18 @@ class StepTrace:
         self._steps = frozenset(chosen.trace_steps if chosen.trace else ())
         self._place, self._run_dir, self._say = place, run_dir, say
 
-    def begin(self, step: int) -> None:
-        """Records from now on, if this step was chosen."""
-        if step in self._steps:
-            self._place.spans.start()
-
-    def end(self, step: int) -> None:
-        """Writes the trace of a step that was chosen. Collective over the job then."""
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Records what happens inside and writes it, if this step was chosen. Collective over the job then."""
         if step not in self._steps:
+            yield
             return
+        self._place.spans.start()
+        yield
+        self._place.enter_phase("trace", f"of step {step}")
+        self._finish(step)
+
+    def _finish(self, step: int) -> None:
         spans, clock, me = self._place.spans.stop(), self._place.clock_offset(), self._place.coordinate
         own = Track(
             me.global_rank, me.agent, me.agent_name, me.lane, me.cell, clock.offset_s, clock.accuracy_s, tuple(spans)
