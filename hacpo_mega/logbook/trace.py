@@ -37,7 +37,7 @@ class Track:
     accuracy_s: float
     spans: tuple[Span, ...]
 
-    def on_common_clock(self) -> list[Span]:
+    def on_shared_clock(self) -> list[Span]:
         """The spans in seconds of rank 0's clock."""
         return [
             span._replace(begin_s=span.begin_s + self.offset_s, end_s=span.end_s + self.offset_s) for span in self.spans
@@ -101,7 +101,7 @@ def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
 
 def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
     """The trace of a step in Chrome's format: pid an agent, tid a rank, times in microseconds since the first span."""
-    spans = {track.rank: track.on_common_clock() for track in tracks}
+    spans = {track.rank: track.on_shared_clock() for track in tracks}
     begin = min((span.begin_s for found in spans.values() for span in found), default=0.0)
     waits = find_waits(tracks)
     events = list(_names(tracks))
@@ -134,7 +134,7 @@ def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
     accuracy = {track.rank: track.accuracy_s for track in tracks}
     met: dict[tuple[str, int], dict[int, Span]] = {}
     for track in tracks:
-        for span in track.on_common_clock():
+        for span in track.on_shared_clock():
             if span.kind == "collective":
                 met.setdefault((span.group, span.turn), {})[track.rank] = span
     waits: dict[int, list[Span]] = {track.rank: [] for track in tracks}
