@@ -23,10 +23,10 @@ from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs
+from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key
 from hacpo_mega.records import (
-    AnswerTokens,
     Completion,
     GradientProducts,
     Prompt,
@@ -231,21 +231,30 @@ class Agent:
         reference = self._reference_logprobs(update)
         return PolicyLoss(update_index, self._weight, self._algorithm, reference, low_N, self._logs_tokens)
 
-    def describe_tokens(
+    def describe(
+        self,
+        prompts: Sequence[Prompt],
+        rollouts: Sequence[Rollout],
+        scores: Sequence[Score | None],
+        updates: Sequence[UpdateStats],
+    ) -> AnswerNotes:
+        """What this cell knows of the answers to the lane's `prompts`, for the log; rollouts and scores are its own."""
+        ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
+        seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
+        tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
+        return AnswerNotes(ratios, seen, tuple(tokens))
+
+    def _describe_tokens(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
-    ) -> list[AnswerTokens]:
-        """The tokens of this cell's answers with what the actor said of them; empty unless the run logs tokens."""
-        if not self._logs_tokens:
-            return []
+    ) -> Iterator[AnswerTokens]:
+        """The tokens of this cell's answers with what the actor said of them."""
         learnt = own_token_logprobs(updates, self.index)
-        described = []
         for rollout, score in zip(rollouts, scores, strict=True):
             old = None if score is None else score.token_logprobs
             new = learnt.get((rollout.prompt_index, rollout.rollout_index))
             ratios = None if old is None or new is None else np.exp(new - old)
             pieces = self.codec.pieces(rollout.token_ids.tolist())
-            described.append(AnswerTokens(rollout.prompt_index, rollout.rollout_index, pieces, old, ratios))
-        return described
+            yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, pieces, old, ratios)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
         """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""

@@ -195,21 +195,6 @@ class Score:
 
 
 @dataclass(frozen=True)
-class AnswerTokens:
-    """The tokens of a rollout as text, with what its agent said of them; the last two cover the trained tokens.
-
-    logprobs   before the step's first update, nats; None where the answer was not scored
-    ratios     in the update that trained it over `logprobs`; None where it trained none
-    """
-
-    prompt_index: int
-    rollout_index: int
-    pieces: tuple[str, ...]
-    logprobs: np.ndarray | None
-    ratios: np.ndarray | None
-
-
-@dataclass(frozen=True)
 class Sample(TokenSequence):
     """A trajectory as one learner sees it: its own tokens, its own advantage.
 

@@ -32,6 +32,7 @@ from hacpo_mega.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd, ag
 from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
+from hacpo_mega.logbook.rollout_log import AnswerNotes
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
@@ -39,8 +40,8 @@ from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosi
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.trace import StepTrace
 from hacpo_mega.logbook.trackers import Trackers
-from hacpo_mega.policy_loss import ratios_by_key, useful_ratios
-from hacpo_mega.records import AnswerTokens, Judgement, Pool, Prompt, Rollout, Sample, UpdateStats
+from hacpo_mega.policy_loss import useful_ratios
+from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
@@ -73,8 +74,7 @@ class Trainer:
         self.names = tuple(agent.name for agent in config.agents)
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            joined = Place.join(RankMap.of(config), config.wait_s, config.stall_s, is_traced=config.logging.trace)
-            self.place = stack.enter_context(joined)
+            self.place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
             if is_first:
                 stack.enter_context(RunLock(config.run_dir))
@@ -145,12 +145,12 @@ class Trainer:
             self._show(self._write_metrics(0))
         while self.steps_done < self.config.num_steps:
             self._leave_if_told()
-            self.step()
+            with self.trace.step(self.steps_done + 1):
+                self.step()
         self._leave_if_told()
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
-        self.trace.begin(self.steps_done + 1)
         prompts = self.sampler.at(self.steps_done, self.place.lane, self.config.lanes)
         my_share = self.place.rank_map.share_of_lane(self.place.coordinate)  # of the lane's prompts, this cell's
         mine = prompts[my_share]
@@ -193,32 +193,26 @@ class Trainer:
                 updates.append(self.agent.learn(update, m, low_N))
                 self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
-            with self._phase("calibrate"):
-                self._calibrate(self.band, updates)
+            self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
         if self._falls_due(self.config.training.verify_weights_every):
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
-        with self._phase("write"):
-            self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
-            tokens = self.agent.describe_tokens(rollouts, scores, updates)
-        reduced = self._write(pool, advantages_PNG, updates, tokens)
+        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+        reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
         self.report.warn(reduced)
         self._end_step(reduced)
 
     def _end_step(self, reduced: StepMetrics) -> None:
-        """What makes a step one that was done: it is counted, kept when it is due, shown, traced if it was chosen."""
+        """What makes a step one that was done: it is counted, kept when it is due, and shown."""
         self.steps_done += 1
         self.checkpoint.settle(self._state(mean_accuracy(reduced.values, self.names)))
         if self.checkpoint.has_work():  # after its metrics: a resumed run has them all
             with self._phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.go_on()
         self._show(reduced)
-        if self.place.spans.is_on:
-            with self._phase("trace", f"of step {self.steps_done}"):
-                self.trace.end(self.steps_done)
 
     def evaluate(self, when: str = "") -> None:
         """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
@@ -283,7 +277,8 @@ class Trainer:
         if self.place.is_leader:
             add_band(self.metrics, self.place.agent, self.names, band.values())
         mine = json.dumps(useful_ratios(updates, len(self.names)))
-        cells = [json.loads(payload) for payload in self.place.gather_agent(mine.encode())]
+        with self._phase("calibrate"):
+            cells = [json.loads(payload) for payload in self.place.gather_agent(mine.encode())]
         for source in range(len(self.names)):
             band.update(source, torch.tensor([ratio for cell in cells for ratio in cell[source]], dtype=torch.float64))
 
@@ -294,18 +289,13 @@ class Trainer:
         if self.place.is_leader:
             add_diagnosis(self.metrics, found, self.place.agent, self.names)
 
-    def _write(
-        self, pool: Pool, advantages_PNG: Tensor, updates: Sequence[UpdateStats], tokens: Sequence[AnswerTokens]
-    ) -> StepMetrics:
+    def _write(self, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> StepMetrics:
         """The step's answers and numbers into the run folder. Collective over the job."""
         with self._phase("write"):
-            ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-            seen = [self.agent.codec.shown_prompt(prompt.text) for prompt in pool.prompts]
-            self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, ratios, seen, tokens)
+            self.folder.write_rollouts(self.steps_done + 1, pool, advantages_PNG, notes)
         return self._write_metrics(self.steps_done + 1)
 
     def _write_metrics(self, step: int) -> StepMetrics:
-        """Collective over the job. What follows the reduction counts in the seconds of the next line."""
         with self._phase("wait"):  # for the slowest rank, which would else hide in the reduction
             self.place.barrier()
         with self._phase("write"):

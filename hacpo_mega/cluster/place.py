@@ -58,7 +58,6 @@ class Place:
         store: dist.Store,
         timeout_s: float,
         stall_s: float,
-        is_traced: bool = False,
     ) -> None:
         """Makes the groups; a collective over the job. Users call `Place.join`."""
         self.rank_map = rank_map
@@ -67,7 +66,6 @@ class Place:
         my, shape = self.coordinate, rank_map.agents[self.coordinate.agent]
         on_cuda = device.type == "cuda"
         self.spans = Spans(my.agent_name, settle=torch.cuda.synchronize if on_cuda else lambda: None)
-        self._is_traced = is_traced
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=dist.PrefixStore(f"agent/{my.agent_name}", store),
@@ -99,14 +97,12 @@ class Place:
         timeout_s: float = 1800.0,
         stall_s: float = 600.0,
         store: dist.Store | None = None,
-        is_traced: bool = False,
     ) -> Self:
         """Takes this process's place in the job that torchrun or srun started; a collective over the job.
 
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
-        `store` is the job's, where the caller has it already. In a job that `is_traced` the collectives of the groups
-        are among the `spans`.
+        `store` is the job's, where the caller has it already.
         Raises ValueError when the job was started with another number of processes, or without a launcher.
         """
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
@@ -116,7 +112,7 @@ class Place:
             allow_connections(world_size)
             # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
-        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s, is_traced)
+        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
         os.environ["RANK"] = str(place.coordinate.agent_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -271,7 +267,7 @@ class Place:
             self._watchdog.fail(error)
         self.close()
 
-    def _lane_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    def _lane_group(self, name: str, rank: int, size: int) -> WatchedGroup:
         if self.device.type != "cuda":
             return self._group(name, rank, size)
         # Two agents may share a GPU.
@@ -281,19 +277,15 @@ class Place:
             return self._group(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return self._watched(
-            dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", self._store), rank, size, options), name
-        )
+        group = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", self._store), rank, size, options)
+        return WatchedGroup(group, name, self.spans)
 
     def _tree(self, name: str, rank: int, size: int) -> Tree:
         return Tree(rank, size, lambda level: self._group(f"{name}/{level.name}", level.rank, level.size))
 
-    def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    def _group(self, name: str, rank: int, size: int) -> WatchedGroup:
         group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
-        return self._watched(group, name)
-
-    def _watched(self, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup | WatchedGroup:
-        return WatchedGroup(group, name, self.spans) if self._is_traced else group
+        return WatchedGroup(group, name, self.spans)
 
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:

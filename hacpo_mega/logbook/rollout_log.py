@@ -17,14 +17,45 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.metrics import json_number
-from hacpo_mega.records import AnswerTokens, Pool, Trajectory
+from hacpo_mega.records import Pool, Trajectory
+
+
+@dataclass(frozen=True)
+class AnswerTokens:
+    """The tokens of a rollout as text, with what its agent said of them; the last two cover the trained tokens.
+
+    logprobs   before the step's first update, nats; None where the answer was not scored
+    ratios     in the update that trained it over `logprobs`; None where it trained none
+    """
+
+    prompt_index: int
+    rollout_index: int
+    pieces: tuple[str, ...]
+    logprobs: np.ndarray | None
+    ratios: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class AnswerNotes:
+    """What one learner adds to the log of a lane's answers.
+
+    ratios         of every answer it was trained on here, by (prompt index, source agent, rollout index)
+    prompts_seen   what its model reads for each prompt of the lane
+    tokens         of the answers that its own cell gave; empty unless the run logs tokens
+    """
+
+    ratios: dict[tuple[int, int, int], float]
+    prompts_seen: tuple[str, ...]
+    tokens: tuple[AnswerTokens, ...] = ()
 
 
 class RolloutLog:

@@ -9,7 +9,6 @@ A run never writes over another: what lies at `run_dir` from before is moved to 
 unless it is this run itself, which goes on from a checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self
 
@@ -25,8 +24,8 @@ from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.provenance import record_end, record_start
-from hacpo_mega.logbook.rollout_log import RolloutLog
-from hacpo_mega.records import AnswerTokens, Pool
+from hacpo_mega.logbook.rollout_log import AnswerNotes, RolloutLog
+from hacpo_mega.records import Pool
 
 
 class RunFolder:
@@ -72,20 +71,8 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.write(step, metrics)
 
-    def write_rollouts(
-        self,
-        step: int,
-        pool: Pool,
-        advantages_PNG: Tensor,
-        ratios: Mapping[tuple[int, int, int], float],
-        prompts_seen: Sequence[str],
-        tokens: Sequence[AnswerTokens] = (),
-    ) -> None:
-        """Logs a lane's answers with this learner's advantages and the ratios it knows. Collective over the leaders.
-
-        `ratios` is by (prompt index, source agent, rollout index); `prompts_seen` is what this learner's model reads,
-        `tokens` those of the answers that this leader's cell gave.
-        """
+    def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
+        """Logs a lane's answers with this learner's advantages and what it notes. Collective over the leaders."""
         if self._rollouts is None:
             return
         keys = [
@@ -93,9 +80,9 @@ class RunFolder:
             for by_agent in pool.trajectories_PNG
             for n, group in enumerate(by_agent)
         ]
-        flat = [[ratios.get(key, torch.nan) for key in row] for row in keys]
+        flat = [[notes.ratios.get(key, torch.nan) for key in row] for row in keys]
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
-        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, prompts_seen, tokens)
+        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, notes.prompts_seen, notes.tokens)
 
     def unwritten(self) -> str | None:
         """Why logs of this process are still not on disk; None when all of them are."""

@@ -11,7 +11,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +37,7 @@ class Track:
     accuracy_s: float
     spans: tuple[Span, ...]
 
-    def on_rank_0s_clock(self) -> list[Span]:
+    def on_shared_clock(self) -> list[Span]:
         """The spans in seconds of rank 0's clock."""
         return [
             span._replace(begin_s=span.begin_s + self.offset_s, end_s=span.end_s + self.offset_s) for span in self.spans
@@ -57,15 +57,18 @@ class StepTrace:
         self._steps = frozenset(chosen.trace_steps if chosen.trace else ())
         self._place, self._run_dir, self._say = place, run_dir, say
 
-    def begin(self, step: int) -> None:
-        """Records from now on, if this step was chosen."""
-        if step in self._steps:
-            self._place.spans.start()
-
-    def end(self, step: int) -> None:
-        """Writes the trace of a step that was chosen. Collective over the job then."""
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Records what happens inside and writes it, if this step was chosen. Collective over the job then."""
         if step not in self._steps:
+            yield
             return
+        self._place.spans.start()
+        yield
+        self._place.enter_phase("trace", f"of step {step}")
+        self._finish(step)
+
+    def _finish(self, step: int) -> None:
         spans, clock, me = self._place.spans.stop(), self._place.clock_offset(), self._place.coordinate
         own = Track(
             me.global_rank, me.agent, me.agent_name, me.lane, me.cell, clock.offset_s, clock.accuracy_s, tuple(spans)
@@ -98,7 +101,7 @@ def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
 
 def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
     """The trace of a step in Chrome's format: pid an agent, tid a rank, times in microseconds since the first span."""
-    spans = {track.rank: track.on_rank_0s_clock() for track in tracks}
+    spans = {track.rank: track.on_shared_clock() for track in tracks}
     begin = min((span.begin_s for found in spans.values() for span in found), default=0.0)
     waits = find_waits(tracks)
     events = list(_names(tracks))
@@ -131,7 +134,7 @@ def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
     accuracy = {track.rank: track.accuracy_s for track in tracks}
     met: dict[tuple[str, int], dict[int, Span]] = {}
     for track in tracks:
-        for span in track.on_rank_0s_clock():
+        for span in track.on_shared_clock():
             if span.kind == "collective":
                 met.setdefault((span.group, span.turn), {})[track.rank] = span
     waits: dict[int, list[Span]] = {track.rank: [] for track in tracks}

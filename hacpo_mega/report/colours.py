@@ -18,7 +18,6 @@ PHASE_COLOURS = {
     "evaluate": "#b07cc6",
     "write": "#a98467",
     "checkpoint": "#c26a77",
-    "trace": "#5c8f8a",
     "load": "#6d7580",
     "export": "#8d6e63",
     "wait": "#c3c7ce",

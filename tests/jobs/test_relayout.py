@@ -14,7 +14,6 @@ import torch.distributed as dist
 from actor_cases import full_weights, make_actor, random_samples
 from job import run_group
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from tiny_models import make_model
 
 from hacpo_mega.config import OptimizerConfig
@@ -145,21 +144,11 @@ def test_the_next_update_is_that_of_the_undisturbed_actor(model, layout, seen):
         assert (other_loss, other_grad_norm) == (loss, grad_norm)
 
 
-class HalfActor(Actor):
+def half_actor(folder: Path, **layout) -> Actor:
     """As CUDA has it: weights in bf16, main weights in float32."""
-
-    def _build(self, *arguments) -> DistributedDataParallel:
-        here, self.device = self.device, CUDA
-        try:
-            return super()._build(*arguments)
-        finally:
-            self.device = here
-
-
-def half_actor(folder: Path, **layout) -> HalfActor:
     parallel_state.destroy_model_parallel()
     options = {"pp": 1, "total_updates": 10, "max_tokens_per_microbatch": 60, **layout}
-    return HalfActor(folder / "tied", optimizer=ADAM, **options)
+    return Actor(folder / "tied", optimizer=ADAM, dtype=torch.bfloat16, **options)
 
 
 def visit_in_half_precision(folder: Path) -> list[dict]:
@@ -167,10 +156,10 @@ def visit_in_half_precision(folder: Path) -> list[dict]:
     writer = half_actor(folder, **WRITTEN)
     for number in range(2):
         update(writer, number)
-    counts, written = writer.save(folder / "half.state"), full_weights(writer)
+    counts, written = save(writer, folder / "half.state"), full_weights(writer)
     reader = half_actor(folder, tp=2, pp=2, **UNEVEN)
     reader.load(folder / "half.state", **counts)
-    reader.save(folder / "half.again")
+    save(reader, folder / "half.again")
     return [written, full_weights(reader)]
 
 
