@@ -39,6 +39,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, require_room
 from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.megatron.sharded_state import NotWritten
 
 
 def agree_on_start(
@@ -139,9 +140,10 @@ class JointCheckpoint:
         try:
             counts = self._agent.save(writing / self._agent.name)
             said["state"] = asdict(AgentState(**counts, band=None if band is None else band.state_dict()))
-            said["files"] = self._written(writing)
-        except OSError as error:
+        except NotWritten as error:  # another OSError is one rank's: the others of its agent still wait for it
             said["problem"] = str(error)
+        else:
+            said |= self._written_or_why_not(writing)
         words = [json.loads(word) for word in self._place.gather_job(json.dumps(said).encode())]
         if problem := next((word["problem"] for word in words if "problem" in word), None):
             raise OSError(problem)
@@ -154,6 +156,12 @@ class JointCheckpoint:
             commit(writing, self._record(folder, steps_done, capability, words))
             with suppress(OSError):  # what is too many now goes with the next one
                 remove_old(self._config.run_dir, self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
+
+    def _written_or_why_not(self, writing: Path) -> dict[str, Any]:
+        try:
+            return {"files": self._written(writing)}
+        except OSError as error:
+            return {"problem": str(error)}
 
     def _written(self, writing: Path) -> dict[str, dict[str, int | str]]:
         """What this rank has written, synced: its own shards, and of an agent's first rank the index too."""

@@ -30,11 +30,15 @@ from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.platform import megatron_platform
 
 
+class NotWritten(OSError):
+    """The disk has refused a shard, and all ranks of the agent know: each has this error, none waits for another."""
+
+
 @torch.no_grad()
 def save_state(model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path) -> None:
     """Writes the actor into an empty folder that every rank sees, synced to disk. Collective over the agent.
 
-    OSError, on all of its ranks, when one cannot write its shard; the actor is as it was.
+    NotWritten when a rank cannot write its shard; the actor is as it was.
     """
     with megatron_platform():
         dist_checkpointing.save(_state(model, optimizer), str(folder), sharded_strategy=_SaveInProcess("torch_dist", 1))
@@ -101,4 +105,4 @@ class _SaveInProcess(SaveShardedStrategy):
             )
         except CheckpointException as failed:  # which torch has told all ranks of the agent
             rank, (error, _) = min(failed.failures.items())
-            raise OSError(f"its rank {rank} could not write: {error}") from failed
+            raise NotWritten(f"its rank {rank} could not write: {error}") from failed
