@@ -144,6 +144,11 @@ class Place:
         with self._waiting(f"what ranks {self.rank_map.leaders(self.lane)} of lane {self.lane} gather"):
             return gather_bytes(self.lane_group, payload)
 
+    def gather_cell(self, payload: bytes) -> list[bytes]:
+        """One payload per rank of this cell, in their order, on every rank of it."""
+        with self._waiting(f"the ranks of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
+            return gather_bytes(self.cell_group, payload)
+
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
         with self._waiting(f"what the ranks of {self.coordinate.agent_name} gather"):
