@@ -43,6 +43,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, require_room
 from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.megatron.stored_state import NotWritten
 
 # What a rank has written: path in the checkpoint, FileState as plain values.
 Files = dict[str, dict[str, int | str]]
@@ -232,7 +233,12 @@ class JointCheckpoint:
 
     def _write(self, write: Callable[[], None], writing: Path) -> Files:
         """In a thread: writes this rank's shards, and reads them once more for what the record says of them."""
-        write()
+        try:
+            write()
+        except NotWritten:
+            raise
+        except OSError as error:  # this rank's alone: the others of its agent still wait for it, so the job must end
+            raise RuntimeError(f"{writing}: {error}") from error
         return self._states_of(writing, self._is_own_shard)
 
     def _finish(self, pending: _Pending, said: dict[str, Any]) -> None:

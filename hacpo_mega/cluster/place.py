@@ -199,7 +199,7 @@ class Place:
 
     def gather_cell(self, payload: bytes) -> list[bytes]:
         """One payload per rank of this cell, in their order, on every rank of it."""
-        with self._waiting("what the ranks of this cell gather"):
+        with self._waiting(f"the ranks of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
             return gather_bytes(self.cell_group, payload)
 
     def gather_agent(self, payload: bytes) -> list[bytes]:

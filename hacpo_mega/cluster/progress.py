@@ -57,7 +57,7 @@ class Progress:
         idle_s = self._num_idle_beats * beat_s
         if idle_s < stall_s * (1.0 if collective is None else WAITING_GRACE):
             return None
-        where = "waits for nobody" if collective is None else f"is inside {collective}"
+        where = "is in no collective" if collective is None else f"is inside {collective}"
         return f"has made no progress for {idle_s:.0f} s and {where}"
 
 

@@ -28,6 +28,10 @@ WEIGHT = "param"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 
 
+class NotWritten(OSError):
+    """The disk has refused a share, and all ranks of the group know: each has this error, none waits for another."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The rectangle of a tensor of `shape` that begins at `offsets`; `data` has its numbers, or gets them."""
@@ -58,8 +62,8 @@ def stored_name(kind: str, tensor: str) -> str:
 def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup) -> None:
     """Writes what this process has, synced, into a folder that all see. Collective over `group`.
 
-    All processes together must have every number of every tensor once: torch refuses a gap and an overlap. OSError, on
-    all of them, when one cannot write.
+    All processes together must have every number of every tensor once: torch refuses a gap and an overlap. NotWritten
+    when one cannot write.
     """
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
     planner = _WriteParts(flatten_state_dict=False)
@@ -67,7 +71,7 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup) -> None:
         checkpoint.save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failed:  # which torch has told all ranks of the group
         rank, (error, _) = min(failed.failures.items())
-        raise OSError(f"its rank {rank} could not write: {error}") from failed
+        raise NotWritten(f"its rank {rank} could not write: {error}") from failed
 
 
 class StateReader:

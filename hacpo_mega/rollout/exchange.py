@@ -19,7 +19,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.records import Completion, Judgement, Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
@@ -124,7 +124,7 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
     given = None if any(values is None for values in logprobs) else logprobs
     message = wire.encode(wire.Table(rows, tokens, [""] * len(mine), given)) if speaks else b""
     shared: list[Completion | None] = [None] * num_asked
-    spoken = [message for message in gather_bytes(place.cell_group, message) if message]
+    spoken = [message for message in place.gather_cell(message) if message]
     for engine, message in enumerate(spoken):
         table = wire.decode(message, COMPLETION_ROW, sender=f"engine {engine} of {place.coordinate}")
         shared[engine::engines] = [

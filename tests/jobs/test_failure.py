@@ -197,7 +197,9 @@ def test_a_rank_that_runs_but_never_comes_is_named_by_itself(tmp_path, victim):
     """Its process is well and its heartbeat is heard. Who waits for it inside torch does not blame itself meanwhile."""
     job = Job(tmp_path, victim, "sleep", stall_s=20.0)
     assert job.wait() == [4, 4, 4, 4], job.errors()
-    cause = f"{NAMES[victim]} has made no progress for 20 s and waits for nobody, in phase learn of step 12; stacks of "
+    cause = (
+        f"{NAMES[victim]} has made no progress for 20 s and is in no collective, in phase learn of step 12; stacks of "
+    )
     assert all(f", stops: {cause}all ranks" in errors for errors in job.errors()), job.errors()
     assert ", waiting for what ranks [0, 2, 3] of lane 0 gather, stops: " in job.errors()[3]
     assert "failing_job.py" in (tmp_path / f"logs/rank_{victim}.stack").read_text()

@@ -29,7 +29,7 @@ def test_a_phase_that_tells_its_steps_is_stuck_without_them():
     progress.enter("learn")
     assert beats_until_stuck(progress, 9) is None
     progress.tick()
-    assert beats_until_stuck(progress) == (10, "has made no progress for 10 s and waits for nobody")
+    assert beats_until_stuck(progress) == (10, "has made no progress for 10 s and is in no collective")
 
 
 def test_who_waits_for_others_is_not_stuck_however_long_they_need():
