@@ -101,7 +101,7 @@ class JointCheckpoint:
         state = AgentState(**counts, band=None if band is None else band.state_dict())
         said = {"agent": self._agent.name, "state": asdict(state), "files": self._written(writing)}
         # Everybody's shards are on disk when everybody's word has come.
-        words = [json.loads(word) for word in self._place.gather_job(json.dumps(said).encode())]
+        words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
         if self._is_first:
             commit(writing, self._record(folder, steps_done, capability, words))
             remove_old(self._config.run_dir, self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)

@@ -22,7 +22,7 @@ FOUR_RANKS = {
     "test_place",
     "test_preflight",
     "test_refusal",
-    "test_scale",
+    "test_store_traffic",
     "test_trainer",
     "test_tree",
 }

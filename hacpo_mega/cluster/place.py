@@ -128,9 +128,13 @@ class Place:
         """Waits for every process of the job."""
         self._job.wait_for_all()
 
-    def gather_job(self, payload: bytes) -> list[bytes]:
+    def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
         return self._job.gather(payload)
+
+    def gather_job(self, payload: bytes) -> list[bytes]:
+        """The same on every process: for a few bytes each, since everybody receives everybody's."""
+        return split(self._job.share(join(self._job.gather(payload))))
 
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
