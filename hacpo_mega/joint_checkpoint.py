@@ -205,7 +205,7 @@ class JointCheckpoint:
         with self._removed_if_refused(pending.writing):
             # Everybody's shards are on disk when nobody has had a problem.
             self._disk.attempt(self._finish, pending, said)
-            words = [json.loads(word) for word in self._place.gather_job(json.dumps(said).encode())]
+            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
             self._disk.attempt(self._seal, pending, words)
         self._set_safe(pending.state.steps_done)
 

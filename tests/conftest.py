@@ -25,7 +25,7 @@ FOUR_RANKS = {
     "test_refusal",
     "test_relayout",
     "test_three_agents",
-    "test_scale",
+    "test_store_traffic",
     "test_trainer",
     "test_tree",
     "test_training",

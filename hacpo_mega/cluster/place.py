@@ -172,25 +172,25 @@ class Place:
         with self._waiting("a barrier of all ranks"):
             self._job.wait_for_all()
 
-    def gather_job(self, payload: bytes) -> list[bytes]:
+    def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
         with self._waiting("what all ranks gather"):
             return self._job.gather(payload)
 
+    def gather_job(self, payload: bytes) -> list[bytes]:
+        """The same on every process: for a few bytes each, since everybody receives everybody's."""
+        with self._waiting("what all ranks gather"):
+            return split(self._job.share(join(self._job.gather(payload))))
+
     def highest_in_job(self, number: int) -> int:
         """The highest of the numbers that the processes of the job give. Collective."""
-        given = self.gather_job(str(number).encode())
+        given = self.gather_to_first(str(number).encode())
         return int(self.share_in_job(str(max(map(int, given))).encode() if given else None))
 
     def first_said(self, text: str | None) -> str | None:
         """What the lowest rank of the job says that says anything, on every rank; None when nobody does. Collective."""
-        said = self.gather_job((text or "").encode())
+        said = self.gather_to_first((text or "").encode())
         return self.share_in_job(next((payload for payload in said if payload), b"")).decode() or None
-
-    def tell_job(self, payload: bytes) -> list[bytes]:
-        """One payload per process of the job, by rank, on every process: world^2 bytes in all, so for starts alone."""
-        given = self.gather_job(payload)
-        return split(self.share_in_job(join(given) if given else None))
 
     def gather_lane(self, payload: bytes) -> list[bytes]:
         """One payload per leader of this lane, in the order of RankMap.leaders; only leaders call it."""

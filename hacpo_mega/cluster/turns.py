@@ -19,7 +19,7 @@ def agents_per_device(place: Place) -> int:
     Raises ValueError on every rank where two processes of one agent are on one device, which NCCL refuses.
     """
     mine = f"{device_identity(place.device)} {place.coordinate.agent_name}"
-    seats = [payload.decode() for payload in place.tell_job(mine.encode())]
+    seats = [payload.decode() for payload in place.gather_job(mine.encode())]
     on_devices = [seat for seat in seats if not seat.startswith(" ")]
     if twice := [seat for seat, count in Counter(on_devices).items() if count > 1]:
         device, _, agent = twice[0].partition(" ")

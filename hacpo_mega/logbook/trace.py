@@ -73,7 +73,7 @@ class StepTrace:
         own = Track(
             me.global_rank, me.agent, me.agent_name, me.lane, me.cell, clock.offset_s, clock.accuracy_s, tuple(spans)
         )
-        payloads = self._place.gather_job(json.dumps(asdict(own)).encode())
+        payloads = self._place.gather_to_first(json.dumps(asdict(own)).encode())
         if me.global_rank == 0:
             table = chrome_trace(step, [Track.from_payload(payload) for payload in payloads])
             if problem := write_trace(self._run_dir, step, table):
