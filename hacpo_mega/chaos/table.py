@@ -17,11 +17,13 @@ HEADER = ("fault", "struck", "ended the job", "not noticed", "steps done again",
 class Cost:
     """What one fault has cost.
 
-    lost_steps   finished steps that were done again      recovery_s   until the run went on; None: it did not stop
+    ended_job    whether it did      lost_steps   finished steps that were done again
+    recovery_s   until the run went on; None: it has not stopped, or not gone on yet
     """
 
     kind: str
     phase: str | None
+    ended_job: bool
     lost_steps: int
     recovery_s: float | None
     unnoticed: bool
@@ -38,6 +40,7 @@ def costs(attempts: Sequence[Attempt]) -> list[Cost]:
                 Cost(
                     kind=fault.kind,
                     phase=attempt.phase if ended else None,
+                    ended_job=ended,
                     lost_steps=max(0, attempt.last_step - attempt.committed) if ended and attempt.opened else 0,
                     recovery_s=opened - when if ended and opened is not None else None,
                     unnoticed=ended and attempt.unnoticed,
@@ -57,7 +60,7 @@ def table(attempts: Sequence[Attempt], run_dir: Path, verdict: Verdict | None) -
     found = costs(attempts)
     rows = [_row(kind, [cost for cost in found if cost.kind == kind]) for kind in sorted({c.kind for c in found})]
     rows.append(_row("all", found))
-    phases = [cost.phase or "unknown" for cost in found if cost.recovery_s is not None]
+    phases = [cost.phase or "unknown" for cost in found if cost.ended_job]
     counted = ", ".join(
         f"{phase} {phases.count(phase)}" for phase in sorted(set(phases), key=phases.count, reverse=True)
     )
@@ -77,7 +80,7 @@ def _row(name: str, found: Sequence[Cost]) -> list[str]:
     return [
         name,
         str(len(found)),
-        str(len(recovered)),
+        str(sum(cost.ended_job for cost in found)),
         str(sum(cost.unnoticed for cost in found)),
         str(sum(lost)),
         str(max(lost, default=0)),
