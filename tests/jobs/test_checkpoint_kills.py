@@ -51,6 +51,7 @@ class Stage(NamedTuple):
 
 ANY = lambda first: True  # noqa: E731
 IS_NEW, IS_OLD = (lambda path, end=end: str(path).endswith(end) for end in (".writing", ".removing"))
+IS_NO_PROBE = lambda path: not str(path).endswith(".probe")  # noqa: E731
 STAGES = {
     "before an agent writes": Stage(
         hacpo_mega.megatron.sharded_state, "_write", ANY, False, False, rank_1_writes=False
@@ -61,7 +62,7 @@ STAGES = {
     "after the rename": Stage(pathlib.Path, "rename", IS_NEW, True, True),
     "before the retention": Stage(hacpo_mega.joint_checkpoint, "remove_old", ANY, False, True, asynchronous=False),
     "as the retention begins": Stage(shutil, "rmtree", IS_OLD, False, True),
-    "in the retention": Stage(os, "unlink", ANY, True, True),
+    "in the retention": Stage(os, "unlink", IS_NO_PROBE, True, True),
 }
 LOGS = SimpleNamespace(unwritten=lambda: None)  # nothing waits to be written
 NUM_STEPS = sum(1 + stage.is_committed for stage in STAGES.values()) + 1
