@@ -277,7 +277,7 @@ class Agent:
         """Compares what the engine holds, number by number, with what the actor would publish now.
 
         RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
-        Nothing is compared where the engine quantizes. Costs about as much as `publish_weights`.
+        Nothing is compared where the engine quantizes. Every tensor is gathered, as by `publish_weights`.
         """
         found = self.engine.differences(self.actor.weights()) if not self.engine.quantizes else []
         said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]

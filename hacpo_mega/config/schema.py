@@ -92,7 +92,7 @@ class TrainingConfig(Section):
     with the samples of these updates in logs/."""
     verify_weights_every: CountOrZero = 0
     """Steps from one comparison of the weights that every engine holds with those of its trainer to the next, about the
-    cost of a publish phase; 0: only before the first step of every start, where it always is."""
+    work of a publish phase; 0: only before the first step of every start, where it always is."""
     diagnose_every: CountOrZero = 0
     """Steps from one measurement of own against cross gradients to the next, which costs about one more learn phase and
     changes no weight; 0: never, and there is none where no answers are shared."""
