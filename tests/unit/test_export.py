@@ -226,7 +226,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_leaves_nothing_half_written
 
     def then_it_is_removed(*arguments: object) -> None:
         copy_beside_weights(*arguments)
-        remove_old(going_on, 1, 0)
+        remove_old(going_on, keep_last=1, keep_every=0, keep_best=False)
 
     monkeypatch.setattr(export, "copy_beside_weights", then_it_is_removed)
     line = refused_export(folder_of(going_on, 1), tmp_path)
