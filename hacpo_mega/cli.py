@@ -2,7 +2,8 @@
 
 It parses first and imports heavy rooms last.
 
-Exit codes: 0 done, 1 a finding (doctor above its tolerance), 2 the user's input is wrong (one line per problem).
+Exit codes: 0 done, 1 a finding (doctor above its tolerance), 2 the user's input is wrong (one line per problem), 5 a
+node is bad (preflight).
 The imports inside functions are on purpose: `--help` and `check` must answer without torch.
 """
 
@@ -19,6 +20,7 @@ import typer
 from hacpo_mega.checkpoint import committed_steps, find_start
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
+from hacpo_mega.cli_preflight import preflight
 from hacpo_mega.cli_slurm import begin_attempt, slurm
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
@@ -149,6 +151,7 @@ def train(
 
 
 app.command()(experiment)
+app.command()(preflight)
 app.command()(slurm)
 
 

@@ -28,6 +28,7 @@ TOP_FILES = {
     "cli.py": "cli",
     "cli_data.py": "cli",
     "cli_experiment.py": "cli",
+    "cli_preflight.py": "cli",
     "cli_slurm.py": "cli",
     "__init__.py": "cli",
 }
@@ -46,7 +47,8 @@ FLOORS = (
     ("cli",),
 )
 
-CLI = tuple(f"hacpo_mega/{file}" for file in ("cli.py", "cli_data.py", "cli_experiment.py", "cli_slurm.py"))
+CLI_FILES = ("cli.py", "cli_data.py", "cli_experiment.py", "cli_preflight.py", "cli_slurm.py")
+CLI = tuple(f"hacpo_mega/{file}" for file in CLI_FILES)
 
 # Where a heavy library may be named at all.
 DOORS = {
@@ -73,6 +75,7 @@ ENVIRONMENT = (
     "hacpo_mega/cluster/local_job.py",
     "hacpo_mega/cluster/place.py",
     "hacpo_mega/cluster/rank_map.py",
+    "hacpo_mega/cluster/seat.py",
     "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",
     "hacpo_mega/rollout/engine.py",

@@ -4,18 +4,20 @@ The default process group is the AGENT's world, so Megatron's parallel_state and
 are with agents of unequal size. All groups come from one job-wide store under prefixes of their own:
 
     default group   all ranks of my agent            gloo, and NCCL for CUDA tensors; Megatron and vLLM live here
-    job             all ranks                        metrics, barriers
     lane            the leaders of my lane           the exchange of answers; order of RankMap.leaders. NCCL on CUDA
-    row             my agent's leaders, lane by lane numbers of whole steps (capability)
     cell            the ranks of my replica          what its leader received
+    job             all ranks                        metrics, barriers; a tree (tree.py)
+    row             my agent's leaders, by cell      numbers of whole steps (capability, band); a tree
 
 The lane carries megabytes per step, so on CUDA it is NCCL, unless two of its leaders share a GPU, which NCCL refuses.
 The others carry a few numbers from and to host memory and are gloo everywhere. All are made directly, not with
-`new_group`, which stays inside the default group and needs all of its ranks for each group.
+`new_group`, which stays inside the default group and needs all of its ranks for each group. docs/scale.md says what
+grows with the job, and how.
 Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes its own from the default group).
 """
 
 import os
+import resource
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
+from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher
+from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
 
-# torchrun sets the left names; under srun every task has the right ones.
-RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
+SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
 class Place:
@@ -36,8 +39,8 @@ class Place:
 
     rank_map, coordinate     who I am; `lane`, `agent` and `is_leader` are short for the coordinate's
     device                   my CUDA device, or the CPU
-    lane_group, row_group    None unless I am a leader
-    cell_group, job_group    on every rank
+    cell_group               on every rank
+    lane_group               None unless I am a leader
     """
 
     def __init__(
@@ -64,31 +67,37 @@ class Place:
         # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
-        self.lane_group = self.row_group = None
-        # A constructor returns when all members of its group have come. Everybody makes its groups in this one order,
-        # leaders theirs first, so nobody waits for a rank that waits for it; only names, not ranks, are agreed upon.
+        # gloo connects two ranks when they first speak (TORCH_GLOO_LAZY_INIT), so making a group waits for nobody.
+        # Where that is switched off a constructor returns when all members have come; everybody makes its groups in
+        # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
+        self.lane_group = self._row = None
         if my.is_leader:
             # By RankMap.leaders, not by rank: what is gathered then lies in the order in which it is assembled.
             leaders = rank_map.leaders(my.lane)
             self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
-            self.row_group = self._group(f"row/{my.agent}/{my.cell_in_lane}", my.lane, rank_map.lanes)
+            self._row = self._tree(f"row/{my.agent}", my.cell, rank_map.lanes * shape.cells_per_lane)
         self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size)
-        self.job_group = self._group("job", rank, rank_map.world_size)
+        self._job = self._tree("job", rank, rank_map.world_size)
         self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), timeout_s, stall_s)
 
     @classmethod
-    def join(cls, rank_map: RankMap, timeout_s: float = 1800.0, stall_s: float = 600.0) -> Self:
+    def join(
+        cls, rank_map: RankMap, timeout_s: float = 1800.0, stall_s: float = 600.0, store: dist.Store | None = None
+    ) -> Self:
         """Takes this process's place in the job that torchrun or srun started; a collective over the job.
 
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
+        `store` is the job's, where the caller has it already.
         Raises ValueError when the job was started with another number of processes, or without a launcher.
         """
-        rank, world_size, local_rank = (_from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
+        rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
         device = _device(local_rank)
-        # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
+        if store is None:
+            allow_connections(world_size)
+            # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
+            store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
         place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
         os.environ["RANK"] = str(place.coordinate.agent_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
@@ -131,18 +140,16 @@ class Place:
 
     def highest_in_job(self, number: int) -> int:
         """The highest of the numbers that the processes of the job give. Collective."""
-        highest, options = torch.tensor([number]), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self.job_group.allreduce([highest], options).wait()
-        return int(highest)
+        numbers = self.gather_job(b"%d" % number)
+        return int(self.share_in_job(b"%d" % max(map(int, numbers)) if numbers else None))
 
     def barrier(self) -> None:
         """Waits for every process of the job."""
-        self.job_group.barrier().wait()
+        self._job.wait_for_all()
 
     def gather_job(self, payload: bytes) -> list[bytes]:
-        """One payload per process of the job, in rank order, on every process."""
-        return gather_bytes(self.job_group, payload)
+        """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
+        return self._job.gather(payload)
 
     def gather_cell(self, payload: bytes) -> list[bytes]:
         """One payload per rank of this cell, in their order, on every rank of it."""
@@ -150,8 +157,10 @@ class Place:
 
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
-        payloads = gather_bytes(dist.group.WORLD, payload)
-        return payloads[:: self.rank_map.agents[self.agent].cell_size]
+        message = None
+        if self._row is not None:
+            message = self._row.share(join(self._row.gather(payload)))
+        return split(self.share_in_cell(message))
 
     def share_in_cell(self, payload: bytes | None) -> bytes:
         """The leader's payload on every rank of its cell; the others pass None."""
@@ -160,7 +169,7 @@ class Place:
 
     def share_in_job(self, payload: bytes | None) -> bytes:
         """The payload of the job's rank 0 on every rank of the job; what the others pass is not looked at."""
-        return share_bytes(self.job_group, payload)
+        return self._job.share(payload)
 
     def sum_over_lanes(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over lanes of a float64 tensor that all ranks of a lane agree on, on every rank.
@@ -169,19 +178,24 @@ class Place:
         """
         assert (values.dtype, values.device.type) == (torch.float64, "cpu"), (values.dtype, values.device)
         total = torch.zeros_like(values).contiguous()
-        if self.row_group is not None:
-            rows = [torch.empty_like(total) for _ in range(self.rank_map.lanes)]
-            self.row_group.allgather([rows], [values.contiguous()]).wait()
-            for row in rows:
-                total += row
-        _broadcast(self.cell_group, total)
+        if self._row is not None:
+            rows = self._row.gather(values.contiguous().numpy().tobytes())
+            for row in rows[:: self.rank_map.agents[self.agent].cells_per_lane]:
+                total += torch.frombuffer(bytearray(row), dtype=torch.float64).reshape(total.shape)
+            total = torch.frombuffer(bytearray(self._row.share(total.numpy().tobytes())), dtype=torch.float64)
+        total = total.reshape(values.shape)
+        broadcast(self.cell_group, total)
         return total
+
+    def leave_ring(self) -> None:
+        """From here on nobody hears of this process's end, nor it of others': for who asks that in another way."""
+        self._watchdog.close()
 
     def close(self) -> None:
         """Leaves the job; a collective. What a process does after it is nobody else's concern."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
-        self.lane_group = self.row_group = self.cell_group = self.job_group = None
+        self.lane_group = self.cell_group = self._row = self._job = None
         dist.destroy_process_group()
 
     def __enter__(self) -> Self:
@@ -204,6 +218,9 @@ class Place:
         options._timeout = self._timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", self._store), rank, size, options)
 
+    def _tree(self, name: str, rank: int, size: int) -> Tree:
+        return Tree(rank, size, lambda level: self._group(f"{name}/{level.name}", level.rank, level.size))
+
     def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
 
@@ -217,39 +234,26 @@ def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     counts = [int(size) for size in sizes]
     # An all-gather moves equal sizes only, so everyone sends as many bytes as the longest payload has.
     mine = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-    mine[: len(payload)] = _as_tensor(payload).to(device)
+    mine[: len(payload)] = as_tensor(payload).to(device)
     rows = [torch.empty_like(mine) for _ in counts]
     group.allgather([rows], [mine]).wait()
     return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, counts)]
 
 
-def share_bytes(group: dist.ProcessGroup, payload: bytes | None) -> bytes:
-    """The payload of the group's rank 0 on every rank; what the others pass is not looked at."""
-    size = torch.tensor([len(payload) if payload is not None else 0])
-    _broadcast(group, size)
-    content = torch.empty(int(size), dtype=torch.uint8)
-    if group.rank() == 0:
-        content[:] = _as_tensor(payload)
-    _broadcast(group, content)
-    return content.numpy().tobytes()
+def allow_connections(world_size: int) -> None:
+    """Lets this process open as many files as the system grants it: rank 0 keeps a connection to every process.
 
-
-def _as_tensor(payload: bytes) -> torch.Tensor:
-    # torch refuses empty buffers, and warns about read-only ones
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
-
-
-def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor], options).wait()
-
-
-def _from_launcher(name: str, slurm_name: str) -> int:
-    value = os.environ.get(name) or os.environ.get(slurm_name)
-    if value is None:
-        raise ValueError(f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun")
-    return int(value)
+    The usual limit of 1024 would end a job of a thousand ranks. ValueError where the hard limit is too low.
+    """
+    needed = world_size + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"a job of {world_size} ranks needs {needed} open files in its rank 0, and the limit here is {hard} "
+            "(ulimit -Hn). Raise it for the job's processes."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _device(local_rank: int) -> torch.device:

@@ -87,7 +87,7 @@ class Watchdog:
         watcher = (rank - 1) % rank_map.world_size
         with socket.create_server(("", 0)) as server:
             process = f"{os.getpid()} {_start_of(os.getpid())}"
-            address = f"{_own_address()} {socket.gethostname()} {server.getsockname()[1]} {process}"
+            address = f"{own_address()} {socket.gethostname()} {server.getsockname()[1]} {process}"
             store.set(f"watchdog/{rank}", address)
             self._address_of_watched = store.get(f"watchdog/{self._watched.global_rank}").decode()
             from_watched = _connect(self._address_of_watched, rank, timeout_s)
@@ -279,7 +279,7 @@ def _start_of(process: int) -> str:
         return "gone"
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address of this host on the way to the job's first node (a host may have many; nothing is sent)."""
     target = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     family, kind, *_, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]

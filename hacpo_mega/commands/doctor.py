@@ -62,10 +62,12 @@ def examine(config: Config, tolerance: float | None = None) -> bool:
         place.enter_phase("doctor", "before any step")
         mine = json.dumps([asdict(found) for found in diagnose(config, place, tolerance)]).encode()
         everyones = [Finding(**found) for payload in place.gather_job(mine) for found in json.loads(payload)]
-        findings = worst_of(everyones)
+        is_good = b""
         if place.coordinate.global_rank == 0:
+            findings = worst_of(everyones)
             print(table(findings), flush=True)
-    return all(finding.is_good for finding in findings)
+            is_good = b"good" if all(finding.is_good for finding in findings) else b""
+        return bool(place.share_in_job(is_good))
 
 
 def diagnose(config: Config, place: Place, tolerance: float | None = None) -> list[Finding]:

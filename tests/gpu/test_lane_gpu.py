@@ -17,8 +17,8 @@ def test_the_lane_of_one_agent_is_nccl_and_carries_bytes(payload, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
-    place = Place(RankMap(1, (AgentShape("a"),)), 0, torch.device("cuda", 0), store, timeout_s=60.0)
+    place = Place(RankMap(1, (AgentShape("a"),)), 0, torch.device("cuda", 0), store, timeout_s=60.0, stall_s=60.0)
     assert place.lane_group.name() == "nccl"
     assert gather_bytes(place.lane_group, payload) == [payload]
-    assert gather_bytes(place.row_group, payload) == [payload]
+    assert place.gather_agent(payload) == [payload]
     place.close()

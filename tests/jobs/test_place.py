@@ -127,7 +127,9 @@ def ask_groups(place: Place, rank_map: RankMap) -> None:
         return [int(rank) for rank in gather_bytes(group, me)]
 
     everyone = [rank_map.coordinate(rank) for rank in ranks]
-    assert [int(rank) for rank in place.gather_job(me)] == ranks
+    assert [int(rank) for rank in place.gather_job(me)] == (ranks if my.global_rank == 0 else [])
+    leaders = [other.global_rank for other in everyone if other.agent == my.agent and other.is_leader]
+    assert [int(rank) for rank in place.gather_agent(me)] == leaders
     cell = [other.global_rank for other in everyone if (other.agent, other.cell) == (my.agent, my.cell)]
     assert members(place.cell_group) == cell
     assert place.share_in_cell(me if place.is_leader else None) == str(cell[0]).encode()
@@ -149,8 +151,10 @@ def gather_awkward(place: Place, rank_map: RankMap) -> None:
     """Empty payloads, payloads of very different sizes, and bytes that end in zeros."""
     sizes = [0, 1, 100_003, 0, 17, 2, 3, 4]
     expected = [bytes([rank]) * size + b"\0" * (rank % 2) for rank, size in enumerate(sizes)]
-    assert place.gather_job(expected[place.coordinate.global_rank]) == expected
-    assert place.gather_job(b"") == [b""] * rank_map.world_size
+    is_first = place.coordinate.global_rank == 0
+    assert place.gather_job(expected[place.coordinate.global_rank]) == (expected if is_first else [])
+    assert place.gather_job(b"") == ([b""] * rank_map.world_size if is_first else [])
+    assert place.share_in_job(b"\0it\0" if is_first else None) == b"\0it\0"
     assert place.share_in_cell(b"" if place.is_leader else None) == b""
 
 
@@ -202,7 +206,8 @@ def join_under(environments: tuple[dict[str, str], ...]) -> None:
         del os.environ[name]
     os.environ.update(environments[rank])
     with Place.join(RankMap(1, (AgentShape("A"), AgentShape("B")))) as place:
-        print(place.coordinate, place.gather_job(place.coordinate.agent_name.encode()), flush=True)
+        names = place.share_in_job(b" ".join(place.gather_job(place.coordinate.agent_name.encode())))
+        print(place.coordinate, names, flush=True)
 
 
 def join(folder: Path, *environments: dict[str, str]) -> list[tuple[int, str, str]]:
@@ -235,4 +240,4 @@ def test_tasks_of_srun_find_their_place(tmp_path):
     tasks = join(tmp_path, *(master | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)))
     assert [status for status, _, _ in tasks] == [0, 0], tasks
     for rank, name in enumerate("AB"):
-        assert tasks[rank][1] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) [b'A', b'B']\n"
+        assert tasks[rank][1] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) b'A B'\n"

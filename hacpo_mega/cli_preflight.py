@@ -1,0 +1,60 @@
+"""The command `hacpo-mega preflight`: every node of a job is looked at before a model is loaded.
+
+Imports are inside the function, as in cli.py: a node's own facts are collected without torch.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, prepare_environment
+from hacpo_mega.cluster.node_report import NodeReport, report_of
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.config import load_config
+from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.logbook.provenance import installed_versions
+
+
+def preflight(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which whoever is still awaited is named.")] = 60.0,
+) -> None:
+    """Compare all nodes of a job and time its groups before a model is loaded; names the nodes that differ. Exit 5."""
+    prepare_environment()
+    if not inside_a_job():
+        config = load_config(config_file, overrides or [])
+        if missing := missing_models(config):
+            raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+        from hacpo_mega.cluster.local_job import run_on_this_machine
+
+        code = run_on_this_machine(sys.argv[1:], RankMap.of(config).world_size)
+    else:
+        end_with_launcher()
+        code = _take_part(config_file, overrides or [], wait)
+    if code:
+        raise typer.Exit(code)
+
+
+def _take_part(config_file: Path, overrides: list[str], wait_s: float) -> int:
+    """One rank. A configuration that cannot be read here may be in order on the other nodes: that is a finding."""
+    seat = Seat.find()
+    rank_map = run_dir = None
+    try:
+        config = load_config(config_file, overrides)
+    except ValueError as error:
+        report = NodeReport(seat.node, seat.rank, seat.num_local, problems=tuple(str(error).splitlines()))
+    else:
+        rank_map, run_dir = RankMap.of(config), config.run_dir
+        rank_map.require_world_size(seat.world_size)
+        report = (
+            report_of(seat, config, installed_versions())
+            if seat.is_first_of_node
+            else NodeReport(seat.node, seat.rank, seat.num_local)
+        )
+    from hacpo_mega.commands.preflight import Preflight
+
+    return Preflight(seat, rank_map, run_dir, report, wait_s).run()

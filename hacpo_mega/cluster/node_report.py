@@ -1,0 +1,187 @@
+"""What one node says of itself before a job starts: code, versions, devices, models, memory, disk. Imports no torch.
+
+Not here: what others make of it (node_comparison.py), and what takes two nodes to find out (preflight.py).
+"""
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.config import Config
+from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.models.folder import dtype_name
+
+OUR_PACKAGES = ("hacpo_mega", "hacpo_kernels")
+SHORT = 12  # characters of a digest that a person reads
+# What NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
+SHM_BYTES_WITH_GPUS = 1 << 30
+# The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/faults.md).
+SHM_BYTES_PER_RANK = 4 << 20
+CHECKPOINT_BYTES_PER_PARAMETER = 18.4  # measured, docs/reliability.md
+GPU_QUERY = "name,memory.total,memory.used,driver_version,clocks.max.sm,clocks.max.memory"
+MAX_USED_SHARE = 0.1  # of a GPU's memory; a driver alone holds a few hundred MiB
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """The facts of a node.
+
+    agents      names of the agents whose ranks are on it
+    in_job      what must be equal on all nodes, by what it is
+    in_agents   what must be equal on the nodes of the same agents: other partitions may have other devices
+    *_bytes     free now: host memory, /dev/shm, the disk of the run folder
+    problems    what is wrong with it whatever the others say
+    """
+
+    node: str
+    first_rank: int
+    num_ranks: int
+    agents: str = ""
+    in_job: Mapping[str, str] = field(default_factory=dict)
+    in_agents: Mapping[str, str] = field(default_factory=dict)
+    memory_bytes: int = 0
+    shm_bytes: int = 0
+    disk_bytes: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeReport:
+    """This node's report, made by its first process; `versions` are those of the installed packages."""
+    problems = list(missing_models(config))
+    gpus = _gpus(problems)
+    facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}
+    facts |= {f"{name}'s version": version for name, version in versions.items()}
+    model_bytes = checkpoint_bytes = 0
+    for agent in config.agents:
+        try:
+            text, weights, parameters = _model(agent.model)
+        except (OSError, ValueError) as error:
+            problems.append(f"agents.{agent.name}: {error}")
+            continue
+        facts[f"{agent.name}'s model folder"] = text
+        model_bytes += weights
+        checkpoint_bytes += int(CHECKPOINT_BYTES_PER_PARAMETER * parameters)
+    is_saved = config.checkpoint.every_steps or config.checkpoint.every_minutes
+    # one checkpoint is written before the oldest goes
+    needed = model_bytes + (config.checkpoint.keep_last + 1) * checkpoint_bytes * bool(is_saved)
+    shm = free_bytes(Path("/dev/shm"))
+    shm_needed = SHM_BYTES_WITH_GPUS if gpus else SHM_BYTES_PER_RANK * seat.num_local
+    disk = free_bytes(config.run_dir)
+    if disk < needed:
+        problems.append(
+            f"disk of {config.run_dir}: {size(disk)} free, {size(needed)} needed for the exported agents and "
+            f"{config.checkpoint.keep_last + 1} checkpoints"
+        )
+    if shm < shm_needed:
+        problems.append(f"/dev/shm: {size(shm)} free, {size(shm_needed)} needed")
+    if gpus and len(gpus) < seat.num_local:
+        problems.append(f"{len(gpus)} GPUs for {seat.num_local} ranks")
+    return NodeReport(
+        node=seat.node,
+        first_rank=seat.rank,
+        num_ranks=seat.num_local,
+        agents=_agents_of(seat, config),
+        in_job=facts,
+        in_agents=_device_facts(gpus),
+        memory_bytes=_free_memory(),
+        shm_bytes=shm,
+        disk_bytes=disk,
+        problems=tuple(problems),
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """What may still be written at a path, of which the last folders need not exist yet."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    found = os.statvfs(existing)
+    return found.f_bavail * found.f_frsize
+
+
+def size(number: float) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+def source_digest() -> str:
+    """A digest of all source files of this project's packages: two checkouts that differ in a byte differ in it."""
+    digest = hashlib.sha256()
+    for package in OUR_PACKAGES:
+        for folder in importlib.util.find_spec(package).submodule_search_locations:
+            for file in sorted(Path(folder).rglob("*.py")):
+                digest.update(f"{package}/{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:SHORT]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:SHORT]
+
+
+def _model(folder: Path) -> tuple[str, int, int]:
+    """(what must be equal elsewhere, bytes of the weights, parameters). OSError, ValueError if it cannot be read."""
+    config = (folder / "config.json").read_bytes()
+    files = sorted(folder.glob("*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    for file in files:
+        with file.open("rb") as weights:
+            weights.read(8)
+    names = _digest(repr([(file.name, number) for file, number in zip(files, sizes)]).encode())
+    text = f"config.json {_digest(config)}, {len(files)} weight files of {sum(sizes):,} bytes (names {names})"
+    return text, sum(sizes), sum(sizes) // (4 if dtype_name(folder) == "float32" else 2)
+
+
+def _agents_of(seat: Seat, config: Config) -> str:
+    ranks = RankMap.of(config)
+    on_node = range(seat.rank, min(seat.rank + seat.num_local, ranks.world_size))
+    return ", ".join(dict.fromkeys(ranks.coordinate(rank).agent_name for rank in on_node))
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _gpus(problems: list[str]) -> list[list[str]]:
+    """A row of GPU_QUERY per GPU of this node; none without NVIDIA's tool. Adds what is wrong with them."""
+    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except FileNotFoundError:
+        return []
+    except subprocess.TimeoutExpired:
+        problems.append("nvidia-smi does not answer: the driver or a GPU hangs")
+        return []
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
+        problems.append(f"nvidia-smi fails: {said[0]}")
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    for index, (_, total, used, *_) in enumerate(rows):
+        with suppress(ValueError):  # "[N/A]" where a device does not tell
+            if int(used) > MAX_USED_SHARE * int(total):
+                problems.append(f"GPU {index}: {used} of {total} MiB are in use by another process")
+    return rows
+
+
+def _device_facts(gpus: list[list[str]]) -> dict[str, str]:
+    if not gpus:
+        return {"devices": "no GPU"}
+    kinds = [f"{name} with {total} MiB" for name, total, *_ in gpus]
+    clocks = dict.fromkeys(f"{sm} / {memory} MHz" for *_, sm, memory in gpus)
+    return {
+        "devices": ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)),
+        "driver": ", ".join(dict.fromkeys(row[3] for row in gpus)),
+        "highest clocks": ", ".join(clocks),
+    }

@@ -1,0 +1,110 @@
+"""Where a launcher has put this process: its rank, its node, and how the job's first process is reached. No torch.
+
+Read from the environment once; torchrun's names come before Slurm's. Not here: what a rank is for (rank_map.py).
+"""
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from typing import Self
+
+# torchrun sets the left names; under srun every task has the right ones.
+RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process as its launcher sees it.
+
+    node         Slurm's name of this node, or the host's    num_local    processes of the job on it
+    nodes        all nodes of the step by name; empty where the launcher does not list them
+    address, port          where the job's store is
+    launcher_keeps_store   torchrun does; else the job's rank 0 does
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    num_local: int
+    node: str
+    nodes: tuple[str, ...]
+    address: str
+    port: int
+    launcher_keeps_store: bool
+
+    @classmethod
+    def find(cls) -> Self:
+        """This process's seat. ValueError where no launcher has set what it needs."""
+        rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} not set: export MASTER_ADDR (the first node's name) and MASTER_PORT (a free "
+                "port there) before srun, or start with torchrun"
+            )
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            num_local=_num_local(world_size),
+            node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            nodes=expand_nodes(_node_list()),
+            address=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            launcher_keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this process speaks for its node."""
+        return self.local_rank == 0
+
+
+def _node_list() -> str:
+    """The nodes of this step; of a heterogeneous job's, whose step list may be one component's, those of the job."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    if "SLURM_HET_SIZE" in os.environ:
+        names = names[::-1]
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def from_launcher(name: str, slurm_name: str) -> int:
+    """A number that torchrun or srun has set. ValueError when neither has."""
+    value = os.environ.get(name) or os.environ.get(slurm_name)
+    if value is None:
+        raise ValueError(f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun")
+    return int(value)
+
+
+def expand_nodes(names: str) -> tuple[str, ...]:
+    """Slurm's list of nodes, one by one: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login."""
+    nodes: list[str] = []
+    # a comma inside brackets separates numbers, outside it separates names
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):
+        nodes += _expand(part)
+    return tuple(nodes)
+
+
+def _expand(part: str) -> list[str]:
+    found = re.search(r"\[([^\]]*)\]", part)
+    if found is None:
+        return [part]
+    numbers: list[str] = []
+    for span in found[1].split(","):
+        first, _, last = span.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    head, tail = part[: found.start()], part[found.end() :]
+    return [name for number in numbers for name in _expand(f"{head}{number}{tail}")]
+
+
+def _num_local(world_size: int) -> int:
+    """Processes of this node. Not SLURM_NTASKS_PER_NODE, which a heterogeneous job gets wrong."""
+    if local := os.environ.get("LOCAL_WORLD_SIZE"):
+        return int(local)
+    counts: list[int] = []
+    for part in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(found[1])] * int(found[2] or 1)
+    node = int(os.environ.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else world_size

@@ -1,0 +1,131 @@
+"""Bytes from all processes to the first and back, over groups of at most FANOUT: nobody speaks to everybody.
+
+A gather that gives every process everything moves world^2 payloads, and around a ring takes world rounds. Here blocks
+of FANOUT neighbours hand what they have to their first member, these do the same among themselves, and so on:
+
+    size 32,768    3 levels; 93 messages reach the root, 31 a head of a block, everybody else sends one
+
+Not here: who the members are (place.py).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+FANOUT = 32
+
+
+class Level(NamedTuple):
+    """One process's part in one level: the group's name, its own rank in it (0: the head), and the group's size."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def tree_levels(rank: int, size: int, fanout: int = FANOUT) -> list[Level]:
+    """The levels that member `rank` of `size` takes part in, from the leaves up; rank 0 is the root.
+
+    Blocks are of neighbours, so what the levels hand up stays in the order of the ranks. A block of one is left out.
+    """
+    levels: list[Level] = []
+    stride, height, index = 1, 0, 0
+    while stride < size and index == 0:
+        block, index = divmod(rank // stride, fanout)
+        num_members = min(fanout, -(-size // stride) - block * fanout)
+        if num_members > 1:
+            levels.append(Level(f"{height}/{block}", index, num_members))
+        stride, height = stride * fanout, height + 1
+    return levels
+
+
+class Tree:
+    """The groups of one member. Every method is a collective over all members."""
+
+    def __init__(
+        self, rank: int, size: int, make_group: Callable[[Level], dist.ProcessGroup], fanout: int = FANOUT
+    ) -> None:
+        """`make_group` makes the gloo group of a level; it is asked from the leaves up."""
+        self._groups = [make_group(level) for level in tree_levels(rank, size, fanout)]
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Everyone's payload, by rank, on the root; an empty list on the others."""
+        payloads = [payload]
+        for group in self._groups:
+            messages = _gather_at_head(group, join(payloads))
+            if group.rank() != 0:
+                return []
+            payloads = [payload for message in messages for payload in split(message)]
+        return payloads
+
+    def share(self, payload: bytes | None) -> bytes:
+        """The root's payload on every member; what the others pass is not looked at."""
+        for group in reversed(self._groups):
+            payload = share_bytes(group, payload)
+        return payload
+
+    def wait_for_all(self) -> None:
+        """Returns when everybody has come."""
+        self.gather(b"")
+        self.share(b"")
+
+
+def share_bytes(group: dist.ProcessGroup, payload: bytes | None) -> bytes:
+    """The payload of the group's rank 0 on every rank; what the others pass is not looked at."""
+    size = torch.tensor([len(payload) if payload is not None else 0])
+    broadcast(group, size)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    if group.rank() == 0:
+        content[:] = as_tensor(payload)
+    if len(content):
+        broadcast(group, content)
+    return content.numpy().tobytes()
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Overwrites the tensor with that of the group's rank 0."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+
+
+def as_tensor(payload: bytes) -> torch.Tensor:
+    """A copy of the bytes as uint8."""
+    # torch refuses empty buffers, and warns about read-only ones
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def join(payloads: list[bytes]) -> bytes:
+    """Payloads as one: their number, their sizes (int64, little endian), their bytes."""
+    sizes = torch.tensor([len(payloads), *map(len, payloads)]).numpy().astype("<i8")
+    return b"".join([sizes.tobytes(), *payloads])
+
+
+def split(message: bytes) -> list[bytes]:
+    """The payloads that `join` has joined."""
+    number = int.from_bytes(message[:8], "little")
+    payloads, start = [], 8 * (number + 1)
+    for index in range(1, number + 1):
+        size = int.from_bytes(message[8 * index : 8 * index + 8], "little")
+        payloads.append(message[start : start + size])
+        start += size
+    assert start == len(message), (start, len(message))
+    return payloads
+
+
+def _gather_at_head(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+    """Everyone's message on rank 0 of the group; empty on the others. Nobody pads: all send what they have."""
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    mine, is_head = torch.tensor([len(message)]), group.rank() == 0
+    sizes = [torch.empty_like(mine) for _ in range(group.size())] if is_head else []
+    group.gather([sizes] if is_head else [], [mine], options).wait()
+    if not is_head:
+        group.send([as_tensor(message)], 0, 0).wait()
+        return []
+    rows = [torch.empty(int(size), dtype=torch.uint8) for size in sizes[1:]]
+    for work in [group.recv([row], rank, 0) for rank, row in enumerate(rows, start=1)]:
+        work.wait()
+    return [message, *(row.numpy().tobytes() for row in rows)]

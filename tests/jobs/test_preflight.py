@@ -1,0 +1,131 @@
+"""Every fault of a node is named by all who came, with the node, in bounded time; a sound job is measured and passes.
+
+Four processes stand for four nodes of one rank each (support/preflight_job.py).
+"""
+
+import json
+from pathlib import Path
+
+import preflight_job
+import pytest
+from job import start_ranks
+from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+
+PATIENCE_S = 600.0  # where all come, it is never used up
+NODE_BAD = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("models")
+    return [
+        agent_table(folder, "A", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "B", "llama", CHARACTERS + PAIRS, cells_per_lane=2),
+    ]
+
+
+class Visit:
+    """A preflight of four nodes: exit statuses, what they wrote, and the record for programs."""
+
+    def __init__(self, folder: Path, models: list[dict], faults: dict[int, str], wait_s: float = PATIENCE_S) -> None:
+        config = write_config(folder, models, run_dir="run")
+        ranks = start_ranks(4, folder, preflight_job.visit, config, faults, wait_s)
+        for rank in ranks:
+            rank.join()
+        self.statuses = [rank.exitcode for rank in ranks]
+        self.outputs = [(folder / f"{rank}.out").read_text() for rank in range(4)]
+        self.errors = [(folder / f"{rank}.err").read_text() for rank in range(4)]
+        record = folder / "run/logs/preflight.json"
+        self.record = json.loads(record.read_text()) if record.exists() else {}
+        self.left = sorted(path.name for path in record.parent.glob("*"))
+
+    def texts(self) -> dict[str, list[str]]:
+        """What was found, by node."""
+        found: dict[str, list[str]] = {}
+        for finding in self.record["findings"]:
+            found.setdefault(finding["node"], []).append(finding["text"])
+        return found
+
+
+def test_a_sound_job_passes_and_is_measured(tmp_path, models):
+    visit = Visit(tmp_path, models, {})
+    assert visit.statuses == [0] * 4, (visit.outputs, visit.errors)
+    record = visit.record
+    assert (record["exit_code"], record["bad_nodes"], record["exclude"], record["findings"]) == (0, [], "", [])
+    assert [node["node"] for node in record["nodes"]] == ["n0", "n1", "n2", "n3"]
+    assert [node["agents"] for node in record["nodes"]] == ["A", "A", "B", "B"]
+    groups = {(group["kind"], group["group"]): group["num_ranks"] for group in record["groups"]}
+    assert groups == {
+        ("cell, all-reduce", "cell 0 of A"): 2,
+        ("lane, all-gather", "lane 0"): 3,
+        ("agent, all-reduce", "A"): 2,
+        ("agent, all-reduce", "B"): 2,
+        ("job, barrier", "job"): 4,
+    }
+    # an all-gather of three carries two ranks' bytes over each link
+    (lane,) = [group for group in record["groups"] if group["group"] == "lane 0"]
+    assert lane["GB_per_s"] == pytest.approx(2 * (4 << 20) / lane["seconds"] / 1e9)
+    assert visit.outputs[1:] == [""] * 3 and not any(visit.errors)
+    assert visit.outputs[0].count(" ok\n") == 4
+    assert visit.left == ["preflight.json"]
+
+
+def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
+    """Three faults at a time; the fourth node has none, and is not named."""
+    visit = Visit(tmp_path, models, {1: "other version", 2: "full disk", 3: "no model"})
+    assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
+    assert visit.record["bad_nodes"] == ["n2", "n3", "n1"]
+    texts = visit.texts()
+    assert texts["n1"] == [f"torch's version: 0.0.1; on 2 other node(s): {version_of('torch')}"]
+    (disk,) = texts["n2"]
+    assert disk.startswith("disk of run: 4 KiB free, ") and "3 checkpoints" in disk
+    assert any("nowhere" in text and "config.json" in text for text in texts["n3"]), texts
+    assert "\n--exclude=n2,n3,n1\n" in visit.outputs[0]
+    assert visit.outputs[0].count(" BAD\n") == 3 and visit.outputs[0].count(" ok\n") == 1
+
+
+def test_what_takes_two_nodes_is_found(tmp_path, models):
+    visit = Visit(tmp_path, models, {1: "closed port", 2: "own run folder", 3: "wrong clock"})
+    assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
+    texts = visit.texts()
+    assert sorted(texts) == ["n1", "n2", "n3"], texts
+    assert "n0 and n3 cannot connect to it" in texts["n1"][0] and "refused" in texts["n1"][0]
+    assert texts["n2"][0].startswith("the run folder: seen from here is what n2 wrote; on 3 other node(s): ")
+    assert texts["n3"] == [text for text in texts["n3"] if "s behind" in text]
+    assert visit.record["exclude"].startswith("--exclude=") and visit.record["groups"] == []
+
+
+def test_a_node_that_never_comes_is_named(tmp_path, models):
+    visit = Visit(tmp_path, models, {2: "never comes"}, wait_s=15.0)
+    assert visit.statuses == [NODE_BAD, NODE_BAD, 0, NODE_BAD], (visit.outputs, visit.errors)
+    assert visit.texts() == {"n2": ["did not come"]}
+    assert visit.record["missing_ranks"] == [2]
+    assert "ranks that did not come: 2\n--exclude=n2\n" in visit.outputs[0]
+
+
+def test_a_first_node_that_never_comes_is_named(tmp_path, models):
+    """By its address, since nobody could be told its name."""
+    visit = Visit(tmp_path, models, {0: "never comes"}, wait_s=4.0)
+    assert visit.statuses == [0, NODE_BAD, NODE_BAD, NODE_BAD], (visit.outputs, visit.errors)
+    assert visit.record["bad_nodes"] == ["127.0.0.1"]
+    for rank in (1, 2, 3):
+        assert f"node n{rank} does not reach rank 0 at 127.0.0.1 port" in visit.errors[rank]
+
+
+def test_a_node_that_hangs_while_groups_are_made_is_named(tmp_path, models):
+    visit = Visit(tmp_path, models, {2: "hangs"}, wait_s=20.0)
+    assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
+    assert list(visit.texts()) == ["n2"], visit.record
+
+
+def test_what_all_nodes_find_wrong_is_the_users(tmp_path, models):
+    """Said once, and it is nobody's node."""
+    visit = Visit(tmp_path, models, dict.fromkeys(range(4), "no model"))
+    assert visit.statuses == [2] * 4, (visit.outputs, visit.errors)
+    assert "nowhere" in visit.errors[0] and not any(visit.errors[1:]) and visit.record == {}
+
+
+def version_of(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)

@@ -1,0 +1,79 @@
+"""One rank of a preflight: every process plays a node of its own, told so by a launcher's variables, with a fault."""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from job import play_command
+
+import hacpo_mega.cluster.preflight
+import hacpo_mega.commands.preflight
+
+
+def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
+    """`hacpo-mega preflight CONFIG` on node n<rank>; ends with its exit status."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(SLURMD_NODENAME=f"n{rank}", SLURM_STEP_NODELIST="n[0-3]", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.chdir(config.parent)
+    fault = faults.get(rank, "")
+    if fault == "never comes":
+        return
+    overrides = ["agents.B.model=nowhere"] if fault == "no model" else []
+    if fault in FAULTS:
+        FAULTS[fault](config.parent)
+    play_command("preflight", str(config), "--wait", str(wait_s), *overrides)
+
+
+def _other_version(folder: Path) -> None:
+    described = folder / "other" / "torch-0.0.1.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
+    sys.path.insert(0, str(described.parent))
+
+
+def _full_disk(folder: Path) -> None:
+    found = os.statvfs("/")
+    fields = list(found)
+    fields[4] = 1  # f_bavail
+    real = os.statvfs
+    full = os.statvfs_result(fields)
+    os.statvfs = lambda path: real(path) if str(path) == "/dev/shm" else full
+
+
+def _own_run_folder(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    os.chdir(folder / "elsewhere")
+
+
+def _closed_port(folder: Path) -> None:
+    """Its door is announced on a port where nobody listens, as behind a firewall."""
+    with socket.create_server(("", 0)) as server:
+        closed = server.getsockname()[1]
+    start = hacpo_mega.cluster.preflight.Door.__init__
+
+    def start_behind_a_wall(door, node):
+        start(door, node)
+        door.port = closed
+
+    hacpo_mega.cluster.preflight.Door.__init__ = start_behind_a_wall
+
+
+def _wrong_clock(folder: Path) -> None:
+    real = time.time
+    time.time = lambda: real() - 1000.0
+
+
+def _hangs(folder: Path) -> None:
+    hacpo_mega.cluster.preflight.GroupTest.run = lambda *_: time.sleep(3600.0)
+
+
+FAULTS = {
+    "other version": _other_version,
+    "full disk": _full_disk,
+    "own run folder": _own_run_folder,
+    "closed port": _closed_port,
+    "wrong clock": _wrong_clock,
+    "hangs": _hangs,
+}
