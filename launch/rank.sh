@@ -11,7 +11,7 @@ if [[ ! -d $logs ]]; then
 fi
 name=$logs/rank_$SLURM_PROCID
 if [[ $SLURM_PROCID == 0 ]]; then
-  exec > >(tee -a "$name.log") 2>&1
+  exec > >(trap '' USR1 TERM INT && exec tee -a "$name.log") 2>&1 # Slurm may signal it, too
   tee=$!
 else
   exec >>"$name.log" 2>&1

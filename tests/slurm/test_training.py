@@ -22,7 +22,7 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 4
-SIGNAL_S = 120
+SIGNAL_S = 600  # long before the limit: a crowded machine must have the time to leave by itself
 # Judges as graders.py does, but a step's answers only when the file beside the run names at least that step: so a
 # run waits in the middle of a step for what happens to it there.
 WAITING_GRADER = """
@@ -155,6 +155,12 @@ def node_of(run_dir: Path, attempt: int, rank: int) -> str:
     return log.read_text().split(" on ")[1].split(",")[0]
 
 
+def exit_codes(run_dir: Path, attempt: int) -> list[str]:
+    """Of the ranks, as the shells that started them saw it."""
+    logs = run_dir / "logs" / f"attempt_{attempt}"
+    return [(logs / f"rank_{rank}.ended").read_text().split()[1] for rank in range(3)]
+
+
 def assert_same_run(run_dir: Path, reference: Path) -> None:
     one, other = (read_metrics(folder / "metrics.jsonl") for folder in (reference, run_dir))
     assert list(other) == list(range(NUM_STEPS + 1))
@@ -175,6 +181,7 @@ def test_three_attempts_are_one_run(limited, reference):
     for attempt in (1, 2, 3):
         nodes = [node_of(run_dir, attempt, rank) for rank in range(3)]
         assert nodes[0] == nodes[1] != nodes[2], "a tensor parallel group on one node"
+    assert [exit_codes(run_dir, attempt) for attempt in (1, 2, 3)] == [["75"] * 3, ["75"] * 3, ["0"] * 3]
 
 
 def test_a_cancelled_job_leaves_a_step_and_no_process(disturbed):
