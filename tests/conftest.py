@@ -6,6 +6,7 @@ so that engines and ranks which tests start do not interpret their own kernels.
 
 import importlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ FOUR_RANKS = {
     "test_place",
     "test_refusal",
     "test_trainer",
+    "test_training",
 }
 
 if not torch.cuda.is_available():
@@ -43,7 +45,7 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "four ranks" if file.removeprefix("tests/jobs/").removesuffix(".py") in FOUR_RANKS else file
+        return "four ranks" if Path(file).stem in FOUR_RANKS else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
