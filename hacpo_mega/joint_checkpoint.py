@@ -189,7 +189,7 @@ class JointCheckpoint:
         alarms = [state.alarms] if self._place.is_leader else []
         said = {"agent": self._agent.name, "counts": counts, "alarms": alarms, "files": files}
         # Everybody's shards are on disk when everybody's word has come.
-        words = [json.loads(word) for word in self._place.gather_job(json.dumps(said).encode())]
+        words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
         if self._is_first:
             commit(pending.writing, self._record(pending.folder, state, words))
             keep = self._config.checkpoint.model_dump(include={"keep_last", "keep_every", "keep_best"})

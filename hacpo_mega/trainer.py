@@ -82,7 +82,7 @@ class Trainer:
                 self.console.say(f"goes on after step {start.step}, from {start.folder}")
                 for change in changes(start.config, plain(config)):
                     self.console.say(f"changed since: {change}")
-            self.metrics = Metrics(self.names[self.place.agent], self.place.gather_job, self.console.phase)
+            self.metrics = Metrics(self.names[self.place.agent], self.place.gather_to_first, self.console.phase)
             with self._phase("load", f"before step {self.steps_done + 1}"):
                 codecs = agent_codecs(config.agents)
                 num_tokens = longest_encoding(codecs)

@@ -21,8 +21,11 @@ FOUR_RANKS = {
     "test_gradient_invariance",
     "test_megatron_layout",
     "test_place",
+    "test_preflight",
     "test_refusal",
+    "test_store_traffic",
     "test_trainer",
+    "test_tree",
     "test_training",
 }
 

@@ -4,6 +4,7 @@ Not here: what others make of it (node_comparison.py), and what takes two nodes 
 """
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -15,7 +16,6 @@ from pathlib import Path
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.config import Config
-from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.models.folder import dtype_name
 
 OUR_PACKAGES = ("hacpo_mega", "hacpo_kernels")
@@ -54,10 +54,11 @@ class NodeReport:
 
 def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeReport:
     """This node's report, made by its first process; `versions` are those of the installed packages."""
-    problems = list(missing_models(config))
+    problems: list[str] = []
     gpus = _gpus(problems)
     facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}
     facts |= {f"{name}'s version": version for name, version in versions.items()}
+    facts["all installed packages"] = _installed()
     model_bytes = checkpoint_bytes = 0
     for agent in config.agents:
         try:
@@ -121,6 +122,12 @@ def source_digest() -> str:
             for file in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{package}/{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:SHORT]
+
+
+def _installed() -> str:
+    """All packages that Python finds here, in short: `pip freeze` on both nodes shows which differ."""
+    found = {(package.name, package.version) for package in importlib.metadata.distributions()}
+    return f"{len(found)} of them, {_digest(repr(sorted(found)).encode())}"
 
 
 def _digest(content: bytes) -> str:

@@ -140,16 +140,19 @@ class Place:
 
     def highest_in_job(self, number: int) -> int:
         """The highest of the numbers that the processes of the job give. Collective."""
-        numbers = self.gather_job(b"%d" % number)
-        return int(self.share_in_job(b"%d" % max(map(int, numbers)) if numbers else None))
+        return max(map(int, self.gather_job(b"%d" % number)))
 
     def barrier(self) -> None:
         """Waits for every process of the job."""
         self._job.wait_for_all()
 
-    def gather_job(self, payload: bytes) -> list[bytes]:
+    def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
         return self._job.gather(payload)
+
+    def gather_job(self, payload: bytes) -> list[bytes]:
+        """The same on every process: for a few bytes each, since everybody receives everybody's."""
+        return split(self._job.share(join(self._job.gather(payload))))
 
     def gather_cell(self, payload: bytes) -> list[bytes]:
         """One payload per rank of this cell, in their order, on every rank of it."""

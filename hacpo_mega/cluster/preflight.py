@@ -118,6 +118,8 @@ class Meeting:
 
     def _connect(self, keeps_store: bool) -> dist.Store:
         seat = self._seat
+        if not keeps_store:
+            _wait_for_port(seat.address, seat.port, self._patience_s)
         try:
             store = dist.TCPStore(
                 seat.address,
@@ -309,6 +311,20 @@ def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: 
     else:
         ranks = range(rank_map.world_size)
     return frozenset(node_of[other] for other in ranks)
+
+
+def _wait_for_port(address: str, port: int, patience_s: float) -> None:
+    """Returns when somebody listens there; Unreachable when nobody does in time. torch would print its own stack."""
+    end = time.monotonic() + patience_s
+    while True:
+        left_s = max(POLL_S, end - time.monotonic())
+        try:
+            socket.create_connection((address, port), timeout=min(PROBE_S, left_s)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise Unreachable(f"{error} for {patience_s:.0f} s") from error
+        time.sleep(4 * POLL_S)
 
 
 def not_in_ring(store: dist.Store, world_size: int) -> list[int]:

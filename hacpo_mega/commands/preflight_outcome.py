@@ -84,7 +84,11 @@ def table(outcome: Outcome, seconds: float) -> str:
     for report in shown:
         last = report.first_rank + report.num_ranks - 1
         ranks = f"{report.first_rank}-{last}" if last > report.first_rank else f"{last}"
-        frees = (size(report.memory_bytes), size(report.shm_bytes), size(report.disk_bytes))
+        # a node that could not read its configuration has looked at nothing
+        frees = [
+            size(number) if report.in_job else "?"
+            for number in (report.memory_bytes, report.shm_bytes, report.disk_bytes)
+        ]
         verdict = "BAD" if report.node in outcome.bad_nodes else "ok"
         rows.append((report.node, ranks, report.agents, report.in_agents.get("devices", "?"), *frees, verdict))
     lines = [_columns(rows)]

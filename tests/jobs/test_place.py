@@ -127,7 +127,8 @@ def ask_groups(place: Place, rank_map: RankMap) -> None:
         return [int(rank) for rank in gather_bytes(group, me)]
 
     everyone = [rank_map.coordinate(rank) for rank in ranks]
-    assert [int(rank) for rank in place.gather_job(me)] == (ranks if my.global_rank == 0 else [])
+    assert [int(rank) for rank in place.gather_job(me)] == ranks
+    assert [int(rank) for rank in place.gather_to_first(me)] == (ranks if my.global_rank == 0 else [])
     leaders = [other.global_rank for other in everyone if other.agent == my.agent and other.is_leader]
     assert [int(rank) for rank in place.gather_agent(me)] == leaders
     cell = [other.global_rank for other in everyone if (other.agent, other.cell) == (my.agent, my.cell)]
@@ -152,8 +153,10 @@ def gather_awkward(place: Place, rank_map: RankMap) -> None:
     sizes = [0, 1, 100_003, 0, 17, 2, 3, 4]
     expected = [bytes([rank]) * size + b"\0" * (rank % 2) for rank, size in enumerate(sizes)]
     is_first = place.coordinate.global_rank == 0
-    assert place.gather_job(expected[place.coordinate.global_rank]) == (expected if is_first else [])
-    assert place.gather_job(b"") == ([b""] * rank_map.world_size if is_first else [])
+    mine = expected[place.coordinate.global_rank]
+    assert place.gather_job(mine) == expected
+    assert place.gather_to_first(mine) == (expected if is_first else [])
+    assert place.gather_to_first(b"") == ([b""] * rank_map.world_size if is_first else [])
     assert place.share_in_job(b"\0it\0" if is_first else None) == b"\0it\0"
     assert place.share_in_cell(b"" if place.is_leader else None) == b""
 
@@ -206,8 +209,7 @@ def join_under(environments: tuple[dict[str, str], ...]) -> None:
         del os.environ[name]
     os.environ.update(environments[rank])
     with Place.join(RankMap(1, (AgentShape("A"), AgentShape("B")))) as place:
-        names = place.share_in_job(b" ".join(place.gather_job(place.coordinate.agent_name.encode())))
-        print(place.coordinate, names, flush=True)
+        print(place.coordinate, place.gather_job(place.coordinate.agent_name.encode()), flush=True)
 
 
 def join(folder: Path, *environments: dict[str, str]) -> list[tuple[int, str, str]]:
@@ -240,4 +242,4 @@ def test_tasks_of_srun_find_their_place(tmp_path):
     tasks = join(tmp_path, *(master | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)))
     assert [status for status, _, _ in tasks] == [0, 0], tasks
     for rank, name in enumerate("AB"):
-        assert tasks[rank][1] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) b'A B'\n"
+        assert tasks[rank][1] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) [b'A', b'B']\n"

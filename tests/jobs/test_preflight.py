@@ -4,6 +4,7 @@ Four processes stand for four nodes of one rank each (support/preflight_job.py).
 """
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import preflight_job
@@ -76,7 +77,9 @@ def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     assert visit.record["bad_nodes"] == ["n2", "n3", "n1"]
     texts = visit.texts()
-    assert texts["n1"] == [f"torch's version: 0.0.1; on 2 other node(s): {version_of('torch')}"]
+    version, packages = texts["n1"]
+    assert version == f"torch's version: 0.0.1; on 2 other node(s): {metadata.version('torch')}"
+    assert packages.startswith("all installed packages: ")
     (disk,) = texts["n2"]
     assert disk.startswith("disk of run: 4 KiB free, ") and "3 checkpoints" in disk
     assert any("nowhere" in text and "config.json" in text for text in texts["n3"]), texts
@@ -96,7 +99,7 @@ def test_what_takes_two_nodes_is_found(tmp_path, models):
 
 
 def test_a_node_that_never_comes_is_named(tmp_path, models):
-    visit = Visit(tmp_path, models, {2: "never comes"}, wait_s=15.0)
+    visit = Visit(tmp_path, models, {2: "never comes"}, wait_s=20.0)
     assert visit.statuses == [NODE_BAD, NODE_BAD, 0, NODE_BAD], (visit.outputs, visit.errors)
     assert visit.texts() == {"n2": ["did not come"]}
     assert visit.record["missing_ranks"] == [2]
@@ -109,13 +112,20 @@ def test_a_first_node_that_never_comes_is_named(tmp_path, models):
     assert visit.statuses == [0, NODE_BAD, NODE_BAD, NODE_BAD], (visit.outputs, visit.errors)
     assert visit.record["bad_nodes"] == ["127.0.0.1"]
     for rank in (1, 2, 3):
-        assert f"node n{rank} does not reach rank 0 at 127.0.0.1 port" in visit.errors[rank]
+        line, _, rest = visit.errors[rank].partition("\n")
+        assert line.startswith(f"node n{rank} does not reach rank 0 at 127.0.0.1 port ") and rest == ""
 
 
 def test_a_node_that_hangs_while_groups_are_made_is_named(tmp_path, models):
-    visit = Visit(tmp_path, models, {2: "hangs"}, wait_s=20.0)
+    visit = Visit(tmp_path, models, {2: "hangs"}, wait_s=30.0)
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     assert list(visit.texts()) == ["n2"], visit.record
+
+
+def test_another_number_of_ranks_is_refused_before_anybody_waits(tmp_path, models):
+    visit = Visit(tmp_path, [models[0]], {})
+    assert visit.statuses == [2] * 4, (visit.outputs, visit.errors)
+    assert "needs 2 ranks" in visit.errors[0] and not any(visit.errors[1:])
 
 
 def test_what_all_nodes_find_wrong_is_the_users(tmp_path, models):
@@ -123,9 +133,3 @@ def test_what_all_nodes_find_wrong_is_the_users(tmp_path, models):
     visit = Visit(tmp_path, models, dict.fromkeys(range(4), "no model"))
     assert visit.statuses == [2] * 4, (visit.outputs, visit.errors)
     assert "nowhere" in visit.errors[0] and not any(visit.errors[1:]) and visit.record == {}
-
-
-def version_of(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)

@@ -1,4 +1,4 @@
-"""What a job costs its store and its sockets, as formulas over the rank map; tests/jobs/test_scale.py counts the same.
+"""What a job costs its store and its sockets, as formulas over the rank map; test_store_traffic.py counts the same.
 
     key      one set: the address of a rank in a gloo group, or in the ring of the watchdog
     get      one read of such a key: the neighbour's in the ring, and one of every gloo peer, when they first speak

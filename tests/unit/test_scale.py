@@ -1,4 +1,4 @@
-"""4,096 and 32,768 ranks played in one process by the formulas that tests/jobs/test_scale.py counts in real jobs."""
+"""4,096 and 32,768 ranks played in one process by the formulas that test_store_traffic.py counts in real jobs."""
 
 import time
 

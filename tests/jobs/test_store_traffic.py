@@ -43,7 +43,7 @@ def count(rank_map: RankMap, fanout: int) -> dict[str, int]:
     place.share_in_cell(b"it" if place.is_leader else None)
     if place.lane_group is not None:
         gather_bytes(place.lane_group, b"answers")
-    place.gather_job(b"metrics")
+    place.gather_to_first(b"metrics")
     place.barrier()
     counts |= {"gets": store.counts["get"], "keys after": store.counts["set"], "bytes": store.counts["get bytes"]}
     if rank:
