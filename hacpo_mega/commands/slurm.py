@@ -132,6 +132,7 @@ def _settings(slurm: SlurmConfig, plan: Plan, run_dir: Path, options: Sequence[s
     yield f"num_components={len(plan.components)}"
     yield f"counts=({' '.join(map(str, counts))}) # processes of each node"
     yield f"signal_s={slurm.signal_s}"
+    yield f"preflight={int(slurm.preflight)}"
     yield f"max_attempts={slurm.max_attempts}"
     yield from (f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items())
     yield from slurm.setup

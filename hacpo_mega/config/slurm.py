@@ -78,5 +78,7 @@ class SlurmConfig(Section):
     signal_s: Annotated[int, Field(strict=True, ge=30, le=65535)] = 300
     """Seconds before the time limit at which the run is told to take a checkpoint and to queue again; Slurm may tell it
     up to 60 seconds earlier."""
+    preflight: Flag = True
+    """Whether all nodes are compared and the groups timed before an attempt begins, so that it leaves out a bad one."""
     max_attempts: Count = 100
     """Attempts of one job, the first included, before it is no longer queued again."""

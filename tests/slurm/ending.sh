@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Stands before the command of a rank and ends as the word of $ENDINGS for this attempt of the job says:
+# Stands before the command of a rank, lets the preflight be, and ends as the word of $ENDINGS for this attempt of the job says:
 #   STATUS        all ranks end with it            RANK:STATUS   this one does, having said why; the others end with 1
 #   RANK:gone     this one is killed, with the shell that would note how it ended
 #   deaf          nobody heeds a signal            begun         rank 0 is killed when its command has noted the attempt
+[[ $* == *" preflight "* ]] && exec "$@"
 read -ra words <<<"$ENDINGS"
 attempt=${SLURM_RESTART_COUNT:-0}
 word=${words[attempt]}

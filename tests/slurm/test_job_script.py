@@ -9,6 +9,7 @@ import pytest
 from cluster import CONTROL
 from run_cases import CHARACTERS, agent_table, write_config
 
+NODES = {"gpus_per_node": 2, "preflight": False}
 ENDING = f'["bash", "{Path(__file__).parent / "ending.sh"}"]'
 
 
@@ -16,7 +17,7 @@ ENDING = f'["bash", "{Path(__file__).parent / "ending.sh"}"]'
 def config(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("endings")
     wide = agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2)
-    return write_config(folder, [wide, agent_table(folder, "narrow", "llama", CHARACTERS)], slurm={"gpus_per_node": 2})
+    return write_config(folder, [wide, agent_table(folder, "narrow", "llama", CHARACTERS)], slurm=NODES)
 
 
 def play(slurm, config: Path, name: str, endings: str, *overrides: str) -> tuple[str, str, dict[str, str]]:
@@ -83,6 +84,20 @@ def test_a_checkpoint_that_takes_too_long_is_not_waited_for(slurm, config):
     assert slurm.wait_for_end(number, log) == "COMPLETED"
     said = log.read_text()
     assert said.index("the time limit is near") < said.index("no checkpoint in time") < said.index("] done")
+
+
+def test_a_node_that_fails_the_preflight_is_left_out(slurm, config, python):
+    """On node1 the folder of a model is another one."""
+    cluster, model = slurm.cluster, str(config.parent / "wide")
+    cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", model)
+    try:
+        _, said, job = play(slurm, config, "bad", "0 0", "slurm.preflight=true", f"slurm.python={python}")
+    finally:
+        cluster.on("node1", "umount", model)
+    assert (job["JobState"], job["Restarts"], job["ExcNodeList"]) == ("COMPLETED", "1", "node1")
+    first, second = said.split("] attempt ")[1:]
+    assert "--exclude=node1" in first and "queues again without node1" in first
+    assert "on node[2-3]" in second and "] done" in second
 
 
 def test_slurms_own_words_are_passed_on(slurm, config):

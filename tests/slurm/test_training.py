@@ -67,7 +67,7 @@ def config(tmp_path_factory, python) -> Path:
         algorithm={"delta": 0.9},
         reward={"kind": f"{GRADER}:share_of_ones", "timeout_s": 60.0},  # so long that a run may wait for a node's loss
         checkpoint={"every_steps": 1, "asynchronous": False},
-        slurm={"gpus_per_node": 2, "time": "60", "signal_s": SIGNAL_S, "python": str(python)},
+        slurm={"gpus_per_node": 2, "time": "60", "signal_s": SIGNAL_S, "preflight": False, "python": str(python)},
     )
 
 
