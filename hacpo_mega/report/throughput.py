@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.report.canvas import dressed, legend, to_png
-from hacpo_mega.report.plots import PHASE_COLOURS
+from hacpo_mega.report.colours import phase_colour
 
 WAITING = "#e9ebee"
 
@@ -17,7 +17,7 @@ def draw_throughput(result: Path) -> Path:
     schedules = json.loads(result.read_text(encoding="utf-8"))["schedules"]
     bars = [(schedule, agent, found) for schedule in schedules for agent, found in schedule["agents"].items()]
     phases = in_step_order({phase for _, _, found in bars for phase in found["phases_s"]})
-    colours = [PHASE_COLOURS[place % len(PHASE_COLOURS)] for place in range(len(phases))]
+    colours = [phase_colour(phase) for phase in phases]
     with dressed():
         figure = Figure(figsize=(8.6, 0.9 + 0.42 * len(bars)), layout="constrained")
         axis = figure.subplots()
