@@ -17,6 +17,8 @@ import time
 import warnings
 from collections.abc import Mapping
 
+from hacpo_mega.cluster.seat import expand_nodes, tasks_of_nodes
+
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor that feeds it
@@ -73,23 +75,10 @@ def from_slurm(task: Mapping[str, str]) -> dict[str, str]:
     nodes = next(task[name] for name in NODE_LISTS if name in task)
     # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
     port = 10_000 + (int(task["SLURM_JOB_ID"]) * 8 + int(task.get("SLURM_STEP_ID", "0"))) % 20_000
-    share = int(task.get("SLURM_CPUS_ON_NODE", "1")) // _tasks_of_node(task)
+    num_local = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"])[int(task["SLURM_NODEID"])]
+    share = int(task.get("SLURM_CPUS_ON_NODE", "1")) // num_local
     threads = int(task.get("SLURM_CPUS_PER_TASK", "0")) or max(1, share)
-    return {"MASTER_ADDR": first_host(nodes), "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
-
-
-def first_host(nodes: str) -> str:
-    """The first host of Slurm's short form of a list: "node[03-05,9],x1" begins with "node03"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
-
-
-def _tasks_of_node(task: Mapping[str, str]) -> int:
-    """Processes of the step on this node, from "2(x3),1": SLURM_NTASKS_PER_NODE is wrong in heterogeneous jobs."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", task["SLURM_TASKS_PER_NODE"]):
-        counts += [int(count)] * int(times or 1)
-    return counts[int(task["SLURM_NODEID"])]
+    return {"MASTER_ADDR": expand_nodes(nodes)[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
 
 
 def _interface_towards(host: str) -> str | None:

@@ -98,13 +98,19 @@ def _expand(part: str) -> list[str]:
     return [name for number in numbers for name in _expand(f"{head}{number}{tail}")]
 
 
+def tasks_of_nodes(counts: str) -> list[int]:
+    """Processes of the step on every node, from Slurm's "2(x3),1".
+
+    Its SLURM_NTASKS_PER_NODE is wrong in a job of several components.
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
 def _num_local(world_size: int) -> int:
-    """Processes of this node. Not SLURM_NTASKS_PER_NODE, which a heterogeneous job gets wrong."""
+    """Processes of this node."""
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
         return int(local)
-    counts: list[int] = []
-    for part in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            counts += [int(found[1])] * int(found[2] or 1)
+    counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))
     node = int(os.environ.get("SLURM_NODEID", 0))
     return counts[node] if node < len(counts) else world_size

@@ -12,7 +12,8 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli_slurm import begin_attempt
 from hacpo_mega.cluster.attempts import goes_in_circles, record_attempt
-from hacpo_mega.cluster.environment import first_host, from_slurm
+from hacpo_mega.cluster.environment import from_slurm
+from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.older_runs import move_aside
 
@@ -88,7 +89,7 @@ def test_who_submits_needs_no_torch(config):
     [("node1", "node1"), ("n[03-05,9],x1", "n03"), ("a1,b[2-3]", "a1"), ("r[0-1]n[12-13]x,z", "r0n12x")],
 )
 def test_the_first_of_slurms_hosts(nodes, first):
-    assert first_host(nodes) == first
+    assert expand_nodes(nodes)[0] == first
 
 
 # What a task of component 0 finds in a job of node3 (2 tasks) and node[1-2] (1 task each), Slurm 22.05.
