@@ -1,6 +1,7 @@
 """What a small real job asks of its store, and whom it connects to, is what the formulas of docs/scale.md say."""
 
 import os
+import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -25,7 +26,7 @@ EIGHT = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_pe
 
 def num_sockets() -> int:
     """Established TCP connections of this process."""
-    inodes = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    inodes = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return sum(f"socket:[{row[9]}]" in inodes for row in rows if row[3] == "01")
 
@@ -47,9 +48,21 @@ def count(rank_map: RankMap, fanout: int) -> dict[str, int]:
     place.barrier()
     counts |= {"gets": store.counts["get"], "keys after": store.counts["set"], "bytes": store.counts["get bytes"]}
     if rank:
-        counts["sockets"] = num_sockets() - num_before
+        counts["sockets"] = settled(num_before, cost(rank_map, rank, fanout).sockets - 1)
+    place.barrier()  # whoever leaves takes its ends of the connections with it
     place.close()
     return counts
+
+
+def settled(num_before: int, expected: int) -> int:
+    """New connections of this process, once they are as many as expected or a minute has passed.
+
+    A peer's side of a connection may still be on its way when the collective that needed it is over.
+    """
+    deadline = time.monotonic() + 60.0
+    while (found := num_sockets() - num_before) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 @pytest.mark.parametrize(("rank_map", "fanout"), [(FOUR, 32), (EIGHT, 2), (EIGHT, 3)], ids=["4", "8 deep", "8"])
