@@ -59,8 +59,8 @@ def stored_name(kind: str, tensor: str) -> str:
     return f"{kind}.{tensor}"
 
 
-def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup) -> None:
-    """Writes what this process has, synced, into a folder that all see. Collective over `group`.
+def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes what this process has, synced, into a folder that all see. Collective over `group`; None: over nobody.
 
     All processes together must have every number of every tensor once: torch refuses a gap and an overlap. NotWritten
     when one cannot write.
