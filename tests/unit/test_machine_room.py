@@ -35,13 +35,13 @@ def test_parameters_are_counted_as_hugging_face_counts_them(config_file):
 def test_a_run_that_cannot_fit_its_disk_is_refused_with_the_arithmetic(config_file, monkeypatch):
     config = load_config(config_file, [])
     number = sum(map(disk_space.num_parameters, config.agents))
-    needed = 3 * 18 * number + 4 * number
+    needed = 3 * 13 * number + 4 * number
     usage = shutil.disk_usage("/")._replace(free=needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     done = run_here("train", config_file)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert f"{needed:,} bytes are needed, {needed - 1:,} are free on the disk of {config.run_dir}" in done.stderr
-    assert f"3 checkpoints (checkpoint.keep_last + 1, less those that are there) of {18 * number:,}" in done.stderr
+    assert f"3 checkpoints (checkpoint.keep_last + 1, less those that are there) of {13 * number:,}" in done.stderr
     assert not config.run_dir.exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     disk_space.require_room(config)

@@ -226,11 +226,12 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
 @pytest.mark.parametrize(
     "tables, problem",
     [
-        ({"megatron": {"recompute_granularty": "full"}}, "no such field; did you mean 'recompute_granularity'?"),
-        ({"megatron": {"recompute_granularity": "all"}}, "must be Optional[Literal['full', 'selective']], found 'all'"),
-        ({"megatron": {"recompute_num_layers": "1"}}, "megatron.recompute_num_layers must be Optional[int], found '1'"),
+        ({"megatron": {"bias_activation_fusio": True}}, "no such field; did you mean 'bias_activation_fusion'?"),
+        ({"megatron": {"fp8_amax_compute_algo": "all"}}, "must be Literal['most_recent', 'max'], found 'all'"),
+        ({"megatron": {"moe_ffn_hidden_size": "1"}}, "megatron.moe_ffn_hidden_size must be Optional[int], found '1'"),
         ({"megatron": {"num_layers_in_first_pipeline_stage": 1.5}}, "must be Optional[int], found 1.5"),
-        ({"megatron": {"recompute_modules": ["mlp", 3]}}, "must be Optional[List[str]], found ['mlp', 3]"),
+        ({"megatron": {"cp_comm_type": ["p2p", 3]}}, "must be Optional[Union[str, List[str]]], found ['p2p', 3]"),
+        ({"megatron": {"recompute_granularity": "full"}}, "from the model folder and the agent's recompute; remove it"),
         ({"megatron": {"deterministic_mode": 1}}, "megatron.deterministic_mode must be bool, found 1"),
         ({"megatron": {"grad_scale_func": "f"}}, "megatron.grad_scale_func must be Optional[Callable], found 'f'"),
         ({"megatron": {"context_parallel_size": 2}}, "megatron.context_parallel_size is decided by this project"),
@@ -251,7 +252,7 @@ def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables
 
 
 def test_what_can_be_passed_on_is_accepted(folder):
-    megatron = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "deterministic_mode": True}
+    megatron = {"fp8_amax_compute_algo": "max", "cp_comm_type": ["p2p"], "deterministic_mode": True}
     vllm = {"gpu_memory_utilization": 1, "enforce_eager": False, "max_num_seqs": 8, "kv_cache_dtype": "auto"}
     vllm |= {"compilation_config": {"level": 0}, "hf_overrides": {}, "block_size": 16}
     load_config(run_file(folder, megatron=megatron, vllm=vllm))
