@@ -33,7 +33,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a turn.")] = 4,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of a turn before those that are measured.")] = 1,
 ) -> None:
-    """Time the same work under every schedule, in turns on this machine: collaborating, gspo_x2, gspo."""
+    """Time the same work under every schedule, in turns on this machine: its method, gspo_x2, gspo."""
     from hacpo_mega.config import load_config
     from hacpo_mega.throughput.schedules import load_schedule, schedules_of
     from hacpo_mega.throughput.workload import fixed, replayed

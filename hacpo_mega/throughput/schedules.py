@@ -1,8 +1,8 @@
 """What is compared: the configuration's own method, and each agent alone with as many or twice as many answers.
 
-    collaborating   the configuration as it is: N agents, G answers each, all of them shared
-    gspo_x2         each agent alone, 2 G answers: with two agents as many trained answers per learner
-    gspo            each agent alone, G answers
+    its own method   the configuration as it is: N agents, G answers each, all of them shared
+    gspo_x2          each agent alone, 2 G answers: with two agents as many trained answers per learner
+    gspo             each agent alone, G answers
 
 The answers in an update are as many for all: agents alone take N times the prompts. All of them run both agents at the
 same time, each on its own devices. One agent after the other, as in the authors' recipe, is reckoned from the same
