@@ -293,6 +293,11 @@ class Agent:
         counts, write = self.actor.save(folder, copies=copies)
         return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
 
+    def not_finite(self) -> str | None:
+        """What of this rank's share of the agent's weights and optimizer holds NaN or infinity; None where nothing."""
+        found = self.actor.not_finite()
+        return None if found is None else f"{found} of {self.name} is not finite"
+
     def _told(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for tensor in tensors:
             self.place.progress()

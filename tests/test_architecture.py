@@ -118,7 +118,7 @@ class Source:
     def tree(self) -> ast.Module:
         return _parsed(self.path, self.text)
 
-    @property
+    @functools.cached_property
     def module(self) -> str:
         """The dotted name; a package is named by its folder."""
         parts = PurePosixPath(self.path.removeprefix("kernels/")).with_suffix("").parts

@@ -34,7 +34,7 @@ from hacpo_mega.megatron.schedule import (
     sum_over_cells,
     tensor_from_last_stage,
 )
-from hacpo_mega.megatron.sharded_state import load_state, save_state
+from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
@@ -257,6 +257,10 @@ class Actor:
             self._saving_group = torch.distributed.new_group(backend="gloo")
         write = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
+
+    def not_finite(self) -> str | None:
+        """The first tensor of this rank's share of the state that holds NaN or infinity; None where none does."""
+        return not_finite(self.model, self.optimizer)
 
     def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
         """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""
