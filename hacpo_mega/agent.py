@@ -67,36 +67,11 @@ class Agent:
         self._answers_per_prompt = config.answers_per_prompt
         self._cells = config.lanes * spec.cells_per_lane
         self._engines_per_cell = place.rank_map.agents[place.agent].engines_per_cell
-        budget = agent_budget(config, spec, architecture_of(spec))
-        require_host_memory(place, budget.parts["on the host"])
-        self.actor = Actor(
-            spec.model,
-            tp=spec.tp,
-            pp=spec.pp,
-            optimizer=spec.optimizer,
-            total_updates=config.updates_per_step * config.num_steps,
-            max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
-            max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
-            recompute=budget.actor.recompute,
-            offloads=spec.offload == "optimizer",
-            overrides=spec.megatron,
-            spans=place.spans,
-            on_progress=place.progress,
-        )
-        if config.algorithm.kl_coef > 0.0:
-            self.actor.keep_reference()
-        if start is not None:
-            state = start.agents[self.name]
-            self.actor.load(start.folder / self.name, num_updates=state.num_updates, num_applied=state.num_applied)
+        self.actor = _actor(spec, place, config, start)
         self.dtype = self.actor.model.config.params_dtype
         # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
         self.answer_lengths: Callable[[int, int, int], int] | None = None
-        # vLLM wants the memory that it will have from its start on; afterwards the state is away while it is awake.
         self.offload = self.actor.optimizer.offload
-        self.offload.start_leaving()
-        self.offload.finish_leaving()
         self.asleep_bytes = 0
         agents_on_device = agents_per_device(place)
         with in_turn(place, agents_on_device):
@@ -323,3 +298,33 @@ class Agent:
     def close(self) -> None:
         """Shuts the engine down, while the process groups it uses still exist."""
         self.engine.close()
+
+
+def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None) -> Actor:
+    """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
+    budget = agent_budget(config, spec, architecture_of(spec))
+    require_host_memory(place, budget.parts["on the host"])
+    actor = Actor(
+        spec.model,
+        tp=spec.tp,
+        pp=spec.pp,
+        optimizer=spec.optimizer,
+        total_updates=config.updates_per_step * config.num_steps,
+        max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        recompute=budget.actor.recompute,
+        offloads=spec.offload == "optimizer",
+        overrides=spec.megatron,
+        spans=place.spans,
+        on_progress=place.progress,
+    )
+    if config.algorithm.kl_coef > 0.0:
+        actor.keep_reference()
+    if start is not None:
+        state = start.agents[spec.name]
+        actor.load(start.folder / spec.name, num_updates=state.num_updates, num_applied=state.num_applied)
+    actor.optimizer.offload.start_leaving()
+    actor.optimizer.offload.finish_leaving()
+    return actor
