@@ -13,10 +13,10 @@ meanwhile: out beside publishing, back beside judging, exchanging and scoring (a
 they begin, and the bytes are given back and taken again all the same.
 
 Why not Megatron's own (core 0.16.1): `MegatronOptimizer.offload_to_cpu` and `restore_from_cpu` wait for every copy, use
-pageable memory that they allocate anew each time, do nothing for a tensor that is on the CPU, and replace tensors, so
-that a view of a float32 model's weights comes back as a copy that nobody reads. `optimizer_cpu_offload`
-(HybridDeviceOptimizer) takes the optimizer step itself to the CPU. Here every tensor keeps its storage, whose bytes go
-and come, so that whatever views it finds its numbers again.
+pageable memory that they allocate anew each time, do nothing for a tensor that is on the CPU, and give every tensor
+another storage: a view of a float32 model's weights comes back as a second copy of them, and other views read what was
+before. `optimizer_cpu_offload` (HybridDeviceOptimizer) takes the optimizer step itself to the CPU. Here every
+tensor keeps its storage, whose bytes go and come, so that whatever views it finds its numbers again.
 Not here: when (agent.py), and how many bytes that is (models/memory.py).
 """
 
