@@ -200,7 +200,9 @@ class Trainer:
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
-        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+        self.report.add(
+            trajectories, scores, capability_N, views, updates, self.judge.take_report(), self.agent.asleep_bytes
+        )
         reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
         self.report.warn(reduced)
         self._end_step(reduced)

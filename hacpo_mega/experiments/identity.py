@@ -57,7 +57,7 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
     table = config.model_dump(mode="json", exclude=left_out)
     for agent in table["agents"]:
         del agent["optimizer"]["lr"]
-        del agent["recompute"]  # changes no gradient
+        del agent["recompute"], agent["offload"]  # change no gradient
     return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
 
 

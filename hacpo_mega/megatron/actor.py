@@ -60,6 +60,7 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
+        offloads: bool = False,
         overrides: Mapping[str, Any] | None = None,
         spans: Spans | None = None,
         dtype: torch.dtype | None = None,
@@ -68,8 +69,9 @@ class Actor:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
-        backward computes again (none, mlp, full), `overrides` are fields of Megatron's TransformerConfig; `spans`
-        records the parts of an update, `on_progress` is told every micro-batch. bf16 with fp32 main weights on CUDA,
+        backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
+        `optimizer.offload` is told to; `overrides` are fields of Megatron's TransformerConfig; `spans` records the
+        parts of an update, `on_progress` is told every micro-batch. bf16 with fp32 main weights on CUDA,
         fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
         folder the model cannot have (model.py, weights.py).
         """
@@ -84,7 +86,7 @@ class Actor:
         initialize_parallel(tp, pp, seed)
         with megatron_platform():
             self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, recompute, overrides)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
 

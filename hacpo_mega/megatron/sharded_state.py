@@ -72,6 +72,7 @@ def load_state(
     """
     with megatron_platform():
         optimizer.make_moments()
+    optimizer.offload.require_home()
     StateReader(folder).read(_parts(unwrapped(model), optimizer, written=False))
     with megatron_platform():
         optimizer.spread_main_weights(model)
