@@ -76,6 +76,8 @@ class Agent:
             temperature=config.rollout.temperature,
             seed=config.seed,
             recompute=agent_budget(config, spec, architecture_of(spec)).actor.recompute,
+            transformer=spec.transformer,
+            communication=spec.data_parallel,
             overrides=spec.megatron,
             spans=place.spans,
             on_progress=place.progress,
@@ -108,6 +110,11 @@ class Agent:
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
+
+    @property
+    def layers_said(self) -> str:
+        """Whose layers the actor has, for people."""
+        return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
 
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
