@@ -132,6 +132,12 @@ def test_weights_are_still_gathered_when_learn_returns(by_rank, model):
         assert answers[model, "gradients"]["gathering"] == [False] * len(CELLS)
 
 
+@pytest.mark.parametrize("field", ["use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective"])
+def test_what_the_law_of_gradients_decides_is_refused(field):
+    with pytest.raises(ValueError, match=rf"{field}\n.*not permitted"):
+        DataParallelConfig(**{field: False})
+
+
 def test_a_bucket_size_without_buckets_is_refused():
     with pytest.raises(ValueError, match="bucket_size: without overlap_grad_reduce there is one bucket; set it too"):
         DataParallelConfig(bucket_size=1000)
