@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hacpo_mega.cluster.seat import expand_nodes, tasks_of_nodes
@@ -81,17 +82,18 @@ def own_caches(agent: str) -> None:
     """On CUDA, gives the processes of an agent on this node a folder of their own for what they compile.
 
     On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
-    because vLLM's names tell neither two agents of one model apart nor their ranks. Under the temporary folder
-    (TMPDIR), kept for the next run. A variable that the user has set stays. Read when something is compiled, so it may
-    be said after the imports. ValueError where the folder is another user's, whose code would run here.
+    because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
+    next run. A variable that the user has set stays. Read when something is compiled, so it may be said after the
+    imports. ValueError where the folder is not the user's own: another's code would run here.
     """
     if not _has_cuda() or all(name in os.environ for name in CACHES):
         return
     folder = Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ValueError(f"{folder} is another user's: remove it, or set TMPDIR, or {' and '.join(CACHES)}")
+        raise ValueError(f"{folder} is not a folder of yours: remove it, or set TMPDIR, or {' and '.join(CACHES)}")
     for name, part in CACHES.items():
         os.environ.setdefault(name, str(folder / agent / part))
 

@@ -89,14 +89,17 @@ def test_what_the_user_has_set_stays(tmp_path):
         assert read["TRITON_CACHE_DIR"].startswith(str(tmp_path))
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("found", ["link", "file"])
+def test_what_is_not_ours_is_refused(found, tmp_path, monkeypatch):
+    """A link that somebody laid there would lead our compiled code, and what we run, to a place of his."""
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / f"hacpo_mega-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="is another user's: remove it, or set TMPDIR"):
+    own = tmp_path / f"hacpo_mega-{os.getuid()}"
+    own.symlink_to(tmp_path / "elsewhere") if found == "link" else own.touch()
+    with pytest.raises(ValueError, match="is not a folder of yours: remove it, or set TMPDIR"):
         own_caches("small")
     assert not any(name in os.environ for name in CACHES)
