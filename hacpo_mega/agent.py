@@ -94,6 +94,11 @@ class Agent:
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
 
+    @property
+    def layers_said(self) -> str:
+        """Whose layers the actor has, for people."""
+        return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
+
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
 
@@ -321,6 +326,8 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         seed=config.seed,
         recompute=budget.actor.recompute,
         offloads=spec.offload == "optimizer",
+        transformer=spec.transformer,
+        communication=spec.data_parallel,
         overrides=spec.megatron,
         spans=place.spans,
         on_progress=place.progress,

@@ -95,6 +95,8 @@ class Trainer:
                 reward = config.reward.model_dump(exclude={"max_unjudged_share"})
                 self.judge = stack.enter_context(Judge(**reward))
                 self.agent = Agent(config.agents[self.place.agent], self.place, config, start)
+            layers = [said.decode() for said in self.place.gather_to_first(self.agent.layers_said.encode())]
+            self.console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
             if num_dropped:
                 self.console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
             self.capability = CapabilityTracker(len(config.agents), config.algorithm)

@@ -5,7 +5,6 @@
 keep() { export "$1=${!1-$2}"; }  # keep NAME DEFAULT
 
 keep VLLM_ENABLE_V1_MULTIPROCESSING 0 # the engine lives in the trainer's process, beside the actor that feeds it
-keep VLLM_LOGGING_LEVEL ERROR         # one line per step is ours; vLLM's would be hundreds
 keep VLLM_NO_USAGE_STATS 1            # nothing is reported to anybody
 keep TORCH_CPP_LOG_LEVEL ERROR        # torch warns of what it does not find on this machine
 keep HF_HUB_OFFLINE 1                 # models are folders; a typo must not become a download on 512 nodes
@@ -16,7 +15,11 @@ keep CUDA_DEVICE_MAX_CONNECTIONS 1    # Megatron overlaps tensor-parallel commun
 keep PYTHONWARNINGS ignore:resource_tracker # it frees the shared memory of a process that was told to end, and complains
 keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
 
-if [[ ! -e /dev/nvidia0 ]] && ! command -v nvidia-smi >/dev/null; then
+if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
+  keep VLLM_LOGGING_LEVEL WARNING       # what it says there explains a slow or a failed start
+  keep VLLM_ALLREDUCE_USE_FLASHINFER 0  # else it would depend on nvcc and ninja on PATH, and be compiled at the start
+else
+  keep VLLM_LOGGING_LEVEL ERROR         # it warns of every CUDA feature that a CPU lacks
   keep TORCHDYNAMO_DISABLE 1            # spares an 18 s compilation on the first answer
 fi
 unset -f keep

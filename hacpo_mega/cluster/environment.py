@@ -11,18 +11,21 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import struct
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from hacpo_mega.cluster.seat import expand_nodes, tasks_of_nodes
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor that feeds it
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes
@@ -35,8 +38,16 @@ EVERYWHERE = {
     "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
 }
 ON_CPU = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every CUDA feature that a CPU lacks
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
 }
+ON_CUDA = {
+    "VLLM_LOGGING_LEVEL": "WARNING",  # what it says there explains a slow or a failed start
+    # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+# Compiled code, of Triton and of vLLM, each in a folder of own_caches.
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 
 # What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
@@ -49,7 +60,7 @@ LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by local_job.py for the ranks it
 def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import."""
     under_srun = from_slurm(os.environ) if _is_slurm_task() else {}
-    for name, value in {**EVERYWHERE, **({} if _has_cuda() else ON_CPU), **under_srun}.items():
+    for name, value in {**library_settings(on_cuda=_has_cuda()), **under_srun}.items():
         os.environ.setdefault(name, value)
     if inside_a_job() and (interface := _interface_towards(os.environ.get("MASTER_ADDR", "localhost"))):
         # Else a node whose name resolves to loopback would wait there for the other nodes.
@@ -60,6 +71,31 @@ def prepare_environment() -> None:
     # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)
+
+
+def library_settings(*, on_cuda: bool) -> dict[str, str]:
+    """What torch, vLLM and transformers are told on a machine with or without an NVIDIA driver."""
+    return EVERYWHERE | (ON_CUDA if on_cuda else ON_CPU)
+
+
+def own_caches(agent: str) -> None:
+    """On CUDA, gives the processes of an agent on this node a folder of their own for what they compile.
+
+    On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
+    because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
+    next run. A variable that the user has set stays. Read when something is compiled, so it may be said after the
+    imports. ValueError where the folder is not the user's own: another's code would run here.
+    """
+    if not _has_cuda() or all(name in os.environ for name in CACHES):
+        return
+    folder = Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ValueError(f"{folder} is not a folder of yours: remove it, or set TMPDIR, or {' and '.join(CACHES)}")
+    for name, part in CACHES.items():
+        os.environ.setdefault(name, str(folder / agent / part))
 
 
 def _has_cuda() -> bool:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
+from hacpo_mega.cluster.environment import own_caches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
@@ -107,6 +108,7 @@ class Place:
         """
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
+        own_caches(rank_map.coordinate(rank).agent_name)
         device = rank_device(local_rank)
         if store is None:
             allow_connections(world_size)

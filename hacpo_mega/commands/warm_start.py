@@ -57,6 +57,8 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         max_positions=spec.init.max_positions,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         seed=config.seed,
+        transformer=spec.transformer,
+        communication=spec.data_parallel,
         overrides=spec.megatron,
     )
     place.enter_phase("warm_start", "before any step")

@@ -1,6 +1,6 @@
 """The configuration of a run. Imports no torch and no model library, so that `hacpo-mega check` answers at once."""
 
-from hacpo_mega.config.agents import AgentConfig, InitConfig, OptimizerConfig, WarmStartConfig
+from hacpo_mega.config.agents import AgentConfig, DataParallelConfig, InitConfig, OptimizerConfig, WarmStartConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.load import load_config
 from hacpo_mega.config.prompting import Prompting
@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DataParallelConfig",
     "EvaluationConfig",
     "InitConfig",
     "LoggingConfig",

@@ -44,6 +44,28 @@ class OptimizerConfig(Section):
     """The learning rate at the end of a linear or cosine schedule, as a share of lr."""
 
 
+class DataParallelConfig(Section):
+    """How the cells of an agent add up their gradients: options of Megatron's DistributedDataParallelConfig."""
+
+    overlap_grad_reduce: Flag = False
+    """Whether gradients are reduced in buckets while backward still computes, in updates in which every cell has
+    samples; in another they are reduced after it."""
+    overlap_param_gather: Flag = False
+    """Whether the weights that an update has changed are gathered while the next forward already computes; needs
+    overlap_grad_reduce, whose buckets it gathers."""
+    bucket_size: Count | None = None
+    """Numbers of one bucket; not given: 40 million, or a million per cell where that is more."""
+    pad_buckets_for_high_nccl_busbw: Flag = False
+    """Whether buckets are filled up to multiples of 65,536 numbers, which NCCL reduces faster among many cells."""
+
+    @model_validator(mode="after")
+    def _there_are_buckets(self) -> Self:
+        given = [key for key in self.model_fields_set if getattr(self, key) and key != "overlap_grad_reduce"]
+        if given and not self.overlap_grad_reduce:
+            raise ValueError(f"{', '.join(sorted(given))}: without overlap_grad_reduce there is one bucket; set it too")
+        return self
+
+
 class SkillShare(Section):
     """How much of the warm start is one skill."""
 
@@ -131,8 +153,13 @@ class AgentConfig(Section):
     offload: Literal["none", "optimizer"] = "none"
     """What is in pinned host memory while the engine generates, and on the device again before the agent learns, for
     the same bits: nothing, or the float32 main weights and the moments of Adam (optimizer)."""
+    transformer: Literal["auto", "local", "te"] = "auto"
+    """Whose layers the actor has: Megatron's own with torch's attention (local), TransformerEngine's, for bf16 on CUDA
+    (te), or the latter where it is installed and the actor is such a one (auto)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and the learning rate of this agent."""
+    data_parallel: DataParallelConfig = DataParallelConfig()
+    """What of the communication between this agent's cells goes on while they compute."""
     megatron: PassedOn = Field(default_factory=dict)
     """Fields of Megatron's TransformerConfig, passed on as they are; those that hacpo-mega decides are refused."""
     vllm: PassedOn = Field(default_factory=dict)

@@ -17,16 +17,18 @@ import numpy as np
 import torch
 from hacpo_kernels import linear_logprob, segment_sum
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.cluster.spans import Spans
-from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.model import build_model, lm_head_weight, vocab_start
+from hacpo_mega.config import DataParallelConfig, OptimizerConfig
+from hacpo_mega.megatron.installed import VERSION
+from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer, OptimizerStep
+from hacpo_mega.megatron.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
 from hacpo_mega.megatron.schedule import (
+    DATA_PARALLEL,
     accumulate_gradients,
     data_parallel,
     forward_only,
@@ -35,6 +37,7 @@ from hacpo_mega.megatron.schedule import (
     tensor_from_last_stage,
 )
 from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
+from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
@@ -61,6 +64,8 @@ class Actor:
         seed: int = 1,
         recompute: str = "none",
         offloads: bool = False,
+        transformer: str = "auto",
+        communication: DataParallelConfig = DATA_PARALLEL,
         overrides: Mapping[str, Any] | None = None,
         spans: Spans | None = None,
         dtype: torch.dtype | None = None,
@@ -70,10 +75,11 @@ class Actor:
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
         backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
-        `optimizer.offload` is told to; `overrides` are fields of Megatron's TransformerConfig; `spans` records the
-        parts of an update, `on_progress` is told every micro-batch. bf16 with fp32 main weights on CUDA,
-        fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
-        folder the model cannot have (model.py, weights.py).
+        `optimizer.offload` is told to; `transformer` is whose layers it has (auto, local, te; te_layers.py),
+        `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of Megatron's
+        TransformerConfig; `spans` records the parts of an update, `on_progress` is told every micro-batch. bf16 with
+        fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises
+        ValueError for a layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
@@ -83,16 +89,19 @@ class Actor:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+        self.transformer = chosen_transformer(transformer, dtype=self.dtype, on_cuda=cuda, version=VERSION)
         initialize_parallel(tp, pp, seed)
         with megatron_platform():
-            self.model = self._build(tp, pp, max_positions or self.architecture.max_positions, recompute, overrides)
+            positions = max_positions or self.architecture.max_positions
+            model = self._build(tp, pp, positions, recompute, overrides)
+            self.model = data_parallel(model, self._spans, communication)
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
 
     def _build(
         self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
-    ) -> DistributedDataParallel:
+    ) -> HiddenStateModel:
         model = build_model(
             self.architecture,
             tp=tp,
@@ -100,10 +109,11 @@ class Actor:
             dtype=self.dtype,
             max_positions=max_positions,
             recompute=recompute,
+            transformer=self.transformer,
             overrides=dict(overrides or {}),
         )
         load_hf_weights(model, self.folder)
-        return data_parallel(model, self._spans)
+        return model
 
     # ---- scoring
 
@@ -138,6 +148,7 @@ class Actor:
 
     def _token_logprobs(self, hidden_TH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Log-probs of the trained rows, fp32 [R]: the head, without logits. Last pipeline stage only."""
+        finish_gather(self.model)  # the head is no module's forward
         weight_VH = lm_head_weight(self.model)
         return linear_logprob(
             hidden_TH.index_select(0, batch.rows_R.to(self.device, non_blocking=True)),
@@ -180,6 +191,7 @@ class Actor:
             loss, reports = object_from_last_stage((loss, reports))
             with self._spans.span("optimizer"):
                 step = self.optimizer.step(loss)
+                start_gather(self.model)
         return _update_stats(batches, loss, reports, step)
 
     def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:
@@ -237,6 +249,7 @@ class Actor:
             self._set_parameters(present)
 
     def _copy_of_parameters(self) -> list[torch.Tensor]:
+        finish_gather(self.model)
         return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
 
     @torch.no_grad()
@@ -248,6 +261,7 @@ class Actor:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
+        finish_gather(self.model)
         return full_tensors(self.model)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
@@ -267,12 +281,14 @@ class Actor:
     def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
         """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""
         load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
+        finish_gather(self.model)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes.
 
         OSError on every rank when the first one, which writes, cannot.
         """
+        finish_gather(self.model)
         problem: list[str | None] = [None]
         if parallel_state.get_data_parallel_rank() == 0:
             try:

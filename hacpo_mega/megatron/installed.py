@@ -21,6 +21,7 @@ def version_problem(version: str) -> str | None:
     return f"transformer-engine {version} is installed; Megatron takes 2.9 up to, not including, 2.12. {REMEDY}"
 
 
+VERSION = None  # of the installed one
 try:
     import transformer_engine.pytorch  # noqa: F401
 except ImportError:
@@ -28,5 +29,6 @@ except ImportError:
 except (OSError, RuntimeError, AssertionError) as error:
     raise ValueError(f"transformer-engine is installed in part: {type(error).__name__}: {error}. {REMEDY}") from error
 else:
-    if problem := version_problem(importlib.metadata.version("transformer-engine")):
+    VERSION = importlib.metadata.version("transformer-engine")
+    if problem := version_problem(VERSION):
         raise ValueError(problem)

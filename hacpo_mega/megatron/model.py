@@ -20,6 +20,7 @@ from torch.nn.functional import silu
 from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture, Llama3Rope
 from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
 from hacpo_mega.models.megatron_fields import decided_fields
@@ -29,10 +30,12 @@ from hacpo_mega.models.segments import padded_vocab_size
 class HiddenStateModel(GPTModel):
     """GPTModel over packed sequences: rotary angles from explicit positions, hidden states instead of logits."""
 
-    def __init__(self, architecture: Architecture, stages: tuple[int, ...], **options: Any) -> None:
-        """`stages` has the layers of every pipeline stage."""
+    def __init__(
+        self, architecture: Architecture, stages: tuple[int, ...], *, fuses_norms: bool = False, **options: Any
+    ) -> None:
+        """`stages` has the layers of every pipeline stage; `fuses_norms` says that a norm is a part of what follows."""
         super().__init__(position_embedding_type="none", **options)
-        self.architecture, self.stages = architecture, stages
+        self.architecture, self.stages, self.fuses_norms = architecture, stages, fuses_norms
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_D2 = rope_frequencies(architecture).to(torch.cuda.current_device())
 
@@ -64,12 +67,13 @@ def build_model(
     dtype: torch.dtype,
     max_positions: int,
     recompute: str = "none",
+    transformer: str = "local",
     overrides: dict[str, Any] | None = None,
 ) -> HiddenStateModel:
     """This rank's part of the model, at its place in Megatron's groups; weights are random until loaded.
 
-    `recompute` is what backward computes again (none, mlp, full), `overrides` are further fields of Megatron's
-    TransformerConfig (fusions, uneven stages). Raises ValueError
+    `recompute` is what backward computes again (none, mlp, full), `transformer` whose layers these are (local, te),
+    `overrides` are further fields of Megatron's TransformerConfig (fusions, uneven stages). Raises ValueError
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
@@ -77,21 +81,25 @@ def build_model(
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})
-    model = stage_model(architecture, config, max_positions=max_positions)
+    model = stage_model(architecture, config, max_positions=max_positions, transformer=transformer)
     # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by stage_layers.
     assert model.stages == stage_layers(architecture.num_layers, layout), (model.stages, layout)
     return model
 
 
-def stage_model(architecture: Architecture, config: TransformerConfig, *, max_positions: int) -> HiddenStateModel:
+def stage_model(
+    architecture: Architecture, config: TransformerConfig, *, max_positions: int, transformer: str = "local"
+) -> HiddenStateModel:
     """What Megatron makes of this rank's place in its groups, whether or not the layout makes sense."""
     stages = tuple(get_num_layers_to_build(config, pp_rank=r) for r in range(config.pipeline_model_parallel_size))
+    spec_of = {"local": decoder_spec, "te": te_decoder_spec}[transformer]
     with megatron_platform():
         return HiddenStateModel(
             architecture,
             stages,
+            fuses_norms=transformer == "te",
             config=config,
-            transformer_layer_spec=decoder_spec(
+            transformer_layer_spec=spec_of(
                 stages[parallel_state.get_pipeline_model_parallel_rank()],
                 qk_norm=architecture.qk_norm,
                 output_bias=architecture.output_bias,
@@ -122,7 +130,7 @@ def transformer_config(
         "fp16": dtype is torch.float16,
         "activation_func": silu,
     }
-    # Without TransformerEngine there is nothing to fuse with; who has apex may switch its part on.
+    # The fusions are for whoever has what they need, such as apex, to switch on.
     defaults = {
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,

@@ -3,16 +3,33 @@
 Not here: the arithmetic of shards, which needs no model (models/segments.py).
 """
 
+from dataclasses import replace
+
 import torch
 
 from hacpo_mega.megatron.model import HiddenStateModel
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import Slot, Source, all_sources, segments, stage_slots
 
+# A norm of the local layers -> where TransformerEngine's have its weight.
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
 
 def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
     """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
-    return stage_slots(model.architecture, model.stages, pp_rank)
+    slots = stage_slots(model.architecture, model.stages, pp_rank)
+    return tuple(map(_fused, slots)) if model.fuses_norms else slots
+
+
+def _fused(slot: Slot) -> Slot:
+    """The same of TransformerEngine's layers, in which a norm's weight is a parameter of the projection after it."""
+    for norm, parameter in FUSED_NORMS.items():
+        if slot.parameter.endswith(f".{norm}"):
+            return replace(slot, parameter=f"{slot.parameter.removesuffix(norm)}{parameter}")
+    return slot
 
 
 def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:

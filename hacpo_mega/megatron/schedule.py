@@ -23,26 +23,37 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model import HiddenStateModel, forward_packed
+from hacpo_mega.megatron.overlap import reduction_inside_backward, wait_before_use
 from hacpo_mega.records import MicroBatch
 
 # (hidden states of the last stage, micro-batch) -> anything; with gradients it is (scalar loss, anything)
 LastStage = Callable[[torch.Tensor, MicroBatch], Any]
 
+DATA_PARALLEL = DataParallelConfig()
 # Megatron divides by this count where it is not zero, so a zero here switches that division off.
 NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
 
 
-def data_parallel(model: HiddenStateModel, spans: Spans) -> DistributedDataParallel:
+def data_parallel(
+    model: HiddenStateModel, spans: Spans, options: DataParallelConfig = DATA_PARALLEL
+) -> DistributedDataParallel:
     """The model under the law above, with its gradient buffers; the wrapper reads the law once, here.
 
-    Reduction is not overlapped with backward: it happens once after all micro-batches of an update, and a cell without
-    samples would have no backward to start it from. In it cells wait for each other, so it is one of the `spans`.
+    Where reduction ends, cells wait for each other, so that is one of the `spans`.
     """
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = partial(_reduce_gradients, spans)
-    wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return DistributedDataParallel(model.config, wrapping, model)
+    wrapping = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, **options.model_dump()
+    )
+    wrapped = DistributedDataParallel(model.config, wrapping, model)
+    if options.overlap_grad_reduce:
+        model.config.no_sync_func = wrapped.no_sync  # until the last micro-batch
+    if options.overlap_param_gather:
+        wait_before_use(wrapped)
+    return wrapped
 
 
 def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
@@ -67,9 +78,16 @@ def accumulate_gradients(
     joins the reduction with zeros.
     """
     model.zero_grad_buffer()
-    if not batches:
+    with reduction_inside_backward(model, has_samples=bool(batches)):
+        if batches:
+            return _forward_backward(model, batches, last_stage)
         model.config.finalize_model_grads_func([model])
         return []
+
+
+def _forward_backward(
+    model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
+) -> list[Any]:
 
     def step(batches_left, model):
         batch = next(batches_left)

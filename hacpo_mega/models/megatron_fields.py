@@ -69,7 +69,7 @@ FIXED: dict[str, Any] = {
     # Micro-batches are packed to different lengths; the dispatcher is what Megatron demands beside it.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
-    # Quantized training needs TransformerEngine's layers.
+    # An answer must have the same score twice (megatron/te_layers.py).
     "fp8": None,
     "fp4": None,
     # Weights are read into real tensors.
@@ -95,7 +95,7 @@ DECIDED_BY_RECOMPUTE = frozenset(RECOMPUTE["none"])
 FROM_TORCH = frozenset(("params_dtype", "pipeline_dtype", "bf16", "fp16", "activation_func"))
 
 # What is set on the finished configuration, by the law of gradients (megatron/schedule.py).
-SET_LATER = frozenset(("calculate_per_token_loss", "finalize_model_grads_func"))
+SET_LATER = frozenset(("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func"))
 
 DECIDED = frozenset(
     (*FROM_ARCHITECTURE, *FROM_LAYOUT, "sequence_parallel", *FIXED, *DECIDED_BY_RECOMPUTE, *FROM_TORCH, *SET_LATER)

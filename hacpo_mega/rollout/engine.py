@@ -7,7 +7,8 @@ Not here: prompts as text (the engine sees token ids and never decodes), and who
 
 The environment must hold, before torch and vllm are imported (environment.py sets it):
     VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine must live in this process; without it the constructor refuses
-    VLLM_LOGGING_LEVEL=ERROR           vLLM's console noise
+    VLLM_LOGGING_LEVEL                 ERROR on the CPU, where vLLM warns of all that is not CUDA; WARNING on CUDA
+    VLLM_ALLREDUCE_USE_FLASHINFER=0    CUDA only: else what adds over an engine's ranks depends on PATH
     TORCHDYNAMO_DISABLE=1              CPU only: vLLM would compile a tiny function for 18 s at the first log-probs
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
@@ -44,6 +45,9 @@ from hacpo_mega.rollout.host_process import (
     keeping_default_group,
     process_untouched,
 )
+
+# Where torch's allocator reads its settings.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Memory(enum.Enum):
@@ -103,6 +107,7 @@ class Engine:
             tensor_parallel_size=tensor_parallel_size,
             visible_devices=torch.cuda.device_count(),
             agents_on_device=agents_on_device,
+            expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
         if not self._on_cuda:
             _check_cpu_attention(model)

@@ -10,11 +10,17 @@ from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 
 
 def engine_defaults(
-    *, on_cuda: bool, tensor_parallel_size: int, visible_devices: int, agents_on_device: int
+    *,
+    on_cuda: bool,
+    tensor_parallel_size: int,
+    visible_devices: int,
+    agents_on_device: int,
+    expandable_segments: bool = False,
 ) -> dict[str, Any]:
     """vLLM engine arguments.
 
     `visible_devices` are those that this process sees, `agents_on_device` the agents with an engine on its device.
+    `expandable_segments` is what the user has told torch's allocator.
     The half of a device that engines may have is of all its engines together: vLLM's share counts only its own memory.
     """
     if not on_cuda:
@@ -25,7 +31,8 @@ def engine_defaults(
         # engine computes would depend on the shell that started it.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
     }
-    if visible_devices == 1 and tensor_parallel_size > 1:
-        # Its peers' devices are asked for by number, which a process that is shown only its own cannot.
+    if tensor_parallel_size > 1 and (visible_devices == 1 or expandable_segments):
+        # Its peers' devices are asked for by number, which a process that is shown only its own cannot. And it hands
+        # them its graphs' buffers by cudaIpcGetMemHandle, which ends the process for memory of such a segment.
         defaults["disable_custom_all_reduce"] = True
     return defaults

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import failing_job
 import pytest
-import torch
 from job import start_ranks
 from processes import descendants, is_running
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega.cluster.environment import EVERYWHERE, ON_CPU
+from hacpo_mega.cluster.environment import library_settings
 from hacpo_mega.logbook.metrics import read_metrics
 
 # Of a hang, not of a slow machine: the collectives of the job wait even longer, so that they do not end it.
@@ -229,13 +228,16 @@ def test_under_torchrun_the_job_ends_with_the_name_on_its_output(tmp_path):
     assert "finished" not in finished.stdout
 
 
-def test_env_sh_says_what_the_launcher_says():
-    """On a machine without CUDA; and what the user has set stays."""
+@pytest.mark.parametrize("on_cuda", [True] if Path("/dev/nvidia0").exists() else [False, True])
+def test_env_sh_says_what_the_launcher_says(on_cuda, tmp_path):
+    """Without a driver and with one, of which both see only the command; and what the user has set stays."""
+    driver = tmp_path / "nvidia-smi"
+    driver.touch(mode=0o755)
     command = ["bash", "-euc", f"source {ROOT}/launch/env.sh; env"]
-    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "0"}
+    environment = {"PATH": "/usr/bin:/bin" + (f":{tmp_path}" if on_cuda else ""), "HF_HUB_OFFLINE": "0"}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     found = dict(line.split("=", 1) for line in printed.splitlines())
-    expected = EVERYWHERE | ({} if torch.cuda.is_available() else ON_CPU) | {"HF_HUB_OFFLINE": "0"}
+    expected = library_settings(on_cuda=on_cuda) | {"HF_HUB_OFFLINE": "0"}
     assert {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")} == expected
 
 

@@ -37,7 +37,7 @@ import forked_python
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.environment import EVERYWHERE, ON_CPU
+from hacpo_mega.cluster.environment import library_settings
 from hacpo_mega.cluster.forked_job import changed_environment, free_port, launcher_environment, wait_for_ranks
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
@@ -47,7 +47,7 @@ ON_CUDA = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if ON_CUDA else "forkserver")
 if not ON_CUDA:
     PROCESSES.set_forkserver_preload(["preloaded"])
-ENVIRONMENT = {**EVERYWHERE, **({} if ON_CUDA else ON_CPU), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**library_settings(on_cuda=ON_CUDA), "OMP_NUM_THREADS": "1"}
 
 # The time limit of a test's collectives: long, because a crowded machine is no error.
 TIMEOUT_S = 900.0

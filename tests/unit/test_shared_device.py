@@ -127,5 +127,16 @@ def test_custom_all_reduce_needs_the_peers_devices(tp, visible, disabled):
     assert defaults.get("disable_custom_all_reduce", False) is disabled
 
 
+def test_custom_all_reduce_and_growing_segments_exclude_each_other():
+    """vLLM's issue 42609: the process ends while graphs are captured, without a traceback."""
+    found = [
+        engine_defaults(
+            on_cuda=True, tensor_parallel_size=tp, visible_devices=8, agents_on_device=1, expandable_segments=True
+        )
+        for tp in (1, 2)
+    ]
+    assert [defaults.get("disable_custom_all_reduce", False) for defaults in found] == [False, True]
+
+
 def test_the_shell_does_not_decide_what_is_fused():
     assert on_cuda()["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}

@@ -1,0 +1,81 @@
+"""The layers of TransformerEngine, where it is installed: which actor has them, and Megatron's spec of them.
+
+The norm before a projection is a part of it (names.py knows both), norms and matrices are TransformerEngine's, and
+attention reads the packed micro-batch as it is (THD). The local layers (layers.py) stay the reference. bf16 only: fp8
+keeps scales that change from one forward to the next, so an answer scored twice would have two scores.
+Written against TransformerEngine 2.9 to 2.11. Imports it nowhere: Megatron does, and installed.py before it.
+"""
+
+from dataclasses import replace
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+def chosen_transformer(asked: str, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
+    """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
+
+    `version` is that of the installed TransformerEngine, None where there is none. ValueError, in one line, where
+    "te" cannot be.
+    """
+    fits = on_cuda and dtype is torch.bfloat16
+    if asked == "te" and version is None:
+        raise ValueError(
+            'transformer = "te", but TransformerEngine is not installed here: build it (docs/cuda.md), or set '
+            'transformer = "auto"'
+        )
+    if asked == "te" and not fits:
+        found = f"{str(dtype).removeprefix('torch.')} on {'CUDA' if on_cuda else 'the CPU'}"
+        raise ValueError(
+            f'transformer = "te" is for bfloat16 on CUDA, and this actor is {found}: set transformer = "auto"'
+        )
+    return "te" if asked != "local" and version is not None and fits else "local"
+
+
+class PackedTEAttention(torch.nn.Module):
+    """TransformerEngine's attention over packed sequences.
+
+    What is padded between sequences is nothing here, and the field that says so is what the rotary embedding reads
+    (model.py); TransformerEngine would take it for the places of the sequences.
+    """
+
+    def __init__(self, attend: type, **place: object) -> None:
+        super().__init__()
+        self.attend = attend(**place)
+
+    def forward(
+        self,
+        query_TND: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **megatron_options: object,
+    ) -> torch.Tensor:
+        """Return the attention output, [T, N * D]."""
+        unpadded = replace(packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+        return self.attend(
+            query_TND, key_TKD, value_TKD, attention_mask, packed_seq_params=unpadded, **megatron_options
+        )
+
+
+class WithBias:
+    """A row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
+
+    def __new__(cls, *sizes: int, linear: type, bias: bool, **options: object) -> torch.nn.Module:
+        """The linear itself; `bias` is the one of Megatron's configuration."""
+        return linear(*sizes, bias=True, **options)
+
+
+def te_decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> TransformerBlockSubmodules:
+    """Megatron's spec of TransformerEngine's layers, for the `num_layers` of one pipeline stage."""
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
+    if output_bias:
+        attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)

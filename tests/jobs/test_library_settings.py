@@ -1,0 +1,105 @@
+"""What vLLM, Triton and torch are told on CUDA arrives in a rank, and the installed packages still read it.
+
+A machine with a driver is one with the command nvidia-smi, as for the launcher; vLLM is asked what it has read.
+"""
+
+import ast
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import run_ranks
+
+from hacpo_mega.cluster.environment import CACHES, ON_CUDA, library_settings, own_caches, prepare_environment
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+
+RANKS = RankMap(1, (AgentShape("small"), AgentShape("large")))
+OF_VLLM = sorted(name for name in library_settings(on_cuda=True) | CACHES if name.startswith("VLLM_"))
+
+
+def source_of(module: str) -> str:
+    return Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+
+
+def test_vllm_still_has_these_variables():
+    """By the table that vLLM looks every variable up in; it is not imported here."""
+    (table,) = (
+        node.value
+        for node in ast.parse((Path(importlib.util.find_spec("vllm").origin).parent / "envs.py").read_text()).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables"
+    )
+    keys = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    assert len(OF_VLLM) == 5
+    assert set(OF_VLLM) <= keys
+
+
+def test_triton_still_has_its_variable():
+    assert '"TRITON_CACHE_DIR"' in source_of("triton.knobs")
+
+
+def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any]:
+    """A rank of a machine with a driver, on which the user has chosen some variables."""
+    import triton
+    import vllm.envs
+
+    for name in library_settings(on_cuda=False):
+        os.environ.pop(name, None)
+    tempfile.tempdir = str(folder)
+    os.environ |= {"PATH": f"{os.environ['PATH']}:{folder}"} | chosen
+    prepare_environment()
+    with Place.join(RANKS) as place:
+        read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
+        return read | {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
+
+
+def ranks_on_cuda(folder: Path, chosen: dict[str, str]) -> list[dict[str, Any]]:
+    (folder / "nvidia-smi").touch(mode=0o755)
+    return run_ranks(2, read_by_the_libraries, folder, chosen)
+
+
+def test_a_rank_reads_what_cuda_asks_for(tmp_path):
+    own = tmp_path / f"hacpo_mega-{os.getuid()}"
+    for read in ranks_on_cuda(tmp_path, {}):
+        agent = read["agent"]
+        assert read == {
+            "agent": agent,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": False,
+            "VLLM_NO_USAGE_STATS": True,
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_ALLREDUCE_USE_FLASHINFER": False,
+            "VLLM_CACHE_ROOT": str(own / agent / "vllm"),
+            "TRITON_CACHE_DIR": str(own / agent / "triton"),
+        }
+
+
+def test_what_the_user_has_set_stays(tmp_path):
+    chosen = {
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "1",
+        "VLLM_CACHE_ROOT": "/of/the/user",
+    }
+    assert chosen.keys() - CACHES.keys() == ON_CUDA.keys()
+    for read in ranks_on_cuda(tmp_path, chosen):
+        assert (read["VLLM_LOGGING_LEVEL"], read["VLLM_ALLREDUCE_USE_FLASHINFER"]) == ("DEBUG", True)
+        assert read["VLLM_CACHE_ROOT"] == "/of/the/user"
+        assert read["TRITON_CACHE_DIR"].startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("found", ["link", "file"])
+def test_what_is_not_ours_is_refused(found, tmp_path, monkeypatch):
+    """A link that somebody laid there would lead our compiled code, and what we run, to a place of his."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
+    own = tmp_path / f"hacpo_mega-{os.getuid()}"
+    own.symlink_to(tmp_path / "elsewhere") if found == "link" else own.touch()
+    with pytest.raises(ValueError, match="is not a folder of yours: remove it, or set TMPDIR"):
+        own_caches("small")
+    assert not any(name in os.environ for name in CACHES)

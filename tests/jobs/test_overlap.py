@@ -1,0 +1,145 @@
+"""Communication while the cells compute changes no gradient, and a cell without samples holds nobody up.
+
+Two cells over gloo. A sum of two has one order, whatever the buckets, so gradients are compared bit by bit; so are the
+weights after updates, where the clip does not bind, whose norm is summed by the shards of the buckets.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from actor_cases import full_weights, make_actor, objective, random_samples
+from job import run_group
+from tiny_models import make_model
+
+from hacpo_mega.config import DataParallelConfig, OptimizerConfig
+
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
+CHOICES = {
+    "plain": DataParallelConfig(),
+    "gradients": DataParallelConfig(**BUCKETS),
+    "both": DataParallelConfig(**BUCKETS, overlap_param_gather=True),
+    "padded": DataParallelConfig(**BUCKETS, overlap_param_gather=True, pad_buckets_for_high_nccl_busbw=True),
+}
+# Updates of one run, by how many cells have samples: the first one and a later one with an empty cell among others.
+CELLS = (1, 2, 2, 1, 2)
+ADAM = OptimizerConfig(lr=1e-3, clip_grad=1e9)
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    """Of every rank: model and choice -> what `learn` saw."""
+    root = tmp_path_factory.mktemp("overlap")
+    folders = {
+        "tied": make_model(root / "tied", family="qwen3", tied=True),
+        "untied": make_model(root / "untied", family="llama", tied=False),
+    }
+    return run_group(2, learn_in_every_way, folders)
+
+
+def learn_in_every_way(folders):
+    return {(name, choice): learn(folders[name], CHOICES[choice]) for name in folders for choice in CHOICES}
+
+
+def learn(folder, communication):
+    """Five updates of some micro-batches, with scores, a diagnosis and a reference between them, as in steps."""
+    actor = make_actor(folder, optimizer=ADAM, communication=communication)
+    seen, begun = {"gradients": [], "inside backward": [], "gathering": []}, []
+    actor.keep_reference()
+    for group in actor.model.bucket_groups:
+        watch(group, begun)
+    for number, cells in enumerate(CELLS):
+        drawn = random_samples(6, seed=20 + number)
+        mine = [sample for sample in drawn if sample.prompt_index % cells == dist.get_rank()]
+        own, other = ([s for s in mine if s.is_self is is_self] for is_self in (True, False))
+        seen["products"] = actor.gradient_products([own, other], objective)
+        begun.clear()
+        actor.learn(mine, objective)
+        seen["inside backward"].append(list(begun))
+        seen["gathering"].append(any(group.param_gather_handle is not None for group in actor.model.bucket_groups))
+        seen["gradients"].append(shards(actor))
+        if number % 2:
+            seen["scores"] = [score.mean_logprob for score in actor.score(drawn[: 4 * dist.get_rank()])]
+    seen["reference"] = actor.reference_token_logprobs(drawn[:2])
+    return seen | {"weights": full_weights(actor), "num_buckets": len(actor.model.bucket_groups)}
+
+
+def watch(group, begun) -> None:
+    """Notes of every reduction whether it begins before backward has ended, where `finish_grad_sync` is called."""
+    start, finish = group.start_grad_sync, group.finish_grad_sync
+    ending = []
+    group.start_grad_sync = lambda *args, **kwargs: (begun.append(not ending), start(*args, **kwargs))[1]
+    group.finish_grad_sync = lambda *a, **k: (ending.append(1), finish(*a, **k), ending.clear())[1]
+
+
+def shards(actor) -> dict[str, tuple[int, torch.Tensor]]:
+    """Of every parameter what this rank has of its reduced gradient, and from which number on."""
+    found = {}
+    for name, parameter in actor.model.module.named_parameters():
+        share = actor.optimizer.share_of(parameter)
+        if share is not None:
+            found[name] = share.start, parameter.main_grad.flatten()[share.start : share.stop].clone()
+    return found
+
+
+def whole(by_rank, key, update) -> dict[str, torch.Tensor]:
+    """The gradient of an update, put together from the shards of all ranks."""
+    pieces = {}
+    for answers in by_rank:
+        for name, piece in answers[key]["gradients"][update].items():
+            pieces.setdefault(name, []).append(piece)
+    return {
+        name: torch.cat([values for _, values in sorted(found, key=lambda p: p[0])]) for name, found in pieces.items()
+    }
+
+
+@pytest.mark.parametrize("choice", ["gradients", "both", "padded"])
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_no_gradient_changes_by_a_bit(by_rank, model, choice):
+    for update in range(len(CELLS)):
+        plain, other = (whole(by_rank, (model, name), update) for name in ("plain", choice))
+        assert plain.keys() == other.keys()
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+        assert all(bool(gradient.any()) for gradient in plain.values())
+
+
+@pytest.mark.parametrize("choice", ["gradients", "both", "padded"])
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_neither_does_what_is_scored_or_published(by_rank, model, choice):
+    for answers in by_rank:
+        plain, other = answers[model, "plain"], answers[model, choice]
+        assert plain["scores"] == other["scores"]
+        assert all((a == b).all() for a, b in zip(plain["reference"], other["reference"], strict=True))
+        assert all(torch.equal(plain["weights"][name], other["weights"][name]) for name in plain["weights"])
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_reductions_begin_inside_backward_where_every_cell_has_one(by_rank, model):
+    """Megatron sees in the first backward of that kind what a bucket waits for, and begins inside later ones."""
+    for answers in by_rank:
+        seen = answers[model, "gradients"]
+        assert seen["num_buckets"] > 3
+        assert len(answers[model, "plain"]["inside backward"][1]) == answers[model, "plain"]["num_buckets"] < 3
+        inside = [all(begun) if any(begun) else False for begun in seen["inside backward"]]
+        assert inside == [False, True, True, False, True]
+        assert [len(begun) for begun in seen["inside backward"]] == [seen["num_buckets"]] * len(CELLS)
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_weights_are_still_gathered_when_learn_returns(by_rank, model):
+    """In every update, of every cell, also of one that had no samples."""
+    for answers in by_rank:
+        assert answers[model, "both"]["gathering"] == [True] * len(CELLS)
+        assert answers[model, "gradients"]["gathering"] == [False] * len(CELLS)
+
+
+@pytest.mark.parametrize("field", ["use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective"])
+def test_what_the_law_of_gradients_decides_is_refused(field):
+    with pytest.raises(ValueError, match=rf"{field}\n.*not permitted"):
+        DataParallelConfig(**{field: False})
+
+
+def test_a_bucket_size_without_buckets_is_refused():
+    with pytest.raises(ValueError, match="bucket_size: without overlap_grad_reduce there is one bucket; set it too"):
+        DataParallelConfig(bucket_size=1000)
+    with pytest.raises(ValueError, match="overlap_param_gather: without overlap_grad_reduce"):
+        DataParallelConfig(overlap_param_gather=True)

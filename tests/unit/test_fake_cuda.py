@@ -1,0 +1,136 @@
+"""The actor's model forward on tensors that say they are on CUDA and have no numbers: every tensor is where it belongs.
+
+A machine without a GPU takes the branches of CUDA here, the packed flash attention among them, with torch's own rules
+of which devices and shapes an operation takes. A tensor that was left on the CPU is an error, as it would be on a GPU;
+the last test leaves some there. Not here: numbers, gradients (torch's CPU build has no autograd for CUDA), the head, a
+Triton kernel.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from hacpo_mega.megatron import layers
+from hacpo_mega.megatron.memory_trace import _fake_world, _NumbersThatAreKnown
+from hacpo_mega.megatron.model import HiddenStateModel, build_model, forward_packed
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real device says more (tests/gpu)")
+
+GPU = torch.device("cuda", 0)
+LENGTHS = (17, 1, 46)
+SIZES = {
+    "num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 384,
+    "vocab_size": 131, "max_positions": 256, "norm_eps": 1e-6, "rope_theta": 1e4, "rope": None,
+}  # fmt: skip
+MODELS = {
+    "qwen2": Architecture(family="qwen2", tied=True, qkv_bias=True, output_bias=False, qk_norm=False, **SIZES),
+    "qwen3": Architecture(family="qwen3", tied=False, qkv_bias=False, output_bias=False, qk_norm=True, **SIZES),
+    "llama": Architecture(family="llama", tied=True, qkv_bias=True, output_bias=True, qk_norm=False, **SIZES),
+}
+
+
+class _NumbersOnTheCpu(_NumbersThatAreKnown):
+    """Literals keep their numbers until they are sent to the device."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (kwargs or {}).get("device") == GPU:
+            return func(*tree_map_only(torch.Tensor, self.fake.from_tensor, args), **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _WithoutCurrentDevice(TorchFunctionMode):
+    """What torch does after a switch to a tensor's device, which its CPU build cannot, done without."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.contiguous and args[0].device == GPU:
+            return args[0].clone(memory_format=torch.contiguous_format)
+        if func is torch.Tensor.__getitem__ and args[0].device == GPU:
+            tensor, places = args
+            like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")[places]
+            return tensor.as_strided(like.shape, like.stride(), tensor.storage_offset() + like.storage_offset())
+        if func is torch.Tensor.__setitem__ and args[0].device == GPU:
+            tensor, places, value = args
+            mask = places[0] if isinstance(places, tuple) else places
+            return tensor.masked_fill_(mask.reshape(mask.shape + (1,) * (tensor.dim() - mask.dim())), value)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with _fake_world(Layout(tp, pp), 1, rank=pp_rank * tp), monkeypatch.context() as patched, ExitStack() as stack:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "current_device", lambda: GPU)
+        # Dropout's random stream, of which a model without dropout draws nothing.
+        patched.setattr(random, "_get_cuda_rng_state", lambda *_device, **_how: None)
+        patched.setattr(random, "_set_cuda_rng_state", lambda *_state, **_how: None)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_NumbersOnTheCpu(fake))
+        stack.enter_context(_WithoutCurrentDevice())
+        yield
+
+
+def build(name: str, tp: int = 1, pp: int = 1) -> HiddenStateModel:
+    # Random numbers of a device that is not there could not be drawn; both are overwritten by the folder's.
+    overrides = {"perform_initialization": False}
+    model = build_model(MODELS[name], tp=tp, pp=pp, dtype=torch.bfloat16, max_positions=64, overrides=overrides)
+    return model.requires_grad_(False)  # Megatron adds residuals under enable_grad, whatever stands around it
+
+
+def forward(model: HiddenStateModel, tp: int = 1) -> torch.Tensor:
+    if not model.pre_process:
+        model.set_input_tensor(torch.empty(sum(LENGTHS) // tp, 1, 256, dtype=torch.bfloat16, device=GPU))
+    positions = torch.tensor([place for length in LENGTHS for place in range(length)])
+    starts = torch.tensor([0, 17, 18, 64], dtype=torch.int32)
+    with torch.no_grad():
+        return forward_packed(model, torch.tensor(range(64)), positions, starts)
+
+
+@pytest.mark.parametrize("tp, pp, pp_rank", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_is_on_the_device(name, tp, pp, pp_rank, monkeypatch):
+    attended = []
+    flash = layers._attend_flash
+    monkeypatch.setattr(layers, "_attend_flash", lambda *given: attended.append(given[0].device) or flash(*given))
+    with on_fake_cuda(tp, pp, pp_rank, monkeypatch):
+        model = build(name, tp, pp)
+        assert {parameter.device for parameter in model.parameters()} == {GPU}
+        hidden = forward(model, tp)
+    assert (hidden.device, hidden.dtype) == (GPU, torch.bfloat16)
+    assert hidden.shape == ((64, 256) if model.post_process else (64 // tp, 1, 256))
+    assert attended == [GPU] * (2 // pp)
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    [
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "rope_D2",
+    ],
+)
+def test_what_is_left_on_the_cpu_is_an_error(forgotten, monkeypatch):
+    with on_fake_cuda(1, 1, 0, monkeypatch):
+        model = build("qwen3")
+        owner, _, name = forgotten.rpartition(".")
+        tensor = getattr(model.get_submodule(owner), name)
+        left = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        setattr(model.get_submodule(owner), name, torch.nn.Parameter(left, requires_grad=False) if owner else left)
+        with pytest.raises(RuntimeError, match=r"found two different devices|on the same device"):
+            forward(model)
