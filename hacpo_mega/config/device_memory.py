@@ -40,11 +40,18 @@ def capacity(config: Config) -> int | None:
     return None if _cpu_build() else int(DEFAULT_GIB * GIB)
 
 
-def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture) -> Budget:
-    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses."""
+def agent_budget(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Budget:
+    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
+
+    `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
+    """
     most = capacity(config)
-    actor = _actor(config, agent, architecture, on_cpu=most is None)
-    engine = _engine(config, agent, on_cpu=most is None)
+    if on_cpu is None:
+        on_cpu = most is None
+    actor = _actor(config, agent, architecture, on_cpu=on_cpu)
+    engine = _engine(config, agent, on_cpu=on_cpu)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
         budget = fullest_stage(replace(actor, recompute=choice), engine, most)
@@ -53,9 +60,11 @@ def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture)
     return budget
 
 
-def memory_problems(config: Config, agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
+def memory_problems(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Iterator[str]:
     """A line when a device cannot hold the agent; its layout must be one that the model can have."""
-    budget = agent_budget(config, agent, architecture)
+    budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
     if budget.engine_is_too_small and budget.capacity is not None:
         share = budget.engine_needs / budget.capacity
         yield (
