@@ -67,10 +67,13 @@ def memory_problems(
     budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
     if budget.engine_is_too_small and budget.capacity is not None:
         share = budget.engine_needs / budget.capacity
+        larger = (
+            f"Nearest: {int(share * 100) / 100 + 0.01:g}" if share < 0.99 else "No share is enough; raise engine_tp"
+        )
         yield (
             f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
             f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
-            f"its warm-up and one longest sequence. Nearest: {int(share * 100) / 100 + 0.01:g}"
+            f"its warm-up and one longest sequence. {larger}"
         )
     elif not budget.fits():
         yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"

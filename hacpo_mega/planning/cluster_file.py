@@ -3,7 +3,7 @@
     kind = "h100"      # a known kind (kinds.py); any number of it can be given beside it and goes before
     nodes = 2
 
-Without a kind every key has to be there. All complaints come at once, a line each.
+Without a kind every key has to be there but those of [rates]. All complaints come at once, a line each.
 """
 
 import tomllib
@@ -131,7 +131,8 @@ def load_cluster(path: Path) -> Cluster:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     kind = given.get("kind")
     is_known = isinstance(kind, str) and kind in KINDS
-    table = _completed(given, KINDS[kind]) if is_known else given
+    on_cpu = given.get("processor") == "cpu"
+    table = _completed(given, KINDS[kind] if is_known else {"rates": KINDS["cpu" if on_cpu else "h100"]["rates"]})
     try:
         return Cluster.model_validate(table)
     except ValidationError as error:
@@ -161,5 +162,5 @@ def _with_hint(line: str) -> str:
         return f"{line}. Nearest: nodes = 1"
     table, _, name = key.partition(".")
     value = KINDS["h100"].get(table)
-    shown = value[name] if name and isinstance(value, dict) else f"its whole [{table}] table" if not name else value
-    return f"{line}; without it nothing can be planned. Nearest: kind = 'h100', whose {key} is {shown}"
+    says = f"whose {key} is {value[name]:g}" if name else "which says it"
+    return f"{line}; without it nothing can be planned. Nearest: kind = 'h100', {says}"

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 
 from hacpo_mega.config.device_memory import memory_problems
-from hacpo_mega.models.budget import GIB
 from hacpo_mega.planning.cluster_file import Cluster
 from hacpo_mega.planning.configuration import Planned
 from hacpo_mega.planning.plan import Plan
@@ -18,7 +17,7 @@ def refusals(planned: Planned, plan: Plan, work: Mapping[str, Work], ways: Ways)
     """A line for everything that does not fit, the last one with what would; empty where the configuration can run."""
     problems = list(_problems(planned, plan))
     if problems:
-        problems[-1] += f". Nearest: {_nearest(planned, plan.cluster, work, ways)}"
+        problems[-1] += f". {_nearest(planned, plan.cluster, work, ways)}"
     return problems
 
 
@@ -41,19 +40,21 @@ def _problems(planned: Planned, plan: Plan) -> Iterator[str]:
 
 def _nearest(planned: Planned, cluster: Cluster, work: Mapping[str, Work], ways: Ways) -> str:
     if ways.best is not None:
-        return f"{' '.join(ways.best.overrides())} ({ways.best.num_devices} devices, {ways.best.wall_s:.0f} s a step)"
+        best = ways.best
+        return f"Here fits: {' '.join(best.overrides())} ({best.num_devices} devices, {best.wall_s:.0f} s a step)"
     for factor in GROWTH:
         larger = grown(cluster, factor)
         if (best := find_ways(planned, work, larger).best) is not None:
-            return f"nodes = {larger.nodes}, with {' '.join(best.overrides())}"
-    largest = grown(cluster, GROWTH[-1])
-    needs = []
-    for agent in planned.config.agents:
-        if (plan := lightest(planned, agent, work[agent.name], largest)) is not None:
-            layout = plan.budget.actor.layout
-            text = f"{agent.name} needs {plan.budget.peak / GIB:.1f} GiB of a device at tp {layout.tp}, pp {layout.pp}"
-            needs.append((plan.budget.peak, f"{text}, {plan.num_devices} devices, recompute full"))
-    if not needs:
-        return "no layout with tp inside a node and this max_tokens_per_microbatch; change devices_per_node"
-    peak, text = max(needs)
-    return f"device.memory_gib = {-(-peak // GIB)}: no number of devices is enough, since {text}"
+            return f"No layout fits here, but with nodes = {larger.nodes}: {' '.join(best.overrides())}"
+    found = [lightest(planned, agent, grown(cluster, GROWTH[-1])) for agent in planned.config.agents]
+    largest = max((least for least in found if least is not None), key=lambda least: least.memory_gib, default=None)
+    if None in found or largest is None:
+        return (
+            "Nowhere is there a layout with tp inside a node of "
+            f"{cluster.devices_per_node} devices; change devices_per_node or agents.NAME.vllm"
+        )
+    agent, needed = largest.agent, largest.memory_gib
+    return (
+        f"No number of devices is enough: {agent.name} needs {needed} GiB at tp {agent.tp}, pp {agent.pp}, recompute "
+        f"full, {largest.num_devices} devices. Nearest: device.memory_gib = {needed}"
+    )

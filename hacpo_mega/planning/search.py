@@ -5,6 +5,7 @@ devices that are left; of two ways to use as many devices, one that is nowhere f
 memory only add ways, so the best never gets slower.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.budget import Budget
 from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_problems
 from hacpo_mega.planning.cluster_file import Cluster
@@ -21,6 +23,8 @@ from hacpo_mega.planning.traffic import Spread, spread_of
 from hacpo_mega.planning.work import Work
 
 MAX_STAGES = 16
+# Beyond it nobody is told that more memory would do.
+MOST_GIB = 1024
 # Measured over planned seconds, by agent and phase; 1 where nothing was measured.
 Factors = Mapping[str, Mapping[str, float]]
 
@@ -89,12 +93,13 @@ def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster, fact
 
 @dataclass
 class _Search:
-    """One search. The budget of a layout is that of all cells, however they lie in lanes: each is made once."""
+    """One search. Layouts and their budgets, which are of all cells, however they lie in lanes, are made once."""
 
     planned: Planned
     work: Mapping[str, Work]
     cluster: Cluster
     factors: Factors
+    layouts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     budgets: dict[tuple[Any, ...], Budget] = field(default_factory=dict)
 
     def ways_of(self, lanes: int) -> list[Way]:
@@ -110,7 +115,9 @@ class _Search:
     def _seats(self, config: Config, agent: AgentConfig) -> Iterator[Seat]:
         """Every layout of an agent that its model can have and a device can hold, on the cluster alone."""
         factor, cluster = self.factors.get(agent.name, {}), self.cluster
-        for changes in _layouts(self.planned, agent, cluster):
+        if agent.name not in self.layouts:
+            self.layouts[agent.name] = list(_layouts(self.planned, agent, cluster))
+        for changes in self.layouts[agent.name]:
             room = cluster.num_devices // (config.lanes * changes["tp"] * changes["pp"])
             for cells in _divisors(config.prompts_per_update // config.lanes):
                 if cells > room:
@@ -186,14 +193,34 @@ def grown(cluster: Cluster, factor: int) -> Cluster:
     return cluster.model_copy(update={"nodes": cluster.nodes * factor})
 
 
-def lightest(planned: Planned, agent: AgentConfig, work: Work, cluster: Cluster) -> AgentPlan | None:
-    """The layout of an agent, fitting or not, in which a device holds the least; None where it can have none."""
+@dataclass(frozen=True)
+class Lightest:
+    """The layout of an agent that needs the least memory of a device, whole GiB, with everything computed again."""
+
+    agent: AgentConfig
+    memory_gib: int
+    num_devices: int
+
+
+def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest | None:
+    """That of a model on the cluster's devices; None where no memory up to MOST_GIB is enough in any layout."""
     config = planned.config.model_copy(update={"lanes": 1})
-    model, plans = planned.models[agent.name], []
+    found = []
     for changes in _layouts(planned, agent, cluster):
-        room = cluster.num_devices // (changes["tp"] * changes["pp"])
-        if fitting := [cells for cells in _divisors(config.prompts_per_update) if cells <= room]:
+        size = changes["tp"] * changes["pp"]
+        if fitting := [cells for cells in _divisors(config.prompts_per_update) if cells * size <= cluster.num_devices]:
             seated = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
-            budget = agent_budget(config, seated, model, on_cpu=cluster.on_cpu)
-            plans.append(plan_agent(config, seated, budget, work, cluster, _spread_alone(config, seated, cluster)))
-    return min(plans, key=lambda plan: (plan.budget.peak, plan.num_devices), default=None)
+            needed = bisect_left(
+                range(1, MOST_GIB + 1),
+                True,
+                key=lambda gib, seated=seated: _holds(config, seated, planned.models[agent.name], gib, cluster.on_cpu),
+            )
+            if needed < MOST_GIB:
+                found.append(Lightest(seated, needed + 1, fitting[-1] * size))
+    return min(found, key=lambda least: (least.memory_gib, least.num_devices), default=None)
+
+
+def _holds(config: Config, agent: AgentConfig, model: Architecture, memory_gib: int, on_cpu: bool) -> bool:
+    sized = config.model_copy(update={"device_memory_gib": float(memory_gib)})
+    budget = agent_budget(sized, agent, model, on_cpu=on_cpu)
+    return budget.fits() and not budget.engine_is_too_small
