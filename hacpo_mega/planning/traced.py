@@ -30,8 +30,9 @@ class Traced:
 def trace(agent: AgentPlan) -> Traced:
     """Runs forward, backward and step of the agent's model. Needs a process without process groups."""
     actor, stage = agent.budget.actor, agent.budget.stage
+    positions = max(actor.architecture.max_positions, actor.num_tokens)  # a micro-batch is traced as one sequence
     found = trace_actor(
-        actor.architecture,
+        replace(actor.architecture, max_positions=positions),
         replace(actor.layout, engine_tp=None),
         dp=actor.dp,
         num_tokens=actor.num_tokens,
