@@ -40,11 +40,18 @@ def capacity(config: Config) -> int | None:
     return None if _cpu_build() else int(DEFAULT_GIB * GIB)
 
 
-def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture) -> Budget:
-    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses."""
+def agent_budget(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Budget:
+    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
+
+    `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
+    """
     most = capacity(config)
-    actor = _actor(config, agent, architecture, on_cpu=most is None)
-    engine = _engine(config, agent, on_cpu=most is None)
+    if on_cpu is None:
+        on_cpu = most is None
+    actor = _actor(config, agent, architecture, on_cpu=on_cpu)
+    engine = _engine(config, agent, on_cpu=on_cpu)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
         budget = fullest_stage(replace(actor, recompute=choice), engine, most)
@@ -53,15 +60,20 @@ def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture)
     return budget
 
 
-def memory_problems(config: Config, agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
+def memory_problems(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Iterator[str]:
     """A line when a device cannot hold the agent; its layout must be one that the model can have."""
-    budget = agent_budget(config, agent, architecture)
+    budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
     if budget.engine_is_too_small and budget.capacity is not None:
         share = budget.engine_needs / budget.capacity
+        larger = (
+            f"Nearest: {int(share * 100) / 100 + 0.01:g}" if share < 0.99 else "No share is enough; raise engine_tp"
+        )
         yield (
             f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
             f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
-            f"its warm-up and one longest sequence. Nearest: {int(share * 100) / 100 + 0.01:g}"
+            f"its warm-up and one longest sequence. {larger}"
         )
     elif not budget.fits():
         yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"

@@ -171,6 +171,9 @@ def test_what_does_not_fit_is_refused_and_its_advice_helps(overrides, advice):
 def test_nothing_helps_a_model_that_fits_nowhere():
     lines = complaints("device_memory_gib=4")
     assert len(lines) == 2
+    assert all(line.endswith("No share is enough; raise engine_tp") for line in lines)
+    lines = complaints("device_memory_gib=4", "agents.*.vllm.kv_cache_memory_bytes=1")
+    assert len(lines) == 2
     assert all("Nearest: " in line or "No single change" in line for line in lines)
 
 
