@@ -16,10 +16,11 @@ quickstart: env
 	launch/local.sh $(CONFIG)
 	$(BIN)/hacpo-mega report $$($(BIN)/hacpo-mega check $(CONFIG) --run-dir)
 
-# Two workers for two cores; a test that starts processes gives each of them one thread. tests/conftest.py says which
-# tests stay together on a worker.
+# A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. tests/conftest.py
+# says which tests stay together on a worker.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 
 # The numeric tests as other processors would run them.
 test-portable: env

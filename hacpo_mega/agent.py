@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hacpo_mega.algorithm import engine_weights, sample_weight
 from hacpo_mega.checkpoint import Checkpoint
+from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.cluster.watchdog import RunStopped
@@ -24,6 +25,7 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
+from hacpo_mega.logbook.step_metrics import held_bytes
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key
 from hacpo_mega.records import (
@@ -65,31 +67,12 @@ class Agent:
         self._answers_per_prompt = config.answers_per_prompt
         self._cells = config.lanes * spec.cells_per_lane
         self._engines_per_cell = place.rank_map.agents[place.agent].engines_per_cell
-        self.actor = Actor(
-            spec.model,
-            tp=spec.tp,
-            pp=spec.pp,
-            optimizer=spec.optimizer,
-            total_updates=config.updates_per_step * config.num_steps,
-            max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
-            max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
-            recompute=agent_budget(config, spec, architecture_of(spec)).actor.recompute,
-            transformer=spec.transformer,
-            communication=spec.data_parallel,
-            overrides=spec.megatron,
-            spans=place.spans,
-            on_progress=place.progress,
-        )
-        if config.algorithm.kl_coef > 0.0:
-            self.actor.keep_reference()
-        if start is not None:
-            state = start.agents[self.name]
-            self.actor.load(start.folder / self.name, num_updates=state.num_updates, num_applied=state.num_applied)
+        self.actor = _actor(spec, place, config, start)
         self.dtype = self.actor.model.config.params_dtype
         # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
         self.answer_lengths: Callable[[int, int, int], int] | None = None
+        self.offload = self.actor.optimizer.offload
+        self.asleep_bytes = 0
         agents_on_device = agents_per_device(place)
         with in_turn(place, agents_on_device):
             self.engine = Engine(
@@ -119,7 +102,8 @@ class Agent:
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
 
-        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
+        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with. What it leaves
+        behind is `asleep_bytes` of this rank; then the optimizer's state is on its way back to the device.
         """
         places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
@@ -138,6 +122,8 @@ class Agent:
         )
         self.engine.sleep()
         self._engine_sleeps = True
+        self.asleep_bytes = held_bytes()
+        self.offload.start_returning()
         return rollouts
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
@@ -272,10 +258,15 @@ class Agent:
         return dict(zip(keys, self.actor.reference_token_logprobs(counted)))
 
     def publish_weights(self) -> None:
-        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it is awake afterwards."""
+        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it is awake afterwards.
+
+        The optimizer's state leaves beside that, before the cache takes its place.
+        """
+        self.offload.start_leaving()
         if self._engine_sleeps:
             self.engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
         self.engine.load(self._told(self.actor.weights()))
+        self.offload.finish_leaving()
         if self._engine_sleeps:
             self.engine.wake()
         self._engine_sleeps = False
@@ -300,6 +291,11 @@ class Agent:
         counts, write = self.actor.save(folder, copies=copies)
         return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
 
+    def not_finite(self) -> str | None:
+        """What of this rank's share of the agent's weights and optimizer holds NaN or infinity; None where nothing."""
+        found = self.actor.not_finite()
+        return None if found is None else f"{found} of {self.name} is not finite"
+
     def _told(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for tensor in tensors:
             self.place.progress()
@@ -312,3 +308,35 @@ class Agent:
     def close(self) -> None:
         """Shuts the engine down, while the process groups it uses still exist."""
         self.engine.close()
+
+
+def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None) -> Actor:
+    """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
+    budget = agent_budget(config, spec, architecture_of(spec))
+    require_host_memory(place, budget.parts["on the host"])
+    actor = Actor(
+        spec.model,
+        tp=spec.tp,
+        pp=spec.pp,
+        optimizer=spec.optimizer,
+        total_updates=config.updates_per_step * config.num_steps,
+        max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        recompute=budget.actor.recompute,
+        offloads=spec.offload == "optimizer",
+        transformer=spec.transformer,
+        communication=spec.data_parallel,
+        overrides=spec.megatron,
+        spans=place.spans,
+        on_progress=place.progress,
+    )
+    if config.algorithm.kl_coef > 0.0:
+        actor.keep_reference()
+    if start is not None:
+        state = start.agents[spec.name]
+        actor.load(start.folder / spec.name, num_updates=state.num_updates, num_applied=state.num_applied)
+    actor.optimizer.offload.start_leaving()
+    actor.optimizer.offload.finish_leaving()
+    return actor

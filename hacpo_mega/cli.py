@@ -22,6 +22,7 @@ from hacpo_mega.cli_bench import bench
 from hacpo_mega.cli_chaos import chaos
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
+from hacpo_mega.cli_plan import plan
 from hacpo_mega.cli_preflight import preflight
 from hacpo_mega.cli_slurm import begin_attempt, slurm
 from hacpo_mega.cluster.environment import (
@@ -162,6 +163,7 @@ def train(
 app.command()(experiment)
 app.command()(bench)
 app.command()(chaos)
+app.command()(plan)
 app.command()(preflight)
 app.command()(slurm)
 

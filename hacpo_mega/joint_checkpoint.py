@@ -144,7 +144,7 @@ class JointCheckpoint:
         """
         if self._pending and (self._is_due or self._all_have_written(self._pending)):
             self._try(self._commit)
-        if self._is_due:
+        if self._is_due and self._is_sound():
             is_last = self._state.steps_done == self._config.num_steps
             at_once = self._begin if self._config.checkpoint.asynchronous else self._save
             self._try(partial(self._disk.patiently, self._save) if is_last else at_once)
@@ -156,7 +156,7 @@ class JointCheckpoint:
         """
         if self._pending:
             self._try(self._commit)
-        if self._state.steps_done != self.safe_step:
+        if self._state.steps_done != self.safe_step and self._is_sound():
             self._try(self._save)
 
     def _falls_due(self) -> bool:
@@ -170,6 +170,17 @@ class JointCheckpoint:
         # Clocks differ: one of them decides.
         is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
+
+    def _is_sound(self) -> bool:
+        """Whether every agent's state is finite: another would take the place of steps worth going back to. Collective.
+
+        Where it is not, that is said; training goes on until training.max_skipped_updates end it.
+        """
+        found = self._place.first_said(self._agent.not_finite())
+        if found:
+            step = self._state.steps_done
+            self._disk.say(f"warning: there is no checkpoint of step {step}: {found}; step {self.safe_step} is safe")
+        return not found
 
     def _try(self, save: Callable[[], None]) -> None:
         """Training goes on without a checkpoint that the disk refuses; older ones are as they were."""

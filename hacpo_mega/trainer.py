@@ -44,7 +44,7 @@ from hacpo_mega.policy_loss import useful_ratios
 from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
-from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
+from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
 
 
 class Trainer:
@@ -88,7 +88,7 @@ class Trainer:
             self.metrics = Metrics(self.names[self.place.agent], self.place.gather_to_first, self.console.phase)
             with self._phase("load", f"before step {self.steps_done + 1}"):
                 codecs = agent_codecs(config.agents)
-                num_tokens = longest_encoding(codecs)
+                num_tokens = longest_encodings(codecs)
                 self.sampler, num_dropped = training_sampler(config, num_tokens)
                 self.held_out = held_out_prompts(config, num_tokens)
                 # every other key of [reward] is an argument of the judge
@@ -202,7 +202,9 @@ class Trainer:
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
-        self.report.add(trajectories, scores, capability_N, views, updates, self.judge.take_report())
+        self.report.add(
+            trajectories, scores, capability_N, views, updates, self.judge.take_report(), self.agent.asleep_bytes
+        )
         reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
         self.report.warn(reduced)
         self._end_step(reduced)

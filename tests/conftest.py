@@ -47,13 +47,14 @@ if not torch.cuda.is_available():
 class ByFile(LoadScopeScheduling):
     """Who runs what under `pytest -n`: a file stays on one worker, because its tests share the job that it starts.
 
-    The files that start four ranks share one worker: two such jobs at a time would crowd a machine of two cores, where
-    every collective then waits for the scheduler.
+    On a small machine the files that start four ranks share one worker: two such jobs at a time would crowd it, and
+    every collective would then wait for the scheduler.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "four ranks" if Path(file).stem in FOUR_RANKS else file
+        is_crowded = (os.cpu_count() or 1) < 8 and Path(file).stem in FOUR_RANKS
+        return "four ranks" if is_crowded else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:

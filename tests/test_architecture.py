@@ -34,6 +34,7 @@ TOP_FILES = {
     "cli_data.py": "cli",
     "cli_bench.py": "cli",
     "cli_experiment.py": "cli",
+    "cli_plan.py": "cli",
     "cli_preflight.py": "cli",
     "cli_slurm.py": "cli",
     "__init__.py": "cli",
@@ -50,6 +51,7 @@ FLOORS = (
     ("trainer", "evaluation"),
     ("commands", "report", "chaos"),
     ("experiments", "throughput"),  # above the report, whose figures and page an experiment draws its own with
+    ("planning",),  # reads measured phases as the benchmark does
     ("cli",),
 )
 
@@ -118,7 +120,7 @@ class Source:
     def tree(self) -> ast.Module:
         return _parsed(self.path, self.text)
 
-    @property
+    @functools.cached_property
     def module(self) -> str:
         """The dotted name; a package is named by its folder."""
         parts = PurePosixPath(self.path.removeprefix("kernels/")).with_suffix("").parts

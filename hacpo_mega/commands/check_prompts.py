@@ -7,7 +7,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
-from hacpo_mega.samples.tokenizers import agent_codecs, longest_encoding
+from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
 
 
 def check_prompts(config: Config) -> str:
@@ -16,7 +16,7 @@ def check_prompts(config: Config) -> str:
     files = f"{len(config.data.files) + len(config.evaluation.files)} data files read, no bad row"
     if missing_models(config):
         return f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
-    num_tokens = longest_encoding(agent_codecs(config.agents))
+    num_tokens = longest_encodings(agent_codecs(config.agents))
     sampler, num_dropped = training_sampler(config, num_tokens)
     held_out = held_out_prompts(config, num_tokens)
     return (

@@ -68,6 +68,7 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
     ]
     if place.coordinate.agent_rank == 0:
         findings.append(compare("Megatron - Hugging Face", before, _hugging_face(spec, sequences, dtype)))
+    agent.offload.start_returning()  # as when the engine falls asleep, which it does not here
     agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
     agent.publish_weights()
     after = agent.actor.token_logprobs(scored)

@@ -150,6 +150,9 @@ class AgentConfig(Section):
     recompute: Literal["auto", "none", "mlp", "full"] = "auto"
     """What backward computes a second time instead of keeping it, for the same gradient: nothing, every feed-forward
     (mlp), every layer (full), or the least of them with which a twentieth of device_memory_gib stays free (auto)."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What is in pinned host memory while the engine generates, and on the device again before the agent learns, for
+    the same bits: nothing, or the float32 main weights and the moments of Adam (optimizer)."""
     transformer: Literal["auto", "local", "te"] = "auto"
     """Whose layers the actor has: Megatron's own with torch's attention (local), TransformerEngine's, for bf16 on CUDA
     (te), or the latter where it is installed and the actor is such a one (auto)."""

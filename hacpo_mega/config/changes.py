@@ -18,7 +18,7 @@ FREE = (
     *("training.diagnose_every", "training.verify_weights_every"),
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
-    *("agents.*.recompute", "agents.*.transformer", "agents.*.data_parallel"),
+    *("agents.*.recompute", "agents.*.offload", "agents.*.transformer", "agents.*.data_parallel"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
     *("stall_s", "wait_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
     "slurm",

@@ -23,13 +23,17 @@ from hacpo_mega.models.weight_files import weight_problems
 
 def find_problems(config: Config) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
-    problems = [*_names(config), *_method(config), *_batches(config), *_generator(config), *_logging(config)]
-    problems += input_problems(config)
+    problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         found = list(_agent(agent, longest)) or memory_problems(config, agent, architecture_of(agent))
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
+
+
+def batch_problems(config: Config) -> list[str]:
+    """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
+    return [*_names(config), *_method(config), *_batches(config)]
 
 
 def nearest_multiples(value: int, of: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage
+from hacpo_mega.models.budget import GIB, Budget, EnginePlan, fullest_stage
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.memory import CPU, CUDA, ActorPlan, Recompute
 
@@ -40,11 +40,18 @@ def capacity(config: Config) -> int | None:
     return None if _cpu_build() else int(DEFAULT_GIB * GIB)
 
 
-def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture) -> Budget:
-    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses."""
+def agent_budget(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Budget:
+    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
+
+    `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
+    """
     most = capacity(config)
-    actor = _actor(config, agent, architecture, on_cpu=most is None)
-    engine = _engine(config, agent, on_cpu=most is None)
+    if on_cpu is None:
+        on_cpu = most is None
+    actor = _actor(config, agent, architecture, on_cpu=on_cpu)
+    engine = _engine(config, agent, on_cpu=on_cpu)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
         budget = fullest_stage(replace(actor, recompute=choice), engine, most)
@@ -53,15 +60,20 @@ def agent_budget(config: Config, agent: AgentConfig, architecture: Architecture)
     return budget
 
 
-def memory_problems(config: Config, agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
+def memory_problems(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Iterator[str]:
     """A line when a device cannot hold the agent; its layout must be one that the model can have."""
-    budget = agent_budget(config, agent, architecture)
+    budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
     if budget.engine_is_too_small and budget.capacity is not None:
         share = budget.engine_needs / budget.capacity
+        larger = (
+            f"Nearest: {int(share * 100) / 100 + 0.01:g}" if share < 0.99 else "No share is enough; raise engine_tp"
+        )
         yield (
             f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
             f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
-            f"its warm-up and one longest sequence. Nearest: {int(share * 100) / 100 + 0.01:g}"
+            f"its warm-up and one longest sequence. {larger}"
         )
     elif not budget.fits():
         yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"
@@ -69,7 +81,8 @@ def memory_problems(config: Config, agent: AgentConfig, architecture: Architectu
 
 def _too_much(budget: Budget) -> str:
     phase = budget.fullest
-    terms = " + ".join(f"{part} {_gib(budget.parts[part])}" for part in PHASES[phase] if budget.parts[part] >= GIB / 20)
+    large = [part for part in budget.parts_of(phase) if budget.parts[part] >= GIB / 20]
+    terms = " + ".join(f"{part} {_gib(budget.parts[part])}" for part in large)
     return (
         f"the phase {phase!r} needs {_gib(budget.peak)} GiB of a device that has {_gib(budget.capacity or 0)} "
         f"(device_memory_gib): {terms}"
@@ -81,7 +94,7 @@ def _nearest(config: Config, agent: AgentConfig, budget: Budget) -> str:
     for words, changed in _changes(config, agent, budget):
         if changed.fits() and not changed.engine_is_too_small:
             return f"Nearest: {words} ({_gib(changed.peak)} GiB)"
-    return "No single change of recompute, gpu_memory_utilization, max_tokens_per_microbatch or tp is enough"
+    return "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch or tp is enough"
 
 
 def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Budget]]:
@@ -94,6 +107,8 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         share = hundredths / 100
         smaller = replace(engine, memory_share=share)
         yield f"vllm.gpu_memory_utilization = {share:g}", fullest_stage(lightest, smaller, most)
+    if not actor.offloads:
+        yield "offload = 'optimizer'", fullest_stage(replace(lightest, offloads=True), engine, most)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     tokens = actor.num_tokens // 2
     while tokens >= longest:
@@ -116,6 +131,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         num_tokens=config.training.max_tokens_per_microbatch,
         fused_swiglu=bool(agent.megatron.get("bias_activation_fusion", False)),
         diagnoses=config.training.diagnose_every > 0,
+        offloads=agent.offload == "optimizer",
         device=CPU if on_cpu else CUDA,
     )
 
@@ -135,7 +151,8 @@ def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
 def memory_table(budgets: dict[str, Budget]) -> str:
     """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/memory.md).
 
-    In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked.
+    In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
+    in no phase: pinned memory of the process, for what is away while the engine generates.
     """
     columns = list(budgets.values())
     unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)

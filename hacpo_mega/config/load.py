@@ -39,6 +39,15 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     algorithm.method takes the file's options for another method out.
     Relative paths count from the current folder. Raises ValueError with one line per problem.
     """
+    config = load_unchecked(path, overrides)
+    problems = find_problems(config)
+    if problems:
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+    return config
+
+
+def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The same without the cross-checks: models, prompts and devices need not be on this machine (planning/)."""
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -51,13 +60,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         _apply(table, override)
     _drop_options_of_another_method(table, in_file, overrides)
     try:
-        config = Config.model_validate(table)
+        return Config.model_validate(table)
     except ValidationError as error:
         raise ValueError("\n".join(f"{path}: {line}" for line in readable_problems(error, table))) from error
-    problems = find_problems(config)
-    if problems:
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
-    return config
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

@@ -45,7 +45,7 @@ NOTATION = frozenset(("frac", "times", "cdot", "e", "^", "*", "/"))
 class PromptEncoder(Protocol):
     """The part of a tokenizer codec that lengths need."""
 
-    def encode_prompt(self, text: str) -> Sequence[int]: ...
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prom
     """How long the prompts are for one agent. ValueError for an empty sequence, or a character without a token."""
     if not problems:
         raise ValueError("there are no problems to measure")
-    lengths = sorted(len(encoder.encode_prompt(problem.prompt)) for problem in problems)
+    lengths = sorted(encoder.prompt_lengths([problem.prompt for problem in problems]))
     return Lengths(
         median=lengths[len(lengths) // 2],
         percentile_99=lengths[min(len(lengths) - 1, len(lengths) * 99 // 100)],

@@ -1,7 +1,7 @@
 """Which prompts a run trains on and which it is evaluated on, from its configuration.
 
-`num_tokens` is how long a text is for the agent that needs most tokens: a prompt beyond rollout.max_prompt_tokens is
-left out, never cut.
+`num_tokens` says of each text how long it is for the agent that needs most tokens: a prompt beyond
+rollout.max_prompt_tokens is left out, never cut.
 Not here: reading rows (files.py), their order over steps (prompts.py), and tokenizers (samples/).
 """
 
@@ -14,7 +14,7 @@ from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 
 
-def training_sampler(config: Config, num_tokens: Callable[[str], int]) -> tuple[PromptSampler, int]:
+def training_sampler(config: Config, num_tokens: Callable[[Sequence[str]], list[int]]) -> tuple[PromptSampler, int]:
     """The prompts of every step, and how many rows were left out because some agent needs too many tokens for them.
 
     ValueError when the rest is too few for a step.
@@ -23,7 +23,7 @@ def training_sampler(config: Config, num_tokens: Callable[[str], int]) -> tuple[
         rows = load_prompts(config.data.files, config.data.prompt_field, config.data.gold_field)
     else:
         rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
-    kept = tuple(row for row in rows if num_tokens(row.text) <= config.rollout.max_prompt_tokens)
+    kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
     by_skill = config.data.generator is not None
     for skill in config.data.skills if by_skill else (None,):
         needed = config.training.prompts_per_step // (len(config.data.skills) if by_skill else 1)
@@ -34,7 +34,7 @@ def training_sampler(config: Config, num_tokens: Callable[[str], int]) -> tuple[
     return sampler, len(rows) - len(kept)
 
 
-def held_out_prompts(config: Config, num_tokens: Callable[[str], int]) -> tuple[Prompt, ...]:
+def held_out_prompts(config: Config, num_tokens: Callable[[Sequence[str]], list[int]]) -> tuple[Prompt, ...]:
     """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill.
 
     ValueError when there are prompts, but not one that every agent can read.
@@ -46,9 +46,16 @@ def held_out_prompts(config: Config, num_tokens: Callable[[str], int]) -> tuple[
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
     else:
         return ()
-    kept = [row for row in rows if num_tokens(row.text) <= config.rollout.max_prompt_tokens]
+    kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
     _require_enough(rows, kept, 1, None, config.rollout.max_prompt_tokens, num_tokens)
     return to_prompts(kept[: config.evaluation.num_prompts])
+
+
+def _short_enough(
+    rows: Sequence[PromptRow], max_tokens: int, num_tokens: Callable[[Sequence[str]], list[int]]
+) -> tuple[PromptRow, ...]:
+    lengths = num_tokens([row.text for row in rows])
+    return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= max_tokens)
 
 
 def _require_enough(
@@ -57,13 +64,13 @@ def _require_enough(
     needed: int,
     skill: str | None,
     max_tokens: int,
-    num_tokens: Callable[[str], int],
+    num_tokens: Callable[[Sequence[str]], list[int]],
 ) -> None:
     """ValueError when fewer than `needed` rows (of a skill) are kept although there are that many."""
     rows, kept = ([row for row in some if skill in (None, row.skill)] for some in (rows, kept))
     if len(kept) >= needed or len(rows) < needed:
         return
-    lengths = sorted(num_tokens(row.text) for row in rows)
+    lengths = sorted(num_tokens([row.text for row in rows]))
     of_skill = "" if skill is None else f" of {skill!r}"
     raise ValueError(
         f"rollout.max_prompt_tokens ({max_tokens}) leaves {len(kept)} of {len(rows)} prompts{of_skill}, and {needed} "

@@ -57,14 +57,14 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
     table = config.model_dump(mode="json", exclude=left_out)
     for agent in table["agents"]:
         del agent["optimizer"]["lr"]
-        del agent["recompute"]  # changes no gradient
+        del agent["recompute"], agent["offload"]  # change no gradient
         del agent["transformer"], agent["data_parallel"]  # change results by rounding, as another processor does
     return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
 
 
 def _how_it_is_measured(config: Config) -> dict[str, Any]:
     # Unlimited: which prompts are too long for an agent follows from its tokenizer, a part of its model folder.
-    prompts = held_out_prompts(config, lambda text: 0)
+    prompts = held_out_prompts(config, lambda texts: [0] * len(texts))
     return {
         "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
         "max_prompt_tokens": config.rollout.max_prompt_tokens,

@@ -24,6 +24,9 @@ UNJUDGED_STEPS = 3
 SPIKE_FACTOR = 5.0
 SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
 
+# The first update makes Adam's moments, the first exchanges make NCCL's buffers: what is held settles in some steps.
+RESIDUE_STEPS, RESIDUE_GROWTH = 4, 1 << 30
+
 
 class OmegaAlarm:
     """Says once for every ordered pair of agents that its capability ratio omega (eq. 9) has left [0.1, 10].
@@ -198,3 +201,32 @@ class GradNormAlarm:
                 )
             else:
                 yield f"warning: the gradient norm of {name} is {norm:g}: such updates are skipped and change no weight"
+
+
+class ResidueAlarm:
+    """Says that more and more memory is held while an agent's engine sleeps, once for every GiB of it.
+
+    An engine that does not give all back, or anything else that keeps a little of every step, takes from the actor
+    until learning fails. A step's reading (metric asleep_bytes) is held against the highest of the first 4 steps since
+    the process started, and after a warning against the one that was warned of.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._first: list[list[float]] = [[] for _ in names]
+
+    def warnings(self, held_N: Sequence[float | None]) -> Iterator[str]:
+        """A line for every agent that holds a GiB more; `held_N` in bytes, None where there was no step."""
+        for n, held in enumerate(held_N):
+            if held is None:
+                continue
+            first = self._first[n]
+            if len(first) < RESIDUE_STEPS:
+                first.append(held)
+            elif held > max(first) + RESIDUE_GROWTH:
+                yield (
+                    f"warning: {held / 2**30:.2f} GiB are held while the engine of {self._names[n]} sleeps, after at "
+                    f"most {max(first) / 2**30:.2f} before: learning has that much less (metric asleep_bytes). A "
+                    "restart, which goes on from the last checkpoint, frees what has leaked"
+                )
+                self._first[n] = [held] * RESIDUE_STEPS

@@ -18,6 +18,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/step_s                                                                       mean rank, whole step
     agent/<name>/wait/<phase>_s                                       seconds in which a rank waited for others, mean
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device
+    agent/<name>/asleep_bytes                                         and what is held there while its engine sleeps
     capability/<name>, omega/<learner>/<source>                                               the job
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers; tensor rank 0 of the last

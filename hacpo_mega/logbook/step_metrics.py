@@ -84,11 +84,13 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
                 metrics.gauge(f"omega/{learner}/{source}", omega_NN[k, j].item())
 
 
-def add_host(metrics: Metrics, name: str, waits: Mapping[str, float]) -> None:
+def add_host(metrics: Metrics, name: str, waits: Mapping[str, float], asleep_bytes: int) -> None:
     """What a rank says of its process: memory, and seconds in which it waited for others, by phase (mean over ranks).
 
-    Host memory is what the process has in RAM now, device memory the most that torch had since the last step.
+    Host memory is what the process has in RAM now, device memory the most that torch had since the last step;
+    `asleep_bytes` is what `held_bytes` said as the engine had fallen asleep.
     """
+    metrics.highest(f"agent/{name}/asleep_bytes", asleep_bytes)
     metrics.highest(f"agent/{name}/rss_bytes", resident_bytes())
     if torch.cuda.is_available():
         metrics.highest(f"agent/{name}/device_bytes", torch.cuda.max_memory_allocated())
@@ -100,6 +102,14 @@ def add_host(metrics: Metrics, name: str, waits: Mapping[str, float]) -> None:
 def resident_bytes() -> int:
     """Memory of this process that is in RAM."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def held_bytes() -> int:
+    """Memory of this rank's device that is not free, whoever has it; on the CPU what the process has in RAM."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return resident_bytes()
 
 
 def add_band(metrics: Metrics, learner: int, names: Sequence[str], low_N: Sequence[float]) -> None:

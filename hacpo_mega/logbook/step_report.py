@@ -14,7 +14,14 @@ from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.judge import JudgeReport
-from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm, UnjudgedLimit
+from hacpo_mega.logbook.alarms import (
+    EngineAlarm,
+    GradNormAlarm,
+    JudgeAlarm,
+    OmegaAlarm,
+    ResidueAlarm,
+    UnjudgedLimit,
+)
 from hacpo_mega.logbook.console import Console, warn
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.step_metrics import (
@@ -44,6 +51,8 @@ class StepReport:
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
         self._grad_norm_alarm = GradNormAlarm(self._names)
+        # It watches one process, which a run that goes on is not: its state is not kept.
+        self._residue_alarm = ResidueAlarm(self._names)
         self._alarms = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,
@@ -69,12 +78,14 @@ class StepReport:
         views: Sequence[ViewCounts],
         updates: Sequence[UpdateStats],
         judged: JudgeReport,
+        asleep_bytes: int,
     ) -> None:
         """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers.
 
+        asleep_bytes   what was held on this rank's device when its engine had fallen asleep
         RunStopped where the grader has failed for too long.
         """
-        add_host(self._metrics, self._names[self._place.agent], self._place.take_waits())
+        add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), asleep_bytes)
         if self._place.is_leader:
             self._add_cell(trajectories, scores, views, updates)
             for warning in self._judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
@@ -108,9 +119,14 @@ class StepReport:
 
     def warn(self, reduced: StepMetrics) -> None:
         """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
-        gaps, norms = (
-            [reduced.values.get(f"agent/{name}/{what}") for name in self._names]
-            for what in ("engine_gap_mean", "grad_norm_max")
+        known = reduced.values | reduced.timing
+        gaps, norms, residues = (
+            [known.get(f"agent/{name}/{what}") for name in self._names]
+            for what in ("engine_gap_mean", "grad_norm_max", "asleep_bytes")
         )
-        for warning in (*self._engine_alarm.warnings(gaps), *self._grad_norm_alarm.warnings(norms)):
+        for warning in (
+            *self._engine_alarm.warnings(gaps),
+            *self._grad_norm_alarm.warnings(norms),
+            *self._residue_alarm.warnings(residues),
+        ):
             self._console.say(warning)

@@ -36,7 +36,7 @@ from hacpo_mega.megatron.schedule import (
     sum_over_cells,
     tensor_from_last_stage,
 )
-from hacpo_mega.megatron.sharded_state import load_state, save_state
+from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
 from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
@@ -63,6 +63,7 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
+        offloads: bool = False,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
         overrides: Mapping[str, Any] | None = None,
@@ -73,7 +74,8 @@ class Actor:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
-        backward computes again (none, mlp, full), `transformer` whose layers it has (auto, local, te; te_layers.py),
+        backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
+        `optimizer.offload` is told to; `transformer` is whose layers it has (auto, local, te; te_layers.py),
         `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of Megatron's
         TransformerConfig; `spans` records the parts of an update, `on_progress` is told every micro-batch. bf16 with
         fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises
@@ -93,7 +95,7 @@ class Actor:
             positions = max_positions or self.architecture.max_positions
             model = self._build(tp, pp, positions, recompute, overrides)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
 
@@ -271,6 +273,10 @@ class Actor:
             self._saving_group = torch.distributed.new_group(backend="gloo")
         write = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
+
+    def not_finite(self) -> str | None:
+        """The first tensor of this rank's share of the state that holds NaN or infinity; None where none does."""
+        return not_finite(self.model, self.optimizer)
 
     def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
         """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""

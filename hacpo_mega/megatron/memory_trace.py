@@ -173,7 +173,7 @@ class _Run:
         return linear_logprob(
             hidden.index_select(0, self._counting()),
             weight,
-            self._counting(),
+            self._counting() % self.architecture.vocab_size,
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             group=tp if tp.size() > 1 else None,

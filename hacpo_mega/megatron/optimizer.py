@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.offload import Offload
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -47,7 +48,8 @@ class OptimizerStep:
 class ParameterShare:
     """What a rank's optimizer has of a parameter: the numbers start:stop of it, flattened.
 
-    state   of these numbers, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies
+    state   of these numbers, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies, unless
+            they are away (offload.py): then those on the host, to be read alone
     """
 
     start: int
@@ -58,7 +60,10 @@ class ParameterShare:
 class ActorOptimizer:
     """Megatron's distributed Adam over one wrapped model: fp32 moments and main weights, sharded over data parallel."""
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int):
+    def __init__(
+        self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int, *, offloads: bool = False
+    ):
+        """`offloads`: its state can leave the device, as `self.offload` is told; moments are there from the start."""
         self.config = config
         self.total_updates = total_updates
         self.num_updates = self.num_applied = 0
@@ -67,6 +72,9 @@ class ActorOptimizer:
         # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        if offloads:
+            self.make_moments()  # so that the host's memory is taken now, not in the first step
+        self.offload = Offload(self._own_state() if offloads else ())
 
     @property
     def part(self) -> DistributedOptimizer:
@@ -83,16 +91,25 @@ class ActorOptimizer:
         self.part._init_optimizer_states_with_dummy_values()
         self.set_progress(self.num_updates, self.num_applied)
 
+    def _own_state(self) -> list[torch.Tensor]:
+        """All that lies in no buffer of the model: main weights of half-precision ones, and the moments."""
+        main = [tensor for group in self.part.shard_fp32_from_float16_groups for tensor in group]
+        # torch counts Adam's steps in tensors of no dimension, which stay where they are
+        states = [tensor for state in self.part.optimizer.state.values() for tensor in state.values()]
+        return main + [tensor for tensor in states if isinstance(tensor, torch.Tensor) and tensor.dim()]
+
     def share_of(self, parameter: torch.nn.Parameter) -> ParameterShare | None:
         """This rank's share of the state of a parameter, once there are moments; None where it has nothing of it."""
         if parameter not in self.part.model_param_gbuf_map:
             return None
         numbers = self.part._get_model_param_range_map(parameter)["param"]
         state = self.part._get_main_param_and_optimizer_states(parameter)
+        state = {kind: self.offload.readable(tensor) for kind, tensor in state.items()}
         return ParameterShare(numbers.start, numbers.end, state)
 
     def spread_main_weights(self, model: DistributedDataParallel) -> None:
         """Rounds the main weights into the model's own, on all ranks, as an update ends. Collective over the agent."""
+        self.offload.require_home()
         self.part._copy_main_params_to_model_params()
         model.start_param_sync()
 
@@ -113,6 +130,7 @@ class ActorOptimizer:
         Megatron decides which, as for the norm: of this rank's data-parallel shard, without copies on other tensor
         ranks and without the tied head of another stage. fp32 views, until the buffers are filled again.
         """
+        self.offload.require_home()  # Megatron lays every gradient beside its main weight
         self.megatron.prepare_grads()
         parts = self.megatron.chained_optimizers
         return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
@@ -127,8 +145,9 @@ class ActorOptimizer:
 
         Collective over the agent's ranks, which all know the same loss. A norm that is not finite on any rank is so on
         all (it is all-reduced), so all skip together. A skipped update still counts: the schedule follows the run's
-        plan, not its luck.
+        plan, not its luck. RuntimeError while its state is away (offload.py).
         """
+        self.offload.require_home()
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         self.num_updates += 1
         for group in self.megatron.param_groups:

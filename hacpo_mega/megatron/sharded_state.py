@@ -46,6 +46,15 @@ def save_state(
     return partial(_write, parts, folder, group, device)
 
 
+@torch.no_grad()
+def not_finite(model: DistributedDataParallel, optimizer: ActorOptimizer) -> str | None:
+    """The first tensor of what `save_state` would write here that holds NaN or infinity, by its stored name."""
+    with megatron_platform():
+        optimizer.make_moments()
+    parts = _parts(unwrapped(model), optimizer, written=True)
+    return next((name for name, own in parts.items() if not all(part.data.isfinite().all() for part in own)), None)
+
+
 def _write(parts: Parts, folder: Path, group: dist.ProcessGroup, device: int | None) -> None:
     if device is not None:
         torch.cuda.set_device(device)  # a thread begins on device 0, which is another rank's
@@ -63,6 +72,7 @@ def load_state(
     """
     with megatron_platform():
         optimizer.make_moments()
+    optimizer.offload.require_home()
     StateReader(folder).read(_parts(unwrapped(model), optimizer, written=False))
     with megatron_platform():
         optimizer.spread_main_weights(model)

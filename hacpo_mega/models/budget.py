@@ -21,6 +21,7 @@ CONTEXT, GRAPHS, WARM_UP, FRAGMENTS = 5 * GIB // 2, 3 * GIB // 2, 2 * GIB, 0.05
 # Of full tensors on their way to the engine (megatron/reshard.py).
 BUCKET = GIB
 
+OFFLOADED = ("main weights", "moments")
 STATES = ("weights", "gradients", "main weights", "moments")
 PHASES: Mapping[str, tuple[str, ...]] = {
     "generate": (*STATES, "gather buffer", "engine awake", "context"),
@@ -68,7 +69,10 @@ class Budget:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake."""
+        """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
+
+        "on the host" is of no device: pinned memory for what leaves it.
+        """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
         awake = self._engine_awake(weights)
@@ -92,6 +96,7 @@ class Budget:
             "engine asleep": asleep,
             "buckets": bucket_bytes(self.actor),
             "context": CONTEXT if cuda else 0,
+            "on the host": of_actor.main_weights + of_actor.moments if self.actor.offloads else 0,
         }
 
     def _engine_awake(self, weights: int) -> int:
@@ -102,8 +107,17 @@ class Budget:
     @cached_property
     def phases(self) -> dict[str, int]:
         """Bytes of every phase that there is: the sum of its parts."""
-        there = {phase: parts for phase, parts in PHASES.items() if phase != "diagnose" or self.actor.diagnoses}
-        return {phase: sum(self.parts[part] for part in parts) for phase, parts in there.items()}
+        there = [phase for phase in PHASES if phase != "diagnose" or self.actor.diagnoses]
+        return {phase: sum(self.parts[part] for part in self.parts_of(phase)) for phase in there}
+
+    def parts_of(self, phase: str) -> tuple[str, ...]:
+        """The names of the parts that are on the device in a phase."""
+        if not self.actor.offloads:
+            return PHASES[phase]
+        if phase == "learn, first update":  # moments are made at the start, for the host to have room for them
+            return PHASES["learn"]
+        away = OFFLOADED if "engine awake" in PHASES[phase] else ()
+        return tuple(part for part in PHASES[phase] if part not in away)
 
     @property
     def fullest(self) -> str:

@@ -56,6 +56,7 @@ class ActorPlan:
 
     fused_swiglu   Megatron's bias_activation_fusion, which keeps the input of the activation alone
     diagnoses      own gradients are compared with others' now and then, which needs a copy of the first
+    offloads       main weights and moments are in host memory while the engine is awake
     """
 
     architecture: Architecture
@@ -65,6 +66,7 @@ class ActorPlan:
     recompute: Recompute = "none"
     fused_swiglu: bool = False
     diagnoses: bool = False
+    offloads: bool = False
     device: Device = CUDA
 
 

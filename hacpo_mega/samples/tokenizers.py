@@ -152,6 +152,15 @@ class TextCodec:
         """
         return self._prompt_ids(text)
 
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many ids `encode_prompt` gives for each text, in a quarter of the time. ValueError as there."""
+        read = [self._as_read(text) for text in texts]
+        try:
+            ids = self.tokenizer(read, **self._prompt_options).input_ids if read else []
+        except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
+            return [len(self.encode_prompt(text)) for text in texts]
+        return [len(self._checked(text, ids_of_text)) for text, ids_of_text in zip(texts, ids, strict=True)]
+
     def shown_prompt(self, text: str) -> str:
         """What the model reads for a task, as text: template, system prompt and special tokens included."""
         return self.tokenizer.decode(
@@ -194,13 +203,25 @@ class TextCodec:
         return self.has_tokens(ids) and self.control_ids.isdisjoint(ids.tolist())
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
+        return self._checked(text, self._encode(self._as_read(text), **self._prompt_options))
+
+    def _as_read(self, text: str) -> str:
+        """A task's text inside the template of this agent."""
+        if not self.prompting.chat_template:
+            return self.prompting.filled(text)
+        self._refuse_control_texts(text)
+        return _rendered(self.tokenizer, self.prompting, text)
+
+    @property
+    def _prompt_options(self) -> dict[str, bool]:
         if self.prompting.chat_template:
-            self._refuse_control_texts(text)
-            rendered = _rendered(self.tokenizer, self.prompting, text)
-            ids = tuple(self._encode(text=rendered, add_special_tokens=False))  # the template writes BOS itself
-        else:
-            filled = self.prompting.filled(text)
-            ids = tuple(self._encode(text=filled, add_special_tokens=True, split_special_tokens=False))
+            return {"add_special_tokens": False}  # the template writes BOS itself
+        return {"add_special_tokens": True, "split_special_tokens": False}
+
+    def _checked(self, text: str, ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids of a prompt as the tokenizer gives them, without the EOS at its end and a doubled BOS."""
+        ids = tuple(ids)
+        if not self.prompting.chat_template:
             # some tokenizers close every text with EOS; an answer cannot follow that
             bos_id = self.tokenizer.bos_token_id
             while ids and ids[-1] == self.eos_id and not (len(ids) == 1 and ids[0] == bos_id):
@@ -285,6 +306,6 @@ def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:
     return tuple(TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting) for agent in agents)
 
 
-def longest_encoding(codecs: Sequence[TextCodec]) -> Callable[[str], int]:
-    """The tokens of a task's text as each agent reads it, for the agent that needs most of them."""
-    return lambda text: max(len(codec.encode_prompt(text)) for codec in codecs)
+def longest_encodings(codecs: Sequence[TextCodec]) -> Callable[[Sequence[str]], list[int]]:
+    """The tokens of each task's text as each agent reads it, for the agent that needs most of them."""
+    return lambda texts: list(map(max, zip(*(codec.prompt_lengths(texts) for codec in codecs), strict=True)))

@@ -23,7 +23,7 @@ class AgentStep:
     busy_s         seconds it worked
     answers, tokens              that it sampled
     trained_answers, trained_tokens   that it learnt from; answers alone, prompts not counted
-    prompt_tokens  of a prompt, on average
+    prompt_tokens  of a prompt, on average; 0 where the run did not count them, as only a benchmark does
     """
 
     phases_s: Mapping[str, float]
@@ -86,7 +86,7 @@ def _agent_step(metrics: StepMetrics, agent: str, phases_s: dict[str, float], sh
         tokens=answers * values[f"agent/{agent}/answer_tokens_mean"],
         trained_answers=values.get(f"agent/{agent}/num_trained_answers", 0.0),
         trained_tokens=values.get(f"agent/{agent}/num_trained_tokens", 0.0),
-        prompt_tokens=values[f"agent/{agent}/prompt_tokens_mean"],
+        prompt_tokens=values.get(f"agent/{agent}/prompt_tokens_mean", 0.0),
     )
 
 

@@ -10,13 +10,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from job import play_command, start_ranks
+import torch
+import torch.distributed as dist
+from job import play_command, run_group, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.megatron.stored_state import NotWritten, Part, write_parts
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +136,19 @@ def test_a_run_that_ends_on_a_full_disk_says_what_it_needs_and_goes_on_when_ther
     assert run.ended() == [0, 0], run.said("0.err")
     assert [start["steps_done"] for start in read_starts(run.folder)] == [0, 2]
     run.assert_every_step_is_there_once()
+
+
+def write_more_than_fits(folder: Path) -> str:
+    """Of a tensor of 40 MB, rank 0 writes a tenth and rank 1 the rest; what this rank hears of it."""
+    first, rows = ((0, 1), (1, 9))[dist.get_rank()]
+    part = Part((10, 1_000_000), (first, 0), torch.ones(rows, 1_000_000))
+    with pytest.raises(NotWritten) as refused:
+        write_parts({"param.head": [part]}, folder, dist.group.WORLD)
+    return str(refused.value)
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_shard_is_told_to_all_who_write(disk):
+    (disk / "shards").mkdir()
+    zero, one = run_group(2, write_more_than_fits, disk / "shards")
+    assert zero == one
+    assert zero.startswith("its rank 1 could not write: "), zero

@@ -19,7 +19,7 @@ reward = {{ kind = "arithmetic" }}
 rollout = {{ rollouts_per_prompt = 2, max_prompt_tokens = 8, max_answer_tokens = 40, temperature = 0.7 }}
 training = {{ prompts_per_step = 4, prompts_per_update = 4, max_tokens_per_microbatch = 256 }}
 agents = [
-  {{ name = "tied", model = "{folder}/tied", tp = 2 }},
+  {{ name = "tied", model = "{folder}/tied", tp = 2, offload = "optimizer" }},
   {{ name = "untied", model = "{folder}/untied" }},
 ]
 """

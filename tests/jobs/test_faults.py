@@ -62,7 +62,7 @@ def test_a_run_whose_updates_are_all_skipped_stops_with_their_samples(tmp_path):
     assert not (tmp_path / "run" / "agents").exists()
 
 
-def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
     """Its second and last update was skipped by both of its cells: counted once, warned about, and too few to stop."""
     training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
     config = write_config(tmp_path, exploding(tmp_path, cells_per_lane=2), num_steps=1, training=training)
@@ -75,6 +75,9 @@ def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
     values = read_metrics(tmp_path / "run/metrics.jsonl")[1].values
     assert [values[f"agent/{name}/num_skipped_updates"] for name in ("fine", "broken")] == [0, 1]
     assert "warning: the gradient norm of broken is nan" in console
+    said = r"warning: there is no checkpoint of step 1: param\.model\.\S+ of broken is not finite; step 0 is safe\n"
+    assert re.search(said, console)
+    assert not list((tmp_path / "run/checkpoints").glob("step_*"))
 
 
 def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from job import TIMEOUT_S, run_ranks
-from scale_model import CountingStore, cost, groups_of, peers
+from scale_model import CountingStore
 
 import hacpo_mega.cluster.place
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.preflight import Meeting
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.store_cost import cost, groups_of, peers
 from hacpo_mega.cluster.tree import Tree
 
 FOUR = RankMap(2, (AgentShape("A"), AgentShape("B")))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,17 +29,17 @@ def slurm(cluster) -> Submitter:
 @pytest.fixture(scope="session")
 def python(slurm) -> Iterator[Path]:
     """The interpreter of jobs that train: a process of it is forked from one that has imported everything."""
-    program = Path(__file__).parent / "forked_python.py"
+    program, socket = ROOT / "tests/support/forked_python.py", Path(slurm.environment["FORKED_PYTHON"])
     paths = f"{slurm.environment['PYTHONPATH']}:{ROOT / 'tests/support'}"
     server = subprocess.Popen(
-        [sys.executable, program, "--serve", slurm.environment["FORKED_PYTHON"]],
+        [sys.executable, program, "--serve", socket],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
     )
     try:
-        assert server.stdout.readline() == "ready\n"
+        while not socket.exists():
+            assert server.poll() is None
+            time.sleep(0.05)
         yield program
     finally:
         server.kill()

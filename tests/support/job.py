@@ -7,20 +7,25 @@
     run_script      `main` of a module of this folder, for jobs with vLLM
     run_command     a whole `hacpo-mega COMMAND`
     run_here        a command that needs no ranks, in this process
-    start_command   a command as a user starts it: a fresh interpreter, and the project's own launcher
+    start_command   a command as a user starts it: by the interpreter's command line, and the project's own launcher
 
 Without a GPU a rank is forked from a server that has imported torch, Megatron and vLLM once (preloaded.py), which saves
-each of them ten seconds. The process that judges the answers imports no vLLM, which changes the process that
-imports it.
+each of them ten seconds; so are a command and the ranks that its launcher starts (forked_python.py). The process that
+judges the answers imports no vLLM, which changes the process that imports it.
 """
 
+import atexit
+import functools
 import importlib
 import io
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing import forkserver
@@ -28,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import torch
 import torch.distributed as dist
 
@@ -129,8 +135,32 @@ def run_here(*arguments: str | Path) -> subprocess.CompletedProcess:
 def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
     """`hacpo-mega ARGUMENTS` as a user starts it, one thread per rank; `options` are Popen's."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    python, environment = interpreter()
+    return subprocess.Popen([python, "-m", "hacpo_mega.cli", *map(str, arguments)], env=environment, **pipes)
+
+
+@functools.cache
+def interpreter() -> tuple[str, dict[str, str]]:
+    """A Python for commands that start heavy processes, and its environment: one thread for each."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "hacpo_mega.cli", *map(str, arguments)], env=environment, **pipes)
+    if ON_CUDA:
+        return sys.executable, environment
+    _start_server()
+    socket = Path(tempfile.mkdtemp(prefix="forked_python")) / "socket"
+    server = PROCESSES.Process(target=_serve_commands, args=(str(socket),), name="forked python")
+    server.start()
+    atexit.register(shutil.rmtree, socket.parent)
+    atexit.register(server.kill)
+    while not socket.exists():
+        assert server.is_alive(), "the server of forked_python.py has not started"
+        time.sleep(0.05)
+    environment |= ENVIRONMENT | {"FORKED_PYTHON": str(socket), "PLAIN_PYTHON": sys.executable}
+    return forked_python.__file__, environment
+
+
+def _serve_commands(socket: str) -> None:
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(0)), daemon=True).start()
+    forked_python.serve(socket)
 
 
 def _start_server() -> None:

@@ -30,7 +30,7 @@ def write_config(folder: Path, agents: list[dict], **tables) -> Path:
         "run_dir": str(folder / "run"),
         "num_steps": 2,
         "agents": agents,
-        "data": {"generator": "arithmetic"},
+        "data": {"generator": "arithmetic", "skills": ["sub", "mul"]},
         "reward": {"kind": f"{GRADER}:share_of_ones"},
         "rollout": {"rollouts_per_prompt": 4, "max_prompt_tokens": 8, "max_answer_tokens": 12},
         "training": {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256},

@@ -8,7 +8,14 @@ import torch
 
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
-from hacpo_mega.logbook.alarms import EngineAlarm, GradNormAlarm, JudgeAlarm, OmegaAlarm, UnjudgedLimit
+from hacpo_mega.logbook.alarms import (
+    EngineAlarm,
+    GradNormAlarm,
+    JudgeAlarm,
+    OmegaAlarm,
+    ResidueAlarm,
+    UnjudgedLimit,
+)
 
 
 def test_an_agent_without_a_reward_is_named_once_for_every_pair_that_it_breaks():
@@ -158,3 +165,33 @@ def test_a_gradient_that_is_not_finite_is_said_at_once_and_once():
     assert spikes(math.nan, math.nan, 1, math.inf) == [0, 3]
     (line,) = GradNormAlarm(("a",)).warnings([math.nan])
     assert line == "warning: the gradient norm of a is nan: such updates are skipped and change no weight"
+
+
+GIB = 1 << 30
+
+
+def residues(*gib: float | None) -> list[int]:
+    """The steps, from 0, in which the alarm of one agent speaks."""
+    alarm = ResidueAlarm(("a",))
+    return [step for step, held in enumerate(gib) if list(alarm.warnings([None if held is None else held * GIB]))]
+
+
+def test_an_engine_that_keeps_more_and_more_is_named_with_what_it_kept_before():
+    alarm = ResidueAlarm(("tidy", "leaky"))
+    for held in (9.5, 10.0, 9.8, 9.9, 10.5, 11.0):
+        assert list(alarm.warnings([4.0 * GIB, held * GIB])) == []
+    (line,) = alarm.warnings([4.0 * GIB, 11.25 * GIB])
+    start = "warning: 11.25 GiB are held while the engine of leaky sleeps, after at most 10.00 before: "
+    assert line.startswith(start) and "asleep_bytes" in line
+
+
+def test_what_is_held_may_settle_in_four_steps_and_grow_by_less_than_a_gib():
+    assert residues(1, 5, 9, 20) == [], "moments and buffers are made in the first steps"
+    assert residues(1, 1, 1, 2, 3.0, 3.0) == []
+    assert residues(*[1.0] * 4, None, None, 2.01) == [6]
+
+
+def test_every_further_gib_is_said_once():
+    slowly = [1 + step / 8 for step in range(40)]
+    assert residues(*slowly) == [12, 21, 30, 39]
+    assert residues(1, 1, 1, 1, 3, 3, 3, 1, 3, 4, 4.1) == [4, 10]

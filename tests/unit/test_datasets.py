@@ -378,8 +378,8 @@ def test_edited_copies_of_a_real_benchmark_are_found(datasets):
 
 
 class Characters:
-    def encode_prompt(self, text):
-        return list(text)
+    def prompt_lengths(self, texts):
+        return [len(text) for text in texts]
 
 
 def test_inspection_in_words(tmp_path):

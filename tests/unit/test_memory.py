@@ -140,6 +140,7 @@ TOO_MUCH = [
     ((f"{LARGE}.vllm.gpu_memory_utilization=0.5",), "vllm.gpu_memory_utilization = "),
     (("device_memory_gib=64",), "vllm.gpu_memory_utilization = "),
     (("device_memory_gib=58",), "tp = 4"),
+    ((f"{LARGE}.vllm.kv_cache_memory_bytes=32212254720",), "offload = 'optimizer'"),
     (
         (f"{LARGE}.recompute=none", f"{LARGE}.tp=1", "lanes=1", f"{LARGE}.cells_per_lane=8", "device_memory_gib=100"),
         "recompute = ",
@@ -170,6 +171,9 @@ def test_what_does_not_fit_is_refused_and_its_advice_helps(overrides, advice):
 def test_nothing_helps_a_model_that_fits_nowhere():
     lines = complaints("device_memory_gib=4")
     assert len(lines) == 2
+    assert all(line.endswith("No share is enough; raise engine_tp") for line in lines)
+    lines = complaints("device_memory_gib=4", "agents.*.vllm.kv_cache_memory_bytes=1")
+    assert len(lines) == 2
     assert all("Nearest: " in line or "No single change" in line for line in lines)
 
 
@@ -190,6 +194,27 @@ def test_auto_takes_the_least_that_fits():
     assert choice(f"{LARGE}.recompute=full") == "full"
 
 
+def test_offload_gives_the_state_of_the_optimizer_to_the_engine(capsys, monkeypatch):
+    """Twice the engine of today's configuration, and nothing else is on the device in another phase."""
+    stays, leaves = (budgets_of(PAIR, *over)["qwen-8b-base"] for over in ((), (f"{LARGE}.offload=optimizer",)))
+    state = stays.parts["main weights"] + stays.parts["moments"]
+    saved = {phase: size - leaves.phases[phase] for phase, size in stays.phases.items()}
+    # Moments are made at the start, for the host to say at once whether it can hold them.
+    moved = {"generate": state, "checkpoint": state, "learn, first update": -stays.parts["moments"]}
+    assert saved == {phase: moved.get(phase, 0) for phase in PHASES if phase != "diagnose"}
+    assert (stays.parts["on the host"], leaves.parts["on the host"]) == (0, state)
+    twice = f"{LARGE}.vllm.gpu_memory_utilization=0.6"
+    (line,) = complaints(twice)
+    assert "main weights 7.63 + moments 15.26" in line
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(PAIR), twice, f"{LARGE}.offload=optimizer"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert re.search(r"^on the host +0\.00 +22\.89$", capsys.readouterr().out, re.MULTILINE)
+    (line,) = complaints(f"{LARGE}.vllm.gpu_memory_utilization=0.7", f"{LARGE}.offload=optimizer")
+    assert "phase 'generate'" in line and "moments" not in line
+
+
 def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
     budget = budgets_of(PAIR, "training.diagnose_every=2")["qwen-4b-base"]
     assert budget.phases["diagnose"] - budget.phases["learn"] == budget.parts["own gradient"]
@@ -198,9 +223,11 @@ def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
 
 
 def test_a_run_goes_on_under_another_choice():
-    before, now = (plain(load_config(PAIR, list(overrides))) for overrides in ((), (f"{LARGE}.recompute=full", GIVEN)))
+    others = (f"{LARGE}.recompute=full", f"{LARGE}.offload=optimizer", GIVEN)
+    before, now = (plain(load_config(PAIR, list(overrides))) for overrides in ((), others))
     assert {(change.key, change.kind) for change in changes(before, now)} == {
         (f"{LARGE}.recompute", "free"),
+        (f"{LARGE}.offload", "free"),
         ("device_memory_gib", "free"),
     }
 

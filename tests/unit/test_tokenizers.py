@@ -90,6 +90,10 @@ def test_characters_without_a_token_are_an_error(small):
         codec.encode_answer("1+x", ended=True)
     with pytest.raises(ValueError, match="has no tokens"):
         codec.encode_prompt("")
+    for texts, found in ((["1+1", "1+x"], "cannot encode '1\\+x'"), (["1+1", ""], "has no tokens")):
+        with pytest.raises(ValueError, match=found):
+            codec.prompt_lengths(texts)
+    assert codec.prompt_lengths([]) == []
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,9 @@ def test_a_prompt_that_spells_a_control_token_cannot_end_its_turn(tmp_path):
     for control in ("<eos>", "<pad>", "<bos>"):
         with pytest.raises(ValueError, match=f"spells out {control}, which steers"):
             chat.encode_prompt(f"1{control}2")
+        with pytest.raises(ValueError, match=f"spells out {control}, which steers"):
+            chat.prompt_lengths(["1+2", f"1{control}2"])
+    assert chat.prompt_lengths(["1", "1+2"]) == [4, 6] == [len(chat.encode_prompt(text)) for text in ("1", "1+2")]
     alone = TextCodec(tokenizer)
     one, two = alone.encode_prompt("1") + alone.encode_prompt("2")
     assert alone.encode_prompt("1<eos>2") == (one, eos, two)
@@ -154,6 +161,7 @@ def test_a_prompt_that_spells_a_control_token_cannot_end_its_turn(tmp_path):
     opening = TextCodec(load_tokenizer(tmp_path))
     assert opening.tokenizer("<bos>1").input_ids == [bos, bos, one]
     assert opening.encode_prompt("<bos>1") == opening.encode_prompt("1") == (bos, one)
+    assert opening.prompt_lengths(["<bos>1", "1"]) == [2, 2]
 
 
 def test_which_tokens_are_no_text(small, tmp_path):
@@ -299,3 +307,9 @@ def test_an_end_token_that_a_tokenizer_adds_is_no_part_of_a_prompt(tmp_path):
     closing = load_tokenizer(tmp_path)
     assert closing("1+2=").input_ids[-1] == 1
     assert TextCodec(closing).encode_prompt("1+2=") == tuple(tokenizer("1+2=").input_ids)
+    assert TextCodec(closing).prompt_lengths(["1+2=", "1"]) == [4, 1]
+
+
+def test_lengths_all_at_once_are_those_one_by_one(real_codecs):
+    for codec in real_codecs.values():
+        assert codec.prompt_lengths(ANSWERS) == [len(codec.encode_prompt(text)) for text in ANSWERS]

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""An interpreter that has imported torch, Megatron and vLLM already: what Slurm starts in its place is forked from one.
+"""An interpreter that has imported torch, Megatron and vLLM already: what is started by it is forked from one that has.
 
-    forked_python.py --serve SOCKET          the server: imports preloaded.py and forks
-    forked_python.py -m hacpo_mega.cli ...   asks the server of $FORKED_PYTHON for a process and stands for it
-    forked_python.py FILE ...                is $PLAIN_PYTHON, for the small processes that a rank starts
+    forked_python.py --serve SOCKET          a server: imports preloaded.py and forks (job.py has one of its own)
+    forked_python.py -m MODULE ...           asks the server of $FORKED_PYTHON for a process and stands for it
+    forked_python.py ...                     is $PLAIN_PYTHON, for the small processes that a rank starts
 
-The process is in the namespaces (network, processes, host name, mounts) of the one that asked, so it lives and dies on
-that node; it has its environment and its standard output and error. Signals are passed on, and the status comes back;
-whoever asked and is gone takes it along. A fresh interpreter would spend twenty seconds of every rank on imports.
+The process is in the namespaces (network, processes, host name, mounts) of the one that asked: under the Slurm of these
+tests it lives and dies on that node. It has its environment and its standard output and error. Signals are passed on,
+and the status comes back; whoever asked and is gone takes it along. A fresh interpreter would spend twenty seconds of
+every rank on imports.
 """
 
 import ctypes
@@ -40,15 +41,14 @@ def ask(path: str) -> int:
 
 
 def serve(path: str) -> None:
-    """Imports once, then forks a process for everyone who asks, until the one that started this is gone."""
+    """Forks a process for everyone who asks, until this is killed. `path` is there when it can be asked."""
     import preloaded  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(path)
+        door.bind(f"{path}.new")
         door.listen(64)
-        print("ready", flush=True)
+        os.rename(f"{path}.new", path)
         while True:
             client, _ = door.accept()
             if os.fork() == 0:
@@ -66,7 +66,8 @@ def _stand_in(client: socket.socket) -> None:
         wanted += client.recv(num_bytes - len(wanted))
     asker = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     libc = ctypes.CDLL(None, use_errno=True)
-    spaces = [os.open(f"/proc/{asker}/ns/{space}", os.O_RDONLY) for space in SPACES]
+    elsewhere = [space for space in SPACES if os.readlink(f"/proc/{asker}/ns/{space}") != _own(space)]
+    spaces = [os.open(f"/proc/{asker}/ns/{space}", os.O_RDONLY) for space in elsewhere]
     for space in spaces:
         assert libc.setns(space, 0) == 0, os.strerror(ctypes.get_errno())
         os.close(space)
@@ -81,6 +82,10 @@ def _stand_in(client: socket.socket) -> None:
     with suppress(OSError):  # whoever asked may be gone
         client.send(bytes([status if status >= 0 else 128 - status]))
     os._exit(0)
+
+
+def _own(space: str) -> str:
+    return os.readlink(f"/proc/self/ns/{space}")
 
 
 def _pass_on(client: socket.socket, process: int) -> None:
@@ -110,6 +115,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
     sys.executable = os.path.abspath(__file__)
     _, module, *arguments = wanted["argv"]
     sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # or runpy would warn that it has been imported
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -126,6 +132,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
+        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
         serve(sys.argv[2])
     elif sys.argv[1] == "-m":
         sys.exit(ask(os.environ["FORKED_PYTHON"]))

@@ -1,0 +1,31 @@
+"""Whether every node's memory holds what its processes are about to pin there, asked before any of them does.
+
+Pinned memory is never swapped: a node that has too little of it kills processes long after the start.
+Not here: how many bytes that is (models/budget.py).
+"""
+
+import json
+import socket
+from collections import defaultdict
+
+from hacpo_mega.cluster.machine_limits import free_memory_bytes
+from hacpo_mega.cluster.place import Place
+
+
+def require_host_memory(place: Place, num_bytes: int) -> None:
+    """ValueError, the same on every rank, where those of a node want more than it has. Collective over the job.
+
+    num_bytes   what this rank is going to pin
+    """
+    mine = json.dumps([socket.gethostname(), num_bytes, free_memory_bytes()]).encode()
+    wanted, free = defaultdict[str, int](int), {}
+    for payload in place.gather_job(mine):
+        node, of_rank, free_there = json.loads(payload)
+        wanted[node] += of_rank
+        free[node] = min(free_there, free.get(node, free_there))
+    for node, size in wanted.items():
+        if size > free[node]:
+            raise ValueError(
+                f"agents.*.offload wants {size >> 20} MiB of pinned memory on {node}, where {free[node] >> 20} MiB are "
+                "free. Offload fewer agents (offload = 'none'), or spread them over more nodes"
+            )

@@ -1,0 +1,110 @@
+"""Sizes of public models by name, so that a plan needs no folder. Imports no torch.
+
+Each row is what the config.json of https://huggingface.co/<name> says (fields num_hidden_layers, hidden_size,
+num_attention_heads, num_key_value_heads, head_dim, intermediate_size, vocab_size, tie_word_embeddings,
+max_position_embeddings); tests hold the number of parameters to the one that the Hub shows for the weights.
+Not here: a model that lies in a folder (architecture.py).
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hacpo_mega.models.architecture import Architecture, Llama3Rope
+
+QWEN3, QWEN2, LLAMA = 151936, 152064, 128256
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One size of a family. `names` are the folders on the Hub and the positions of each."""
+
+    names: Mapping[str, int]
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    rope_factor: float | None = None
+
+
+_QWEN3_POSITIONS, _BASE_POSITIONS, _LLAMA_POSITIONS = 40960, 32768, 131072
+
+
+def _qwen3(size: str, *, base: bool = True) -> dict[str, int]:
+    names = {f"Qwen/Qwen3-{size}": _QWEN3_POSITIONS}
+    return {**names, f"Qwen/Qwen3-{size}-Base": _BASE_POSITIONS} if base else names
+
+
+def _qwen2(size: str) -> dict[str, int]:
+    return {f"Qwen/Qwen2.5-{size}": 131072, f"Qwen/Qwen2.5-{size}-Instruct": 32768}
+
+
+def _llama(size: str) -> dict[str, int]:
+    return {f"meta-llama/Llama-{size}{kind}": _LLAMA_POSITIONS for kind in ("", "-Instruct")}
+
+
+_ROWS = (
+    _Row(_qwen3("1.7B"), "qwen3", 28, 2048, 16, 8, 128, 6144, QWEN3, tied=True),
+    _Row(
+        {**_qwen3("4B"), "Qwen/Qwen3-4B-Instruct-2507": 262144}, "qwen3", 36, 2560, 32, 8, 128, 9728, QWEN3, tied=True
+    ),
+    _Row(_qwen3("8B"), "qwen3", 36, 4096, 32, 8, 128, 12288, QWEN3),
+    _Row(_qwen3("14B"), "qwen3", 40, 5120, 40, 8, 128, 17408, QWEN3),
+    _Row(_qwen3("32B", base=False), "qwen3", 64, 5120, 64, 8, 128, 25600, QWEN3),
+    _Row(_qwen2("7B"), "qwen2", 28, 3584, 28, 4, 128, 18944, QWEN2),
+    _Row(_qwen2("32B"), "qwen2", 64, 5120, 40, 8, 128, 27648, QWEN2),
+    _Row(_qwen2("72B"), "qwen2", 80, 8192, 64, 8, 128, 29568, QWEN2),
+    _Row(_llama("3.2-1B"), "llama", 16, 2048, 32, 8, 64, 8192, LLAMA, tied=True, rope_factor=32.0),
+    _Row(_llama("3.2-3B"), "llama", 28, 3072, 24, 8, 128, 8192, LLAMA, tied=True, rope_factor=32.0),
+    _Row(_llama("3.1-8B"), "llama", 32, 4096, 32, 8, 128, 14336, LLAMA, rope_factor=8.0),
+    _Row(_llama("3.1-70B"), "llama", 80, 8192, 64, 8, 128, 28672, LLAMA, rope_factor=8.0),
+)
+_BY_NAME = {name: row for row in _ROWS for name in row.names}
+PUBLIC_NAMES = tuple(_BY_NAME)
+
+
+def public_architecture(name: str) -> Architecture:
+    """The model of a Hub name, or of a path that ends in its last part, such as models/Qwen3-8B.
+
+    ValueError, with the nearest names, for one that is not in the table.
+    """
+    found = [known for known in PUBLIC_NAMES if name in (known, _last(known)) or _last(name) == _last(known)]
+    if not found:
+        by_last = {_last(known).lower(): known for known in PUBLIC_NAMES}
+        near = difflib.get_close_matches(_last(name).lower(), by_last, n=3, cutoff=0.0)
+        raise ValueError(
+            f"{name} is no folder with a config.json and none of the {len(PUBLIC_NAMES)} public models that are known "
+            f"by name. Nearest: {', '.join(by_last[last] for last in near)}"
+        )
+    return _architecture(_BY_NAME[found[0]], found[0])
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _architecture(row: _Row, name: str) -> Architecture:
+    is_llama = row.family == "llama"
+    return Architecture(
+        family=row.family,
+        num_layers=row.layers,
+        hidden_size=row.hidden,
+        num_heads=row.heads,
+        num_kv_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        ffn_size=row.ffn,
+        vocab_size=row.vocab,
+        max_positions=row.names[name],
+        norm_eps=1e-5 if is_llama else 1e-6,
+        rope_theta=500_000.0 if is_llama else 1_000_000.0,
+        rope=None if row.rope_factor is None else Llama3Rope(row.rope_factor, 1.0, 4.0, 8192),
+        tied=row.tied,
+        qkv_bias=row.family == "qwen2",
+        output_bias=False,
+        qk_norm=row.family == "qwen3",
+    )

@@ -1,0 +1,91 @@
+"""Known kinds of devices and their nodes: what their makers say of them, and how much of it work has been seen to use.
+
+    h100     NVIDIA H100 SXM in a DGX H100: 80 GB, 989 TFLOP/s bf16 dense (1,979 with sparsity), 3.35 TB/s, NVLink
+             900 GB/s both ways, eight 400 Gb/s adapters and 2 TB of host memory a node (data sheets H100, DGX H100)
+    h200     NVIDIA H200 SXM: 141 GB, 4.8 TB/s, the rest as H100 (data sheets H200, DGX H200)
+    a100-80  NVIDIA A100 80 GB SXM: 312 TFLOP/s bf16 dense, 2,039 GB/s, NVLink 600 GB/s both ways, eight 200 Gb/s
+             adapters (data sheets A100, DGX A100)
+    b200     NVIDIA B200 in a DGX B200: 1,440 GB, 64 TB/s and 72 PFLOP/s fp8 with sparsity for eight, so 180 GB, 8 TB/s
+             and 2,250 TFLOP/s bf16 dense for one; NVLink 1.8 TB/s both ways, 400 Gb/s adapters (data sheet DGX B200)
+    cpu      the 2-core machine of docs/throughput.md, a process a core: 2.5 GHz x 2 units x 16 float32 x 2 operations
+             by its type; 3.0 GB/s is what a copy took there, read and written, with both cores busy
+
+memory_gib of a GPU is what torch sees of it, rounded down. The rates of `cpu` are from a measured benchmark
+(docs/planning.md says how); those of GPUs are not measured by this project: `learn` and `score` are the low end of the
+model FLOP utilisation that Megatron-LM's README reports on H100 (41 to 48 %), the others are assumptions.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+KindName = Literal["h100", "h200", "a100-80", "b200", "cpu"]
+
+# Assumed, but for learn and score (above).
+_GPU_RATES: Mapping[str, float] = {
+    "learn": 0.41,
+    "score": 0.41,
+    "prefill": 0.41,
+    "decode": 0.41,
+    "memory": 0.7,
+    "link": 0.7,
+    "learn_passes": 0.0,  # the utilisation is that of whole steps: traffic of activations is in it
+    "score_passes": 0.0,
+    "round_s": 0.003,
+    "token_s": 0.00001,
+    "answer_s": 0.001,
+    "view_s": 0.001,
+    "publish_s": 0.5,
+    "step_s": 1.0,
+}
+# From the hacpo rows of the benchmark in docs/throughput.md, both models: its other rows are predictions.
+_CPU_RATES: Mapping[str, float] = {
+    "learn": 0.6,
+    "score": 0.6,
+    "prefill": 0.6,
+    "decode": 0.6,
+    "memory": 1.0,
+    "link": 1.0,
+    "learn_passes": 6.25,
+    "score_passes": 2.95,
+    "round_s": 0.0,
+    "token_s": 0.000121,
+    "answer_s": 0.000017,
+    "view_s": 0.00031,
+    "publish_s": 0.032,
+    "step_s": 0.12,
+}
+
+
+def _nvidia(memory_gib: float, tflops: float, memory_gb_per_s: float, nvlink_gb_per_s: float, adapter_gb_per_s: float,
+            requests: int = 1024) -> dict[str, Any]:  # fmt: skip
+    """Links are GB/s of one device in one direction: half of what NVLink's two directions have together."""
+    return {
+        "processor": "cuda",
+        "devices_per_node": 8,
+        "device": {
+            "memory_gib": memory_gib,
+            "peak_tflops": tflops,
+            "memory_gb_per_s": memory_gb_per_s,
+            "max_requests": requests,
+        },
+        "links": {"inside_gb_per_s": nvlink_gb_per_s, "between_gb_per_s": adapter_gb_per_s, "latency_us": 10.0},
+        "host": {"memory_gib": 2000.0},
+        "rates": dict(_GPU_RATES),
+    }
+
+
+KINDS: Mapping[KindName, Mapping[str, Any]] = {
+    "h100": _nvidia(79.0, 989.4, 3350.0, 450.0, 50.0),
+    "h200": _nvidia(139.0, 989.4, 4800.0, 450.0, 50.0),
+    # vLLM takes fewer requests at once by default on an A100.
+    "a100-80": _nvidia(79.0, 312.0, 2039.0, 300.0, 25.0, requests=256),
+    "b200": _nvidia(178.0, 2250.0, 8000.0, 900.0, 50.0),
+    "cpu": {
+        "processor": "cpu",
+        "devices_per_node": 2,
+        "device": {"memory_gib": 11.0, "peak_tflops": 0.16, "memory_gb_per_s": 3.0, "max_requests": 512},
+        "links": {"inside_gb_per_s": 1.0, "between_gb_per_s": 1.0, "latency_us": 100.0},
+        "host": {"memory_gib": 22.0},
+        "rates": dict(_CPU_RATES),
+    },
+}
