@@ -20,6 +20,7 @@ FOUR_RANKS = {
     "test_fused_head",
     "test_gradient_invariance",
     "test_megatron_layout",
+    "test_overlap",
     "test_place",
     "test_preflight",
     "test_refusal",

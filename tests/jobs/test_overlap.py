@@ -1,7 +1,7 @@
 """Communication while the cells compute changes no gradient, and a cell without samples holds nobody up.
 
-Two cells over gloo. A sum of two has one order, whatever the buckets, so gradients are compared bit by bit; so are the
-weights after updates, where the clip does not bind, whose norm is summed by the shards of the buckets.
+Two cells over gloo, of one rank and of two. A sum of two has one order, whatever the buckets, so gradients are compared
+bit by bit; so are the weights after updates, where the clip does not bind, whose norm is summed by the buckets' shards.
 """
 
 import pytest
@@ -130,6 +130,49 @@ def test_weights_are_still_gathered_when_learn_returns(by_rank, model):
     for answers in by_rank:
         assert answers[model, "both"]["gathering"] == [True] * len(CELLS)
         assert answers[model, "gradients"]["gathering"] == [False] * len(CELLS)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    """Two cells of two ranks each: of every rank, layout and choice -> what `learn_small` saw."""
+    folder = make_model(tmp_path_factory.mktemp("overlap"), family="qwen3", tied=True)
+    return run_group(4, learn_in_cells_of_two, folder)
+
+
+def learn_in_cells_of_two(folder):
+    layouts = [(1, 2), (2, 1)]
+    return {(tp, pp, name): learn_small(folder, tp, pp, name) for tp, pp in layouts for name in ("plain", "both")}
+
+
+def learn_small(folder, tp, pp, choice):
+    """Updates of both cells, of the first alone, and of both; then an actor of the other kind takes up the state."""
+    actor = make_actor(folder, tp=tp, pp=pp, optimizer=ADAM, communication=CHOICES[choice])
+    seen = []
+    for number, cells in enumerate((2, 1, 2)):
+        drawn = random_samples(6, seed=30 + number)
+        mine = [sample for sample in drawn if sample.prompt_index % cells == dist.get_rank() // 2]
+        loss = actor.learn(mine, objective).loss
+        seen.append((loss, [score.mean_logprob for score in actor.score(drawn[:3])]))
+    state, weights, num_buckets = folder / f"{tp}-{pp}-{choice}", full_weights(actor), len(actor.model.bucket_groups)
+    state.mkdir(exist_ok=True)
+    counts, write = actor.save(state)
+    write()
+    other = make_actor(folder, tp=tp, pp=pp, communication=CHOICES["both" if choice == "plain" else "plain"])
+    other.load(state, **counts)
+    taken_up = full_weights(other)
+    assert all(torch.equal(taken_up[name], weights[name]) for name in weights)
+    return seen, weights, num_buckets
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 2), (2, 1)])
+def test_cells_of_two_ranks_learn_the_same(of_four, tp, pp):
+    """With a head that two stages share, and a pipeline of which Megatron gives the first stage alone buckets."""
+    for rank, answers in enumerate(of_four):
+        seen, weights, num_buckets = answers[tp, pp, "both"]
+        plain, plain_weights, _ = answers[tp, pp, "plain"]
+        assert seen == plain
+        assert all(torch.equal(weights[name], plain_weights[name]) for name in plain_weights)
+        assert (num_buckets > 3) is (tp == 2 or rank % 2 == 0)
 
 
 @pytest.mark.parametrize("field", ["use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective"])
