@@ -57,7 +57,10 @@ def plan(
     if compared:
         print(f"\n{comparison_table(compared)}\nthe layouts above are those that the measured seconds speak for")
     if json_file is not None:
-        json_file.write_text(as_json(found, ways), encoding="utf-8")
+        try:
+            json_file.write_text(as_json(found, ways), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); give a file") from error
     if trace:
         prepare_environment()
         from hacpo_mega.planning.traced import trace_table

@@ -6,7 +6,7 @@ from hacpo_mega.config.device_memory import memory_problems
 from hacpo_mega.planning.cluster_file import Cluster
 from hacpo_mega.planning.configuration import Planned
 from hacpo_mega.planning.plan import Plan
-from hacpo_mega.planning.search import Ways, find_ways, grown, lightest
+from hacpo_mega.planning.search import MOST_GIB, Ways, find_ways, grown, lightest
 from hacpo_mega.planning.work import Work
 
 # How much larger a cluster is looked at for the nearest one that works.
@@ -47,12 +47,9 @@ def _nearest(planned: Planned, cluster: Cluster, work: Mapping[str, Work], ways:
         if (best := find_ways(planned, work, larger).best) is not None:
             return f"No layout fits here, but with nodes = {larger.nodes}: {' '.join(best.overrides())}"
     found = [lightest(planned, agent, grown(cluster, GROWTH[-1])) for agent in planned.config.agents]
-    largest = max((least for least in found if least is not None), key=lambda least: least.memory_gib, default=None)
-    if None in found or largest is None:
-        return (
-            "Nowhere is there a layout with tp inside a node of "
-            f"{cluster.devices_per_node} devices; change devices_per_node or agents.NAME.vllm"
-        )
+    if None in found:
+        return f"No memory up to {MOST_GIB} GiB is enough either: lower vllm.gpu_memory_utilization"
+    largest = max(found, key=lambda least: least.memory_gib)
     agent, needed = largest.agent, largest.memory_gib
     return (
         f"No number of devices is enough: {agent.name} needs {needed} GiB at tp {agent.tp}, pp {agent.pp}, recompute "

@@ -30,7 +30,7 @@ Factors = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Seat:
+class Choice:
     """An agent in one layout: the plan of it, and its seconds between meetings."""
 
     plan: AgentPlan
@@ -42,26 +42,26 @@ class Way:
     """All agents on the devices."""
 
     lanes: int
-    seats: tuple[Seat, ...]
+    choices: tuple[Choice, ...]
 
     @property
     def num_devices(self) -> int:
         """Devices that it uses."""
-        return sum(seat.plan.num_devices for seat in self.seats)
+        return sum(choice.plan.num_devices for choice in self.choices)
 
     @property
     def wall_s(self) -> float:
         """Seconds of a step."""
-        return wall_seconds([seat.stretches_s for seat in self.seats])
+        return wall_seconds([choice.stretches_s for choice in self.choices])
 
-    def idle_share(self, seat: Seat) -> float:
+    def idle_share(self, choice: Choice) -> float:
         """Of a step, what an agent waits for others."""
-        return max(0.0, 1.0 - sum(seat.stretches_s) / self.wall_s)
+        return max(0.0, 1.0 - sum(choice.stretches_s) / self.wall_s)
 
     def overrides(self) -> list[str]:
         """What makes a configuration this one, as key=value."""
         keys = ("tp", "pp", "cells_per_lane", "engine_tp")
-        own = [f"agents.{s.plan.name}.{key}={getattr(s.plan.agent, key)}" for s in self.seats for key in keys]
+        own = [f"agents.{s.plan.name}.{key}={getattr(s.plan.agent, key)}" for s in self.choices for key in keys]
         return [f"lanes={self.lanes}", *own]
 
 
@@ -105,14 +105,16 @@ class _Search:
     def ways_of(self, lanes: int) -> list[Way]:
         """Every way with so many lanes that is not beaten by another one on as many devices."""
         config = self.planned.config.model_copy(update={"lanes": lanes})
-        partial: list[tuple[Seat, ...]] = [()]
+        partial: list[tuple[Choice, ...]] = [()]
         for agent in config.agents:
-            seats = [seats[0] for seats in _undominated([(seat,) for seat in self._seats(config, agent)])]
-            partial = [(*before, seat) for before in partial for seat in seats if _has_room(before, seat, self.cluster)]
+            choices = [choices[0] for choices in _undominated([(choice,) for choice in self._choices(config, agent)])]
+            partial = [
+                (*before, choice) for before in partial for choice in choices if _has_room(before, choice, self.cluster)
+            ]
             partial = _undominated(partial)
-        return [Way(lanes, seats) for seats in partial]
+        return [Way(lanes, choices) for choices in partial]
 
-    def _seats(self, config: Config, agent: AgentConfig) -> Iterator[Seat]:
+    def _choices(self, config: Config, agent: AgentConfig) -> Iterator[Choice]:
         """Every layout of an agent that its model can have and a device can hold, on the cluster alone."""
         factor, cluster = self.factors.get(agent.name, {}), self.cluster
         if agent.name not in self.layouts:
@@ -129,7 +131,7 @@ class _Search:
                         config, seated, budget, self.work[agent.name], cluster, _spread_alone(config, seated, cluster)
                     )
                     scaled = {phase: s * factor.get(phase, 1.0) for phase, s in plan.phases_s.items()}
-                    yield Seat(plan, stretches(scaled))
+                    yield Choice(plan, stretches(scaled))
 
     def _budget(self, config: Config, agent: AgentConfig) -> Budget:
         key = (agent.name, agent.tp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
@@ -162,26 +164,26 @@ def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator
                     yield {"tp": tp, "pp": pp, "engine_tp": engine_tp}
 
 
-def _has_room(before: Sequence[Seat], seat: Seat, cluster: Cluster) -> bool:
-    """Whether the seat fits behind the others, with its groups where they were when it was judged for itself.
+def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
+    """Whether the choice fits behind the others, with its groups where they were when it was judged for itself.
 
     Alone it began at a node: an agent of at most a node must not straddle two, a larger one begins with a whole cell.
     """
-    first, size = sum(s.plan.num_devices for s in before), seat.plan.num_devices
-    node, cell = cluster.devices_per_node, seat.plan.agent.cell_size
+    first, size = sum(s.plan.num_devices for s in before), choice.plan.num_devices
+    node, cell = cluster.devices_per_node, choice.plan.agent.cell_size
     stays = first % node + size <= node if size <= node else first % node == 0 or node % cell == 0 == first % cell
     return first + size <= cluster.num_devices and stays
 
 
-def _undominated(ways: list[tuple[Seat, ...]]) -> list[tuple[Seat, ...]]:
+def _undominated(ways: list[tuple[Choice, ...]]) -> list[tuple[Choice, ...]]:
     """Of ways with as many devices, those that are faster than each other one between some two meetings."""
-    kept: dict[int, list[tuple[tuple[float, ...], tuple[Seat, ...]]]] = {}
-    slowest = [(tuple(map(max, zip(*(seat.stretches_s for seat in seats)))), seats) for seats in ways]
-    for stretches_s, seats in sorted(slowest, key=lambda pair: pair[0]):
-        group = kept.setdefault(sum(seat.plan.num_devices for seat in seats), [])
+    kept: dict[int, list[tuple[tuple[float, ...], tuple[Choice, ...]]]] = {}
+    slowest = [(tuple(map(max, zip(*(choice.stretches_s for choice in choices)))), choices) for choices in ways]
+    for stretches_s, choices in sorted(slowest, key=lambda pair: pair[0]):
+        group = kept.setdefault(sum(choice.plan.num_devices for choice in choices), [])
         if not any(all(map(float.__le__, other, stretches_s)) for other, _ in group):
-            group.append((stretches_s, seats))
-    return [seats for group in kept.values() for _, seats in group]
+            group.append((stretches_s, choices))
+    return [choices for group in kept.values() for _, choices in group]
 
 
 def _divisors(number: int) -> list[int]:

@@ -80,7 +80,7 @@ def _messages(plan: Plan) -> Iterator[list[str]]:
 def _ways(ways: Ways) -> Iterator[list[str]]:
     yield ["layouts that let all finish soonest", "s a step", "idle", "key=value"]
     for way in ways.frontier[: -MOST_WAYS - 1 : -1]:
-        idle = " ".join(f"{way.idle_share(seat):.0%}" for seat in way.seats)
+        idle = " ".join(f"{way.idle_share(choice):.0%}" for choice in way.choices)
         yield [f"{way.num_devices} devices", f"{way.wall_s:.2f}", idle, " ".join(way.overrides())]
 
 
@@ -93,7 +93,7 @@ def as_json(plan: Plan, ways: Ways) -> str:
         "store": dict(zip(("keys", "reads", "bytes"), job_cost(plan.ranks))),
         "agents": {agent.name: _agent_table(plan, agent, plan.cluster) for agent in plan.agents},
         "layouts": [
-            {"devices": w.num_devices, "step_s": w.wall_s, "idle": [w.idle_share(s) for s in w.seats],
+            {"devices": w.num_devices, "step_s": w.wall_s, "idle": [w.idle_share(s) for s in w.choices],
              "overrides": w.overrides()} for w in reversed(ways.frontier)
         ],
     }  # fmt: skip

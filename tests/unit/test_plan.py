@@ -264,12 +264,22 @@ def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
         assert (find_ways(planned, work, machines).best is not None) is holds
 
 
+def test_an_engine_that_takes_all_is_told_so(tmp_path):
+    found = command(PAIR, "agents.*.vllm.gpu_memory_utilization=0.999", "--cluster", ON[PAIR])
+    assert "No memory up to 1024 GiB is enough either: lower vllm.gpu_memory_utilization" in found
+
+
 def test_a_host_that_cannot_take_a_checkpoint_is_refused(tmp_path):
     small = of_kind(tmp_path, "h100", 2, host={"memory_gib": 100.0})
     assert "checkpoint.asynchronous copies 122.1 GiB to the host of a node, which has 100" in command(
         PAIR, "--cluster", small
     )
     assert "copies" not in command(PAIR, "checkpoint.asynchronous=false", "--cluster", small)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    found = command(write_small_job(tmp_path), "--cluster", write_cluster(tmp_path), "--json", tmp_path)
+    assert f"--json {tmp_path}: cannot be written" in found
 
 
 def test_bad_input_ends_with_2_and_one_line():
@@ -313,9 +323,9 @@ def test_the_proposal_follows_what_was_measured(tmp_path):
     """An agent that was measured to be far slower than planned gets more of the devices."""
     planned, work, machines = planned_on(PAIR, ON[PAIR])
     slow = {"qwen-8b": dict.fromkeys(("roll_out", "score", "learn"), 3.0)}
-    seats = find_ways(planned, work, machines, slow).best.seats
-    assert seats[0].plan.num_devices > seats[1].plan.num_devices
-    even = find_ways(planned, work, machines).best.seats
+    choices = find_ways(planned, work, machines, slow).best.choices
+    assert choices[0].plan.num_devices > choices[1].plan.num_devices
+    even = find_ways(planned, work, machines).best.choices
     assert even[0].plan.num_devices == even[1].plan.num_devices
 
 
