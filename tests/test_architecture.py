@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -366,6 +367,12 @@ def test_documents_name_only_files_that_exist() -> None:
     texts = [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in places]
     complaints = list(files_that_texts_name_exist(texts))
     assert complaints == [], "\n" + "\n".join(complaints)
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """A rank that a test starts imports its file by name, and would take the other."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -186,7 +186,8 @@ def read_cases(gold: str) -> list[Case]:
 
 def visible_folders() -> list[str]:
     """What a program needs to run at all: the interpreter and the system's libraries, each folder once."""
-    folders = [*SYSTEM, sys.base_prefix, sys.prefix]
+    # An environment may be reached through a link, which is a link inside, too.
+    folders = [*SYSTEM, sys.base_prefix, *dict.fromkeys([sys.prefix, os.path.realpath(sys.prefix)])]
     return [f for f in folders if not any(f != other and f.startswith(f"{other}/") for other in folders)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -165,3 +166,10 @@ def test_in_the_judge_and_explained():
         (refused,) = judge.judge([""], ["no cases"], [written(ADD)], [Stop.EOS])
         assert not refused.is_judged
         assert judge.take_report().first_error.startswith("ValueError: gold must be a JSON list")
+
+
+def test_an_environment_behind_a_link_is_seen(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "linked"))
+    assert {str(tmp_path / "real"), str(tmp_path / "linked")} <= set(program.visible_folders())
