@@ -8,6 +8,7 @@ import torch
 from device_table import DeviceTable
 
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 
@@ -30,6 +31,7 @@ class Seats:
             agent=coordinate.agent,
             device=torch.device("cuda", self.devices[rank]) if self.devices[rank] >= 0 else torch.device("cpu"),
             barrier=self.together.wait,
+            spans=Spans(),
             gather_job=lambda payload: self.gather(rank, payload),
         )
 
@@ -81,7 +83,7 @@ def test_agents_of_one_device_start_in_turn(monkeypatch, tmp_path):
     inside, seen, overlaps = [], [], threading.Event()
 
     def start(seat: SimpleNamespace) -> None:
-        with in_turn(seat, agents_per_device(seat)):
+        with in_turn(seat, agents_per_device(seat) > 1):
             mates[seat.agent].wait()
             with lock:
                 inside.append(seat.agent)
@@ -102,7 +104,7 @@ def test_agents_of_different_devices_start_together():
     everyone = threading.Barrier(3)
 
     def start(seat: SimpleNamespace) -> None:
-        with in_turn(seat, 1):
+        with in_turn(seat, False):
             everyone.wait()
 
     Seats([0, 1, 2]).play(start)
