@@ -267,7 +267,7 @@ class Agent:
         RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
         Nothing is compared where the engine quantizes. Every tensor is gathered, as by `publish_weights`.
         """
-        found = self.devices.differences() if not self.engine.quantizes else []
+        found = self.devices.differences()
         said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
         lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
         if lines:

@@ -76,8 +76,8 @@ class OwnDevices:
         yield
 
     def differences(self) -> list[str]:
-        """`Engine.differences` from what the actor would publish now."""
-        return self._engine.differences(self._weights())
+        """`Engine.differences` from what the actor would publish now; none where the engine quantizes."""
+        return [] if self._engine.quantizes else self._engine.differences(self._weights())
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for tensor in self._actor.weights():
@@ -131,7 +131,7 @@ class SharedDevices(OwnDevices):
         """`Engine.differences` in a turn: of the weights that it has just been given, from those of the actor."""
         with self.scoring():
             self._hand_over()
-            found = self._engine.differences(self._weights())
+            found = super().differences()
             self._away.leave()
             self._engine.wake()  # vLLM falls asleep as a whole
             self._engine.sleep()
