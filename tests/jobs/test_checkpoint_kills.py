@@ -80,7 +80,9 @@ def play(config_file: Path, run_dir: Path, last_step: int, name: str | None) -> 
             remove_unfinished(run_dir)
         model, optimizer = config.agents[place.agent].model, OptimizerConfig(lr=1e-3)
         actor = make_actor(model, optimizer=optimizer, total_updates=NUM_STEPS)
-        agent = SimpleNamespace(name=place.coordinate.agent_name, save=partial(save, actor))
+        agent = SimpleNamespace(
+            name=place.coordinate.agent_name, save=partial(save, actor), not_finite=actor.not_finite
+        )
         if start is not None:
             counts = start.agents[agent.name]
             actor.load(start.folder / agent.name, num_updates=counts.num_updates, num_applied=counts.num_applied)

@@ -33,7 +33,7 @@ def here(tmp_path_factory) -> Path:
     """A folder with a configuration that is right, its two models, and all kinds of files."""
     folder = tmp_path_factory.mktemp("bad")
     agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
-    write_config(folder, agents)
+    write_config(folder, agents, data={"generator": "arithmetic"})
     write_prompt_files(folder)
     (folder / "mine.py").write_text("def grader(p, a, g):\n    def inner():\n        pass\n    return 1.0\n")
     (folder / "broken.py").write_text("def f(:\n")
