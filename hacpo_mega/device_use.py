@@ -113,9 +113,11 @@ class SharedDevices(OwnDevices):
 
     rolling_out = answering
 
-    def scoring(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
         """Around what the actor does without learning, in a turn."""
-        return self._turn(to_learn=False)
+        with self._turn(to_learn=False), self._place.spans.span("turn"):
+            yield
 
     @contextmanager
     def learning(self, phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
@@ -123,7 +125,8 @@ class SharedDevices(OwnDevices):
         with ExitStack() as turn:
             with phase("learn"):
                 turn.enter_context(self._turn(to_learn=True))
-            yield
+            with self._place.spans.span("turn"):  # around phases, and never across the end of one
+                yield
             with phase("learn"):
                 turn.close()
 

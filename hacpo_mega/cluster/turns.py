@@ -52,13 +52,12 @@ def in_turn(
     for _ in range(place.agent + 1):
         place.barrier()
     refused: OSError | None = None
-    with place.spans.span("turn"):
-        arrive()
-        try:
-            yield
-        except OSError as error:
-            refused = error
-        leave()
+    arrive()
+    try:
+        yield
+    except OSError as error:
+        refused = error
+    leave()
     for _ in range(len(place.rank_map.agents) - place.agent):
         place.barrier()
     if refused is not None:

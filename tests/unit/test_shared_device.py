@@ -10,7 +10,6 @@ from device_table import DeviceTable
 
 from hacpo_mega.cluster.device import rank_device
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 
@@ -33,7 +32,6 @@ class Seats:
             agent=coordinate.agent,
             device=torch.device("cuda", self.devices[rank]) if self.devices[rank] >= 0 else torch.device("cpu"),
             barrier=self.together.wait,
-            spans=Spans(),
             gather_job=lambda payload: self.gather(rank, payload),
         )
 
