@@ -24,9 +24,11 @@ from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.device_use import OwnDevices, SharedDevices
 from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
-from hacpo_mega.logbook.step_metrics import held_bytes
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.models.memory import Recompute
 from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key
 from hacpo_mega.records import (
     Completion,
@@ -67,29 +69,25 @@ class Agent:
         self._answers_per_prompt = config.answers_per_prompt
         self._cells = config.lanes * spec.cells_per_lane
         self._engines_per_cell = place.rank_map.agents[place.agent].engines_per_cell
-        self.actor = _actor(spec, place, config, start)
-        self.dtype = self.actor.model.config.params_dtype
         # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
         self.answer_lengths: Callable[[int, int, int], int] | None = None
-        self.offload = self.actor.optimizer.offload
-        self.asleep_bytes = 0
-        agents_on_device = agents_per_device(place)
-        with in_turn(place, agents_on_device):
-            self.engine = Engine(
-                spec.model,
-                max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-                dtype=self.dtype,
-                tensor_parallel_size=spec.engine_tensor_parallel,
-                seed=config.seed,
-                trust_remote_code=spec.trust_remote_code,
-                random_weights=True,
-                agents_on_device=agents_on_device,
-                options=spec.vllm,
-                on_progress=place.progress,
-            )
-            self._engine_sleeps = False
-            # The engine started on random weights (reading the folder twice would double the start of a large model).
-            self.publish_weights()
+        budget = agent_budget(config, spec, architecture_of(spec))
+        require_host_memory(place, budget.parts["on the host"])
+        agents_on_device, shares = agents_per_device(place), config.placement == "shared"
+        with in_turn(place, shares):
+            self.actor = _actor(spec, place, config, start, budget.actor.recompute)
+            self.dtype = self.actor.model.config.params_dtype
+            self.offload = self.actor.optimizer.offload
+            if shares:
+                away = ActorOffload(self.actor.model, self.actor.optimizer)
+                away.leave()
+                self.engine = _engine(spec, place, config, self.dtype, agents_on_device=1)
+                self.devices = SharedDevices(place, self.actor, away, self.engine)
+        if not shares:
+            with in_turn(place, agents_on_device > 1):
+                self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
+                self.devices = OwnDevices(place, self.actor, self.engine)
+                self.publish_weights()
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -99,11 +97,15 @@ class Agent:
         """Whose layers the actor has, for people."""
         return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
 
+    @property
+    def asleep_bytes(self) -> int:
+        """What was not free on this rank's device when its engine had last fallen asleep."""
+        return self.devices.asleep_bytes
+
     def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
 
-        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with. What it leaves
-        behind is `asleep_bytes` of this rank; then the optimizer's state is on its way back to the device.
+        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
         places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
@@ -112,23 +114,20 @@ class Agent:
         if self.answer_lengths is not None:
             lengths = [self.answer_lengths(step, prompt.index, g) for prompt, g in places]
         # Their log-probs come with them at no cost: what the trainer says of the same tokens is held against them.
-        rollouts = self._answer(
-            places,
-            seeds,
-            self._rollout.max_answer_tokens,
-            self._rollout.temperature,
-            return_logprobs=True,
-            lengths=lengths,
-        )
-        self.engine.sleep()
-        self._engine_sleeps = True
-        self.asleep_bytes = held_bytes()
-        self.offload.start_returning()
-        return rollouts
+        with self.devices.rolling_out():
+            return self._answer(
+                places,
+                seeds,
+                self._rollout.max_answer_tokens,
+                self._rollout.temperature,
+                return_logprobs=True,
+                lengths=lengths,
+            )
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
         """One most likely answer per prompt: the agent as it would be deployed."""
-        return self._answer([(prompt, 0) for prompt in prompts], [0] * len(prompts), max_tokens, temperature=0.0)
+        with self.devices.answering():
+            return self._answer([(prompt, 0) for prompt in prompts], [0] * len(prompts), max_tokens, temperature=0.0)
 
     def _answer(
         self,
@@ -176,10 +175,11 @@ class Agent:
         batches = [[b for b in range(start, start + per_update) if own_B[b]] for start in starts]
         batches.append([b for b in range(len(rollouts)) if wanted_B[b] and not own_B[b]])
         scores: list[Score | None] = [None] * len(rollouts)
-        for batch in batches:
-            sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
-            for b, score in zip(batch, self.actor.score(sequences), strict=True):
-                scores[b] = self._weighted(score, rollouts[b])
+        with self.devices.scoring():
+            for batch in batches:
+                sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
+                for b, score in zip(batch, self.actor.score(sequences), strict=True):
+                    scores[b] = self._weighted(score, rollouts[b])
         return scores
 
     def _weighted(self, score: Score, rollout: Rollout) -> Score:
@@ -258,18 +258,8 @@ class Agent:
         return dict(zip(keys, self.actor.reference_token_logprobs(counted)))
 
     def publish_weights(self) -> None:
-        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it is awake afterwards.
-
-        The optimizer's state leaves beside that, before the cache takes its place.
-        """
-        self.offload.start_leaving()
-        if self._engine_sleeps:
-            self.engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
-        self.engine.load(self._told(self.actor.weights()))
-        self.offload.finish_leaving()
-        if self._engine_sleeps:
-            self.engine.wake()
-        self._engine_sleeps = False
+        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it answers with them next."""
+        self.devices.publish()
 
     def verify_weights(self) -> None:
         """Compares what the engine holds, number by number, with what the actor would publish now.
@@ -277,7 +267,7 @@ class Agent:
         RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
         Nothing is compared where the engine quantizes. Every tensor is gathered, as by `publish_weights`.
         """
-        found = self.engine.differences(self.actor.weights()) if not self.engine.quantizes else []
+        found = self.devices.differences()
         said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
         lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
         if lines:
@@ -296,24 +286,18 @@ class Agent:
         found = self.actor.not_finite()
         return None if found is None else f"{found} of {self.name} is not finite"
 
-    def _told(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for tensor in tensors:
-            self.place.progress()
-            yield tensor
-
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""
-        self.actor.save_hf(folder)
+        with self.devices.scoring():
+            self.actor.save_hf(folder)
 
     def close(self) -> None:
         """Shuts the engine down, while the process groups it uses still exist."""
         self.engine.close()
 
 
-def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None) -> Actor:
+def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
     """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
-    budget = agent_budget(config, spec, architecture_of(spec))
-    require_host_memory(place, budget.parts["on the host"])
     actor = Actor(
         spec.model,
         tp=spec.tp,
@@ -324,8 +308,9 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         temperature=config.rollout.temperature,
         seed=config.seed,
-        recompute=budget.actor.recompute,
+        recompute=recompute,
         offloads=spec.offload == "optimizer",
+        leaves=config.placement == "shared",
         transformer=spec.transformer,
         communication=spec.data_parallel,
         overrides=spec.megatron,
@@ -340,3 +325,19 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     actor.optimizer.offload.start_leaving()
     actor.optimizer.offload.finish_leaving()
     return actor
+
+
+def _engine(spec: AgentConfig, place: Place, config: Config, dtype: torch.dtype, agents_on_device: int) -> Engine:
+    """On random weights: reading the folder twice would double the start of a large model."""
+    return Engine(
+        spec.model,
+        max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
+        dtype=dtype,
+        tensor_parallel_size=spec.engine_tensor_parallel,
+        seed=config.seed,
+        trust_remote_code=spec.trust_remote_code,
+        random_weights=True,
+        agents_on_device=agents_on_device,
+        options=spec.vllm,
+        on_progress=place.progress,
+    )

@@ -34,6 +34,7 @@ from hacpo_mega.cluster.environment import (
 )
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.seat import num_local
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget, memory_table
@@ -314,6 +315,7 @@ def _this_process_is_a_rank(config: Config) -> bool:
     if inside_a_job():
         with _one_voice_per_node():
             ranks.require_world_size(job_size())
+            ranks.require_one_node(num_local(job_size()))
     return _is_one_of(ranks.world_size)
 
 

@@ -188,12 +188,13 @@ class Trainer:
         # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
         low_N = None if self.band is None else self.band.values()
         updates = []
-        for m, update in enumerate(self.agent.plan(mine, samples)):  # the cross band tightens with every update
-            if self._diagnosis_is_due():
-                self._diagnose(update, m, low_N)
-            with self._phase("learn"):
-                updates.append(self.agent.learn(update, m, low_N))
-                self.skips.see(self.steps_done + 1, m, update, updates[-1])
+        with self.agent.devices.learning(self._phase):
+            for m, update in enumerate(self.agent.plan(mine, samples)):  # the cross band tightens with every update
+                if self._diagnosis_is_due():
+                    self._diagnose(update, m, low_N)
+                with self._phase("learn"):
+                    updates.append(self.agent.learn(update, m, low_N))
+                    self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
             self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 TOP_FILES = {
     "records.py": "records",
     "agent.py": "agent",
+    "device_use.py": "agent",
     "policy_loss.py": "agent",
     "checkpoint.py": "checkpoint",
     "stored_agent.py": "checkpoint",

@@ -28,7 +28,7 @@ def rank_device(local_rank: int) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(
             f"process {local_rank} of this node has no GPU of its own: {torch.cuda.device_count()} are visible. Start "
-            "at most one process per GPU and node."
+            "at most one process per GPU and node, or let the agents take turns: placement = 'shared'."
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

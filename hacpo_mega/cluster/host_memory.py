@@ -25,7 +25,13 @@ def require_host_memory(place: Place, num_bytes: int) -> None:
         free[node] = min(free_there, free.get(node, free_there))
     for node, size in wanted.items():
         if size > free[node]:
+            asked, instead = (
+                "agents.*.offload",
+                "Offload fewer agents (offload = 'none'), or spread them over more nodes",
+            )
+            if place.rank_map.shares_devices:
+                asked, instead = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
             raise ValueError(
-                f"agents.*.offload wants {size >> 20} MiB of pinned memory on {node}, where {free[node] >> 20} MiB are "
-                "free. Offload fewer agents (offload = 'none'), or spread them over more nodes"
+                f"{asked} wants {size >> 20} MiB of pinned memory on {node}, where {free[node] >> 20} MiB are free. "
+                f"{instead}"
             )

@@ -82,8 +82,9 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
         )
     if shm < shm_needed:
         problems.append(f"/dev/shm: {size(shm)} free, {size(shm_needed)} needed")
-    if gpus and len(gpus) < seat.num_local:
-        problems.append(f"{len(gpus)} GPUs for {seat.num_local} ranks")
+    devices = min(seat.num_local, RankMap.of(config).num_devices)
+    if gpus and len(gpus) < devices:
+        problems.append(f"{len(gpus)} GPUs, {devices} needed")
     return NodeReport(
         node=seat.node,
         first_rank=seat.rank,

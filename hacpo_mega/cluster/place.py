@@ -33,7 +33,7 @@ from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
 from hacpo_mega.cluster.environment import own_caches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher
+from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher, num_local
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
@@ -104,12 +104,14 @@ class Place:
         Afterwards RANK and WORLD_SIZE are those inside the agent, as vLLM's external launcher reads them. `timeout_s`
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
         `store` is the job's, where the caller has it already.
-        Raises ValueError when the job was started with another number of processes, or without a launcher.
+        Raises ValueError when the job was started with another number of processes, on several nodes where agents take
+        turns on one, or without a launcher.
         """
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         rank_map.require_world_size(world_size)
+        rank_map.require_one_node(num_local(world_size))
         own_caches(rank_map.coordinate(rank).agent_name)
-        device = rank_device(local_rank)
+        device = rank_device(rank_map.device_number(rank, local_rank))
         if store is None:
             allow_connections(world_size)
             # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.

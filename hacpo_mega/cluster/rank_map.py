@@ -75,10 +75,14 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class RankMap:
-    """All processes of a job. Every question costs O(number of agents), whatever the number of ranks."""
+    """All processes of a job. Every question costs O(number of agents), whatever the number of ranks.
+
+    shares_devices   whether agents take turns on the devices of one node: rank r of each agent is on device r
+    """
 
     lanes: int
     agents: tuple[AgentShape, ...]
+    shares_devices: bool = False
 
     def __post_init__(self) -> None:
         if self.lanes < 1 or not self.agents:
@@ -91,7 +95,7 @@ class RankMap:
             AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel)
             for agent in config.agents
         )
-        return cls(config.lanes, tuple(shapes))
+        return cls(config.lanes, tuple(shapes), config.placement == "shared")
 
     def require_world_size(self, found: int) -> None:
         """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
@@ -100,6 +104,24 @@ class RankMap:
                 f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found WORLD_SIZE {found}. "
                 "Start it with launch/local.sh, or with as many processes as needed."
             )
+
+    def require_one_node(self, num_local: int) -> None:
+        """Raises ValueError where agents take turns and not all processes are among the `num_local` of this node."""
+        if self.shares_devices and num_local != self.world_size:
+            raise ValueError(
+                f"placement = 'shared' is for the devices of one node, and {num_local} of the {self.world_size} "
+                "processes are on this one: start all of them on one node, or say placement = 'split'"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the job: one for every process, or as many as the largest agent has where they take turns."""
+        sizes = [self.agent_world_size(agent) for agent in range(len(self.agents))]
+        return max(sizes) if self.shares_devices else sum(sizes)
+
+    def device_number(self, rank: int, local_rank: int) -> int:
+        """Which device of its node a rank has, which is the process number `local_rank` there."""
+        return self.coordinate(rank).agent_rank if self.shares_devices else local_rank
 
     def agent_world_size(self, agent: int) -> int:
         """Ranks of one agent over all lanes."""
@@ -189,7 +211,8 @@ class RankMap:
         rows = [header, *(list(self._table_row(agent, shown)) for agent in range(len(self.agents)))]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join([f"{self.world_size} ranks ({self.arithmetic()})", *lines])
+        turns = f"; agents take turns on {self.num_devices} devices" if self.shares_devices else ""
+        return "\n".join([f"{self.world_size} ranks ({self.arithmetic()}){turns}", *lines])
 
     def _table_row(self, agent: int, lanes: list[int]) -> Iterator[str]:
         shape = self.agents[agent]

@@ -47,7 +47,7 @@ class Seat:
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
-            num_local=_num_local(world_size),
+            num_local=num_local(world_size),
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             nodes=expand_nodes(_node_list()),
             address=os.environ["MASTER_ADDR"],
@@ -107,8 +107,8 @@ def tasks_of_nodes(counts: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def _num_local(world_size: int) -> int:
-    """Processes of this node."""
+def num_local(world_size: int) -> int:
+    """Processes of this node; all of them where the launcher does not say."""
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
         return int(local)
     counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))

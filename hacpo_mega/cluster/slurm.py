@@ -68,6 +68,12 @@ class Plan:
     @classmethod
     def of(cls, rank_map: RankMap, slurm: SlurmConfig) -> "Plan":
         """The plan of a configuration. ValueError, with the arithmetic, for a layout that the nodes cannot take."""
+        if rank_map.shares_devices:
+            raise ValueError(
+                "placement = 'shared': hacpo-mega slurm gives every process a GPU of its own. In an allocation of one "
+                f"node with {rank_map.num_devices} GPUs, without binding tasks to them, say srun "
+                f"--ntasks={rank_map.world_size} hacpo-mega train CONFIG"
+            )
         kinds = _kinds(rank_map, slurm)
         for shape, kind in zip(rank_map.agents, kinds, strict=True):
             _require_whole_cells(shape, kind, slurm.tp_across_nodes)

@@ -1,12 +1,13 @@
-"""Agents on one device: how many there are, and who starts an engine while the others hold still.
+"""Agents on one device: how many there are, and who has it while the others hold still.
 
 vLLM measures the device while it starts, to see how much of it is left, and takes what another process of the same
-device allocates or frees meanwhile for its own. So agents that share a device start their engines one after another.
-Not here: which device a process has (device.py).
+device allocates or frees meanwhile for its own. So agents that share a device start their engines one after another;
+and where the configuration asks for it (`placement = "shared"`), they do everything on a device one after another.
+Not here: which device a process has (device.py), what an agent does in its turn (device_use.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hacpo_mega.cluster.device import device_identity
@@ -31,14 +32,33 @@ def agents_per_device(place: Place) -> int:
 
 
 @contextmanager
-def in_turn(place: Place, agents_on_device: int) -> Iterator[None]:
-    """Around what measures the device: one agent after another where agents share one, at once where none do.
+def in_turn(
+    place: Place,
+    takes_turns: bool,
+    arrive: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Around what only one agent does at a time, agent after agent; where nobody `takes_turns`, all do it at once.
+
+    arrive, leave   what the agent does first and last in its turn
 
     Collective over the job. It begins when every process has come, so nothing that stands before it goes on meanwhile.
+    An OSError is raised when all have had their turns: what a disk refuses to one agent is told to all of them
+    together (joint_disk.py), and they must not wait for each other in different places.
     """
-    turns = len(place.rank_map.agents) if agents_on_device > 1 else 0
-    for _ in range(min(turns, place.agent + 1)):
+    if not takes_turns:
+        yield
+        return
+    for _ in range(place.agent + 1):
         place.barrier()
-    yield
-    for _ in range(turns - place.agent):
+    refused: OSError | None = None
+    arrive()
+    try:
+        yield
+    except OSError as error:
+        refused = error
+    leave()
+    for _ in range(len(place.rank_map.agents) - place.agent):
         place.barrier()
+    if refused is not None:
+        raise refused

@@ -8,6 +8,7 @@ Not here: whether training improves anything.
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import numpy as np
@@ -59,21 +60,25 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
         difference_T = np.abs(np.concatenate(ours) - np.concatenate(other))
         return finding_of(spec.name, what, dtype, difference_T, bound, must_differ)
 
-    sequences, num_prompt, sampled = _sequences(agent, config)
+    with agent.devices.answering():
+        sequences, num_prompt, sampled = _sequences(agent, config)
+        of_engine = agent.engine.logprobs(sequences)
     scored = [_scored_whole(tokens) for tokens in sequences]
-    before = agent.actor.token_logprobs(scored)
+    with agent.devices.learning(lambda _: nullcontext()):
+        before = agent.actor.token_logprobs(scored)
+        agent.offload.start_returning()  # as when the engine falls asleep, which it need not here
+        agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
+        after = agent.actor.token_logprobs(scored)
+    agent.publish_weights()
     findings = [
-        compare("Megatron - vLLM", before, agent.engine.logprobs(sequences)),
+        compare("Megatron - vLLM", before, of_engine),
         compare("Megatron - vLLM, as it sampled", [row[num_prompt - 1 :] for row in before[: len(sampled)]], sampled),
     ]
     if place.coordinate.agent_rank == 0:
         findings.append(compare("Megatron - Hugging Face", before, _hugging_face(spec, sequences, dtype)))
-    agent.offload.start_returning()  # as when the engine falls asleep, which it does not here
-    agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
-    agent.publish_weights()
-    after = agent.actor.token_logprobs(scored)
     findings.append(compare("moved by one update", after, before, must_differ=True))
-    findings.append(compare("Megatron - vLLM after it", after, agent.engine.logprobs(sequences)))
+    with agent.devices.answering():
+        findings.append(compare("Megatron - vLLM after it", after, agent.engine.logprobs(sequences)))
     agent.close()
     return findings
 

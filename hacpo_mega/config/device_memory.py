@@ -1,7 +1,8 @@
 """What every agent of a configuration takes of its devices, as `hacpo-mega check` prints and refuses it.
 
 The arithmetic is that of models/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
-and what does not fit is said in one line with the nearest change that does. One process has a device to itself.
+and what does not fit is said in one line with the nearest change that does. One process has a device to itself, or,
+with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
@@ -12,7 +13,7 @@ from typing import Any
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.budget import GIB, Budget, EnginePlan, fullest_stage
+from hacpo_mega.models.budget import GIB, Budget, EnginePlan, fullest_stage, left_behind
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.memory import CPU, CUDA, ActorPlan, Recompute
 
@@ -131,12 +132,21 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         num_tokens=config.training.max_tokens_per_microbatch,
         fused_swiglu=bool(agent.megatron.get("bias_activation_fusion", False)),
         diagnoses=config.training.diagnose_every > 0,
-        offloads=agent.offload == "optimizer",
+        offloads=agent.offload == "optimizer" or config.placement == "shared",
+        shares=config.placement == "shared",
         device=CPU if on_cpu else CUDA,
     )
 
 
 def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
+    own = _engine_alone(config, agent, on_cpu=on_cpu)
+    if config.placement == "split" or on_cpu:
+        return own
+    others = (_engine_alone(config, other, on_cpu=on_cpu) for other in config.agents if other.name != agent.name)
+    return replace(own, beside=sum(map(left_behind, others)))
+
+
+def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
     options = {**(CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS), **agent.vllm}
     cache = options.get("kv_cache_memory_bytes")
     return EnginePlan(

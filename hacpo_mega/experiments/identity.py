@@ -52,6 +52,7 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
         "checkpoint": True,
         "logging": True,
         "device_memory_gib": True,
+        "placement": True,  # changes no bit
         **GIVES_UP,
     }
     table = config.model_dump(mode="json", exclude=left_out)

@@ -64,6 +64,7 @@ class Actor:
         seed: int = 1,
         recompute: str = "none",
         offloads: bool = False,
+        leaves: bool = False,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
         overrides: Mapping[str, Any] | None = None,
@@ -75,11 +76,11 @@ class Actor:
 
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
         backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
-        `optimizer.offload` is told to; `transformer` is whose layers it has (auto, local, te; te_layers.py),
-        `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of Megatron's
-        TransformerConfig; `spans` records the parts of an update, `on_progress` is told every micro-batch. bf16 with
-        fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises
-        ValueError for a layout or a folder the model cannot have (model.py, weights.py).
+        `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
+        (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
+        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `on_progress` is told every
+        micro-batch. bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16 works on
+        the CPU, too). Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
@@ -95,7 +96,7 @@ class Actor:
             positions = max_positions or self.architecture.max_positions
             model = self._build(tp, pp, positions, recompute, overrides)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
 

@@ -61,9 +61,18 @@ class ActorOptimizer:
     """Megatron's distributed Adam over one wrapped model: fp32 moments and main weights, sharded over data parallel."""
 
     def __init__(
-        self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int, *, offloads: bool = False
-    ):
-        """`offloads`: its state can leave the device, as `self.offload` is told; moments are there from the start."""
+        self,
+        model: DistributedDataParallel,
+        config: OptimizerConfig,
+        total_updates: int,
+        *,
+        offloads: bool = False,
+        leaves: bool = False,
+    ) -> None:
+        """`offloads`: its state can leave the device, as `self.offload` is told; moments are there from the start.
+
+        `leaves`: so can the model's weights, as `self.weights` is told, and with them the state (actor_offload.py).
+        """
         self.config = config
         self.total_updates = total_updates
         self.num_updates = self.num_applied = 0
@@ -72,9 +81,13 @@ class ActorOptimizer:
         # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        if offloads:
+        if offloads or leaves:
             self.make_moments()  # so that the host's memory is taken now, not in the first step
-        self.offload = Offload(self._own_state() if offloads else ())
+        self.offload = Offload(self._own_state() if offloads or leaves else ())
+        # The main weights of a float32 model are views of its buffers, too.
+        views = [*model.parameters(), *(tensor for group in self.part.shard_fp32_groups for tensor in group)]
+        buffers = [buffer.param_data for buffer in model.buffers]
+        self.weights = Offload(buffers, views, "the model") if leaves else Offload(())
 
     @property
     def part(self) -> DistributedOptimizer:
@@ -104,7 +117,7 @@ class ActorOptimizer:
             return None
         numbers = self.part._get_model_param_range_map(parameter)["param"]
         state = self.part._get_main_param_and_optimizer_states(parameter)
-        state = {kind: self.offload.readable(tensor) for kind, tensor in state.items()}
+        state = {kind: self.weights.readable(self.offload.readable(tensor)) for kind, tensor in state.items()}
         return ParameterShare(numbers.start, numbers.end, state)
 
     def spread_main_weights(self, model: DistributedDataParallel) -> None:

@@ -75,8 +75,10 @@ def accumulate_gradients(
     """Fill the gradient buffers as the law says. `last_stage` answers (loss, seen); returns every `seen`, in order.
 
     Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
-    joins the reduction with zeros.
+    joins the reduction with zeros. RuntimeError while the buffers are away (actor_offload.py).
     """
+    if not all(buffer.grad_data.numel() for buffer in model.buffers):
+        raise RuntimeError("the gradient buffers have left the device: learning is for a turn that was begun to learn")
     model.zero_grad_buffer()
     with reduction_inside_backward(model, has_samples=bool(batches)):
         if batches:

@@ -39,6 +39,15 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "publish": (*STATES, "gather buffer", "engine weights", "buckets", "engine asleep", "context"),
     "checkpoint": (*STATES, "gather buffer", "engine awake", "context"),
 }
+# Where agents take turns on a device the others have left it, but for what a process cannot give back.
+LEARNS = ("learn, first update", "learn", "diagnose", "optimizer step")
+IN_TURN: Mapping[str, tuple[str, ...]] = {
+    "generate": ("engine awake", "context", "other agents"),
+    "score": ("weights", "gather buffer", "forward", "fragments", "engine asleep", "context", "other agents"),
+    **{phase: (*PHASES[phase], "other agents") for phase in LEARNS},
+    "publish": ("weights", "engine weights", "buckets", "engine asleep", "context", "other agents"),
+    "checkpoint": ("engine asleep", "context", "other agents"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class EnginePlan:
     cache_bytes    of its key-value cache
     max_tokens     of the longest prompt and answer: its cache must hold one
     keeps_graphs   whether it captures CUDA graphs
+    beside         bytes that other agents leave on the device while it is not their turn
     """
 
     tp: int
@@ -56,6 +66,7 @@ class EnginePlan:
     memory_share: float | None
     cache_bytes: int = 0
     keeps_graphs: bool = True
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,9 @@ class Budget:
             "engine asleep": asleep,
             "buckets": bucket_bytes(self.actor),
             "context": CONTEXT if cuda else 0,
-            "on the host": of_actor.main_weights + of_actor.moments if self.actor.offloads else 0,
+            "other agents": self.engine.beside,
+            "on the host": (of_actor.weights if self.actor.shares else 0)
+            + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }
 
     def _engine_awake(self, weights: int) -> int:
@@ -112,10 +125,12 @@ class Budget:
 
     def parts_of(self, phase: str) -> tuple[str, ...]:
         """The names of the parts that are on the device in a phase."""
+        if phase == "learn, first update" and self.actor.offloads:
+            phase = "learn"  # moments are made at the start, for the host to have room for them
+        if self.actor.shares:
+            return IN_TURN[phase]
         if not self.actor.offloads:
             return PHASES[phase]
-        if phase == "learn, first update":  # moments are made at the start, for the host to have room for them
-            return PHASES["learn"]
         away = OFFLOADED if "engine awake" in PHASES[phase] else ()
         return tuple(part for part in PHASES[phase] if part not in away)
 
@@ -153,6 +168,11 @@ def stages_of(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Ite
 def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Budget:
     """The budget of the pipeline stage that takes the most."""
     return max(stages_of(actor, engine, capacity), key=lambda budget: budget.peak)
+
+
+def left_behind(engine: EnginePlan) -> int:
+    """What an agent whose turn it is not cannot give back of a device."""
+    return CONTEXT + (GRAPHS if engine.keeps_graphs else 0)
 
 
 def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:

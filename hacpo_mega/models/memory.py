@@ -57,6 +57,7 @@ class ActorPlan:
     fused_swiglu   Megatron's bias_activation_fusion, which keeps the input of the activation alone
     diagnoses      own gradients are compared with others' now and then, which needs a copy of the first
     offloads       main weights and moments are in host memory while the engine is awake
+    shares         all of it is in host memory but in its agent's turns on devices that it shares
     """
 
     architecture: Architecture
@@ -67,6 +68,7 @@ class ActorPlan:
     fused_swiglu: bool = False
     diagnoses: bool = False
     offloads: bool = False
+    shares: bool = False
     device: Device = CUDA
 
 

@@ -30,6 +30,8 @@ def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Plan
     config = load_unchecked(file, tuple(overrides))
     config = config.model_copy(update={"device_memory_gib": cluster.device.memory_gib})
     problems, models = batch_problems(config), {}
+    if config.placement == "shared":
+        problems.append("placement: agents that take turns on devices are not planned for. Nearest: placement=split")
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         try:

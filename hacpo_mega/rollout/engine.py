@@ -243,7 +243,7 @@ class Engine:
 
         Takes all pairs, as `load` does. Not for an engine that quantizes, which has other numbers on purpose.
         """
-        self._require(Memory.AWAKE, "differences", needs_weights=True)
+        self._require(Memory.WEIGHTS, "differences", needs_weights=True)
         model = self._worker.get_model()
         return list(differences(model, model.packed_modules_mapping, self._has_tied_embeddings, weights))
 

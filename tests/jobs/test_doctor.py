@@ -81,8 +81,9 @@ def test_a_stale_copy_is_found(reports):
 
 
 def test_the_command_says_so_by_its_exit_code(config_file, tmp_path):
-    """No two implementations agree to 1e-12 in fp32, so this tolerance must fail."""
-    ranks = start_ranks(3, tmp_path, play_command, "doctor", str(config_file), "--tolerance", "1e-12")
+    """No two implementations agree to 1e-12 in fp32, so this tolerance must fail. The agents take turns."""
+    shared = (str(config_file), "placement=shared", "--tolerance", "1e-12")
+    ranks = start_ranks(3, tmp_path, play_command, "doctor", *shared)
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [1, 1, 1], (tmp_path / "0.err").read_text()

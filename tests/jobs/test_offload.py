@@ -1,5 +1,9 @@
-"""Offload changes no bit: of an actor and its checkpoints, and of whole runs, which take up each other's steps."""
+"""Offload and turns on shared devices change no bit: of an actor and its checkpoints, and of whole runs.
 
+The runs take up each other's steps.
+"""
+
+import gzip
 import json
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from tiny_models import make_model
 from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.memory import num_weights
@@ -33,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_rank(folder):
-    """Of every rank: layout -> (what the actor left that kept its state, and the one that sent it away, facts)."""
+    """Of every rank: layout -> what three actors left: that kept its state, that sent it away, that left; facts."""
     make_model(folder / "model", "qwen3", tied=True)
     return run_group(2, visit_layouts, folder)
 
@@ -41,9 +46,11 @@ def by_rank(folder):
 def visit_layouts(folder: Path) -> dict:
     found = {}
     for name, options in LAYOUTS.items():
-        stays, _ = play(folder / "model", folder / name / "stays", offloads=False, **options)
-        leaves, actor = play(folder / "model", folder / name / "leaves", offloads=True, **options)
-        found[name] = stays, leaves, look(actor)
+        stays, _ = play(folder / "model", folder / name / "stays", **options)
+        offloads, actor = play(folder / "model", folder / name / "offloads", offloads=True, **options)
+        facts = look(actor)
+        leaves, actor = play(folder / "model", folder / name / "leaves", leaves=True, **options)
+        found[name] = stays, (offloads, leaves), facts, look_at_whole(actor)
     return found
 
 
@@ -62,20 +69,45 @@ def look(actor) -> dict:
     return facts
 
 
+def look_at_whole(actor) -> dict:
+    """The same of an actor that leaves as a whole, and what happens to who wants anything of it then."""
+    whole, buffers, samples = ActorOffload(actor.model, actor.optimizer), actor.model.buffers, random_samples(2, seed=1)
+    at_home = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)] + kept(actor)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.detach() for tensor in at_home}
+    scores, before = actor.score(samples), num_bytes(storages.values())
+    whole.leave()
+    facts = {"held": before, "still held": num_bytes(storages.values()), "numbers": sum(b.numel for b in buffers)}
+    for use in (lambda: actor.score(samples), lambda: list(actor.weights())):
+        with pytest.raises(RuntimeError):
+            use()
+    refuse_to_learn(actor, samples)
+    whole.come(to_learn=False)
+    facts["scores"] = [score.mean_logprob for score in scores], [score.mean_logprob for score in actor.score(samples)]
+    refuse_to_learn(actor, samples)
+    return facts
+
+
+def refuse_to_learn(actor, samples) -> None:
+    for given in (samples, []):  # a cell without samples reduces gradients all the same
+        with pytest.raises(RuntimeError, match="gradient buffers have left"):
+            actor.learn(given, objective)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_bit_changes(by_rank, name):
     for found in by_rank:
-        stays, leaves, _ = found[name]
-        assert leaves.stats == stays.stats and len(stays.stats) == 4
-        assert all(torch.equal(leaves.weights[key], stays.weights[key]) for key in stays.weights)
-        assert all(torch.equal(one, other) for one, other in zip(leaves.state, stays.state, strict=True))
+        stays, others, *_ = found[name]
+        for other in others:
+            assert other.stats == stays.stats and len(stays.stats) == 4
+            assert all(torch.equal(other.weights[key], stays.weights[key]) for key in stays.weights)
+            assert all(torch.equal(one, two) for one, two in zip(other.state, stays.state, strict=True))
         assert all(bool(moment.any()) for moment in stays.state[1::3])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_written_while_it_is_away_is_what_is_written_at_home(by_rank, folder, name):
-    written = {who: contents(folder / name / who) for who in ("stays", "leaves")}
-    assert written["leaves"] == written["stays"]
+    written = {who: contents(folder / name / who) for who in ("stays", "offloads", "leaves")}
+    assert written["offloads"] == written["leaves"] == written["stays"]
     assert len(written["stays"]) == 4, "two ranks, twice"
 
 
@@ -93,7 +125,19 @@ def test_the_memory_is_given_back(by_rank, folder, name):
     assert sum(fact["on the host"] for fact in facts) == whole
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_whole_actor_gives_everything_back(by_rank, name):
+    """By hand: the numbers of the weights, 4 bytes of gradient for each, and what offload sends away."""
+    for _, _, of_state, facts in (found[name] for found in by_rank):
+        weight = 2 if "bf16" in name else 4
+        assert facts["held"] == (weight + 4) * facts["numbers"] + of_state["on the host"]
+        assert facts["still held"] == 0
+        before, after = facts["scores"]
+        assert before == after and len(set(before)) > 6
+
+
 OFFLOAD = "agents.*.offload=optimizer"
+SHARED = "placement=shared"
 WATCHED = ("training.verify_weights_every=1", "training.diagnose_every=1")
 
 
@@ -104,7 +148,8 @@ def plain(folder) -> Path:
         agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
         agent_table(folder, "alone", "llama", CHARACTERS + PAIRS),
     ]
-    config = write_config(folder, agents, num_steps=3, checkpoint={"every_steps": 1, "keep_every": 1})
+    checkpoint = {"every_steps": 1, "keep_every": 1}
+    config = write_config(folder, agents, num_steps=3, checkpoint=checkpoint, algorithm={"kl_coef": 0.01})
     train(config, *WATCHED)
     return config
 
@@ -128,8 +173,30 @@ def branched(plain) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("how, steps", [("offloading", [1, 2, 3]), ("branched", [3])])
-def test_a_run_with_offload_is_the_run_without(how, steps, plain, request):
+@pytest.fixture(scope="module")
+def shared(plain) -> Path:
+    """The folder of the same run, whose agents take turns for two steps and no more; the second is traced."""
+    run_dir, noted = plain.parent / "shared", plain.parent / "noted in turns"
+    noted.mkdir()
+    traced = ("logging.trace=true", "logging.trace_steps=[2]")
+    run_script("shared_job", 3, plain, noted, *WATCHED, *traced, f"run_dir={run_dir}", SHARED, "num_steps=2")
+    train(plain, *WATCHED, f"run_dir={run_dir}")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def shared_later(plain) -> Path:
+    """The folder of a run whose agents take turns from where those of the one without were after two steps."""
+    run_dir = plain.parent / "shared_later"
+    overrides = (*WATCHED, f"run_dir={run_dir}", SHARED, "checkpoint.asynchronous=false")
+    run_command(3, "train", plain, *overrides, "--from", folder_of(plain.parent / "run", 2))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "how, steps", [("offloading", [1, 2, 3]), ("branched", [3]), ("shared", [1, 2, 3]), ("shared_later", [3])]
+)
+def test_a_run_of_which_something_leaves_is_the_run_without(how, steps, plain, request):
     """Metrics, answers, every shard of every checkpoint, and what is exported; an evaluation more where it stopped."""
     run, other = plain.parent / "run", request.getfixturevalue(how)
     assert committed_steps(other) == steps
@@ -167,8 +234,50 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
         ]
 
 
+def test_engine_and_actor_have_the_device_one_after_the_other(shared):
+    """What every rank does, as (method, are the weights there, are the gradient buffers) before it."""
+    there, to_score, nothing = (True, True), (True, False), (False, False)
+    hand_over = [("wake", *to_score), ("load", *to_score)]
+    answers = [*hand_over, ("wake", *nothing), ("generate", *nothing), ("sleep", *nothing)]
+    verifies = [*hand_over, ("differences", *to_score), ("wake", *nothing), ("sleep", *nothing)]
+    # Each update is diagnosed, has the KL's reference, and is learnt from.
+    update = [("gradient_products", *there), ("learn", *there)]
+    for rank in range(3):
+        noted = [tuple(note) for note in json.loads((shared.parent / "noted in turns" / f"{rank}.json").read_text())]
+        noted = [note for note in noted if note != ("score", *there)]  # by the KL's reference, of each update
+        scores = [note for note in noted if note == ("score", *to_score)]
+        step = [*answers, *scores[:3], *update, *update, *verifies]
+        assert len(scores) == 6, "two updates, and what others alone train on, in two steps"
+        assert noted == [
+            *(("sleep", *nothing), *verifies, *answers),
+            *(*step, ("save", *nothing)),
+            *(*step, *answers, ("save", *nothing)),
+            *[("save_hf", *to_score)] * 2,  # once on a full disk, of which all hear
+        ]
+
+
 def test_every_step_says_what_is_held_while_the_engine_sleeps(plain):
     for step, metrics in read_metrics(plain.parent / "run" / "metrics.jsonl").items():
         for name in ("wide", "alone"):
             assert (f"agent/{name}/asleep_bytes" in metrics.timing) == (step > 0)
             assert step == 0 or 1e8 < metrics.timing[f"agent/{name}/asleep_bytes"] < 1e11
+
+
+def test_agents_are_on_the_device_one_after_another(shared):
+    """In the traced step: to roll out, to score, to learn, to verify, to evaluate. The clocks are of one machine."""
+    trace = json.loads(gzip.decompress((shared / "trace" / "step_000002.json.gz").read_bytes()))
+    events = trace["traceEvents"]
+    turns = {pid: [e for e in events if e["name"] == "turn" and e["pid"] == pid] for pid in (0, 1)}
+    assert [len(turns[0]), len(turns[1])] == [2 * 5, 5], "of two ranks, and of one"
+    slack = 2e6 * max(trace["otherData"]["clock_accuracy_s"].values())
+    for one in turns[0]:
+        for other in turns[1]:
+            assert one["ts"] + one["dur"] <= other["ts"] + slack or other["ts"] + other["dur"] <= one["ts"] + slack
+    device = {"forward and backward", "optimizer"}
+    work = [e for e in events if e["name"] in device]
+    assert len(work) > 8
+    for event in work:
+        assert any(
+            t["tid"] == event["tid"] and t["ts"] <= event["ts"] and event["ts"] + event["dur"] <= t["ts"] + t["dur"]
+            for t in turns[event["pid"]]
+        )

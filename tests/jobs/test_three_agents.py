@@ -45,11 +45,14 @@ def undisturbed(config) -> Path:
 
 @pytest.fixture(scope="module")
 def in_two(config) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
-    """The folder of the same run, finished after one step and then asked for two; what it exported after the first."""
+    """The folder of the same run, finished after one step and then asked for two; what it exported after the first.
+
+    In the second step the agents take turns on shared devices (test_offload.py has two agents).
+    """
     run_dir = config.parent / "in_two"
     train(config, f"run_dir={run_dir}", "num_steps=1")
     first = {name: load_file(run_dir / "agents" / name / "model.safetensors") for name in NAMES}
-    train(config, f"run_dir={run_dir}")
+    train(config, f"run_dir={run_dir}", "placement=shared")
     return run_dir, first
 
 

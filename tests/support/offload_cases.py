@@ -1,8 +1,9 @@
-"""An actor whose optimizer's state goes to the host and comes back between steps, and one whose state stays.
+"""An actor that goes to the host and comes back between steps, one whose optimizer's state does, and one that stays.
 
 jobs/test_offload.py runs them on the CPU over gloo, gpu/test_offload_gpu.py has the parts that CUDA can repeat.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from actor_cases import full_weights, make_actor, objective, random_samples
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor_offload import ActorOffload
 
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear")
 
@@ -24,19 +26,25 @@ class Left(NamedTuple):
     state: list[torch.Tensor]
 
 
-def play(folder: Path, out: Path, *, offloads: bool, **options) -> tuple[Left, Actor]:
+def play(folder: Path, out: Path, **options) -> tuple[Left, Actor]:
     """Two steps of two updates, each after a diagnosis; before the second step its state is written to `out`.
 
     out/away        while nobody needs it       out/returning   while it comes back
+    options   offloads: its state can leave; leaves: it can, as a whole
     """
-    actor, stats = make_actor(folder, optimizer=ADAM, offloads=offloads, **options), []
+    actor, stats = make_actor(folder, optimizer=ADAM, **options), []
     cell, cells = dist.get_rank() // actor.tp, dist.get_world_size() // actor.tp
     offload = actor.optimizer.offload
+    whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") else None
     for step in range(2):
+        if whole is not None:
+            whole.leave()
         offload.start_leaving()
         offload.finish_leaving()
         if step:
             write(actor, out / "away", copies=False)
+        if whole is not None:
+            whole.come(to_learn=True)
         offload.start_returning()
         if step:
             write(actor, out / "returning", copies=True)
@@ -64,6 +72,6 @@ def write(actor: Actor, folder: Path, *, copies: bool) -> None:
     actor.save(folder, copies=copies)[1]()
 
 
-def num_bytes(tensors: list[torch.Tensor]) -> int:
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of memory that is really there, whatever the tensors' shapes say."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

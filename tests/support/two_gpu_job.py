@@ -20,7 +20,7 @@ def sequences() -> list[list[int]]:
 
 def start(place: Place, folder: Path, tensor_parallel_size: int) -> tuple[Engine, int]:
     agents = agents_per_device(place)
-    with in_turn(place, agents):
+    with in_turn(place, agents > 1):
         engine = Engine(
             folder,
             max_model_len=MAX_MODEL_LEN,

@@ -26,6 +26,7 @@ PAPER = ROOT / "configs" / "paper"
 PAIRS = sorted(file.stem for file in PAPER.glob("*.toml"))
 PAIR = PAPER / "qwen-4b-base_qwen-8b-base.toml"
 LARGE, SMALL = "agents.qwen-8b-base", "agents.qwen-4b-base"
+SHARED = "placement=shared"
 GIVEN = "device_memory_gib=80"
 
 
@@ -215,6 +216,37 @@ def test_offload_gives_the_state_of_the_optimizer_to_the_engine(capsys, monkeypa
     assert "phase 'generate'" in line and "moments" not in line
 
 
+def test_agents_that_take_turns_leave_the_device_to_each_other(capsys, monkeypatch):
+    """Against the same agent with a device of its own; of another agent its context stays, and its engine's graphs."""
+    alone, shared = (budgets_of(PAIR, *over)["qwen-8b-base"] for over in ((), (SHARED,)))
+    part, left = alone.parts, 4 * GIB
+    to_learn = part["gradients"] + part["main weights"] + part["moments"]
+    expected = {
+        "generate": left - part["weights"] - to_learn - part["gather buffer"],
+        "score": left - to_learn,
+        "learn, first update": left + part["moments"],
+        "learn": left,
+        "optimizer step": left,
+        "publish": left - to_learn - part["gather buffer"],
+        "checkpoint": left - part["weights"] - to_learn - part["gather buffer"] - part["engine awake"] + 3 * GIB // 2,
+    }
+    assert {phase: size - alone.phases[phase] for phase, size in shared.phases.items()} == expected
+    assert shared.parts["on the host"] == part["weights"] + part["main weights"] + part["moments"]
+    assert shared.phases == budgets_of(PAIR, SHARED, f"{LARGE}.offload=optimizer")["qwen-8b-base"].phases
+    eager = budgets_of(PAIR, SHARED, f"{SMALL}.vllm.enforce_eager=true")
+    assert [eager[name].parts["other agents"] for name in ("qwen-4b-base", "qwen-8b-base")] == [left, 5 * GIB // 2]
+    # With a device of its own it is 72 GiB where 0.3 of it is the engine's; nobody else is there then.
+    monkeypatch.setattr(
+        sys, "argv", ["hacpo-mega", "check", str(PAIR), SHARED, f"{LARGE}.vllm.gpu_memory_utilization=0.8"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    assert "; agents take turns on 4 devices" in out
+    assert re.search(r"^other agents +4\.00 +4\.00$", out, re.MULTILINE)
+
+
 def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
     budget = budgets_of(PAIR, "training.diagnose_every=2")["qwen-4b-base"]
     assert budget.phases["diagnose"] - budget.phases["learn"] == budget.parts["own gradient"]
@@ -223,12 +255,13 @@ def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
 
 
 def test_a_run_goes_on_under_another_choice():
-    others = (f"{LARGE}.recompute=full", f"{LARGE}.offload=optimizer", GIVEN)
+    others = (f"{LARGE}.recompute=full", f"{LARGE}.offload=optimizer", GIVEN, SHARED)
     before, now = (plain(load_config(PAIR, list(overrides))) for overrides in ((), others))
     assert {(change.key, change.kind) for change in changes(before, now)} == {
         (f"{LARGE}.recompute", "free"),
         (f"{LARGE}.offload", "free"),
         ("device_memory_gib", "free"),
+        ("placement", "free"),
     }
 
 

@@ -44,6 +44,13 @@ def test_nodes_are_filled_with_whole_cells(plan, expected):
         assert second.first == first.first + first.num_ranks
 
 
+def test_agents_that_take_turns_are_started_otherwise():
+    with pytest.raises(
+        ValueError, match=r"^placement = 'shared'.* of one node with 4 GPUs, .* srun --ntasks=6 hacpo-mega"
+    ):
+        Plan.of(RankMap(1, (A4, AgentShape("c", tp=2)), shares_devices=True), SlurmConfig())
+
+
 def test_no_tensor_group_crosses_nodes():
     shapes = [AgentShape(f"{tp}.{pp}", tp, pp, cells) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for cells in (1, 3)]
     plan = plan_of(*shapes, lanes=2)

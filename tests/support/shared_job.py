@@ -1,0 +1,55 @@
+"""A run whose agents take turns, in which every rank notes what of its actor is on the device as things happen.
+
+`main` on every rank writes what it noted to FOLDER/<rank>.json: (method, whether weights are there, whether gradient
+buffers are), in order. A full disk refuses the first export of one agent.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+from job import play_command
+
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.rollout.engine import Engine
+
+METHODS = {
+    Engine: ("wake", "load", "differences", "generate", "sleep"),
+    Actor: ("score", "gradient_products", "learn", "save", "save_hf"),
+}
+REFUSED = "alone"
+
+
+def main(config: Path, folder: Path, *overrides: str) -> None:
+    """Trains `config` to its end."""
+    noted, buffers, full = [], [], [OSError(errno.ENOSPC, "No space left on device")]
+    original_init, save_hf = ActorOffload.__init__, Actor.save_hf
+
+    def init(whole: ActorOffload, model, optimizer) -> None:
+        buffers.extend((b.param_data.untyped_storage(), b.grad_data.untyped_storage()) for b in model.buffers)
+        original_init(whole, model, optimizer)
+
+    def save_hf_on_a_full_disk(actor: Actor, out: Path) -> None:
+        if out.name == REFUSED and full:
+            raise full.pop()
+        save_hf(actor, out)
+
+    ActorOffload.__init__, Actor.save_hf = init, save_hf_on_a_full_disk
+    for owner, names in METHODS.items():
+        for name in names:
+            setattr(owner, name, noting(getattr(owner, name), noted, buffers))
+    play_command("train", str(config), *overrides)
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(noted))
+
+
+def noting(original, noted: list, buffers: list):
+    """A method that does what it did, and notes what is there before."""
+
+    def method(*arguments, **options):
+        weights, gradients = (any(pair[place].nbytes() for pair in buffers) for place in (0, 1))
+        noted.append((original.__name__.removesuffix("_on_a_full_disk"), weights, gradients))
+        return original(*arguments, **options)
+
+    return method
