@@ -11,6 +11,7 @@ from pathlib import Path
 
 from job import play_command
 
+from hacpo_mega import joint_disk
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.rollout.engine import Engine
@@ -24,7 +25,9 @@ REFUSED = "alone"
 
 def main(config: Path, folder: Path, *overrides: str) -> None:
     """Trains `config` to its end."""
-    noted, buffers, full = [], [], [OSError(errno.ENOSPC, "No space left on device")]
+    rank, noted, buffers = os.environ["RANK"], [], []  # later on RANK counts inside the agent
+    full = [OSError(errno.ENOSPC, "No space left on device")]
+    joint_disk.RETRY_S = 0.1
     original_init, save_hf = ActorOffload.__init__, Actor.save_hf
 
     def init(whole: ActorOffload, model, optimizer) -> None:
@@ -41,7 +44,7 @@ def main(config: Path, folder: Path, *overrides: str) -> None:
         for name in names:
             setattr(owner, name, noting(getattr(owner, name), noted, buffers))
     play_command("train", str(config), *overrides)
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(noted))
+    (folder / f"{rank}.json").write_text(json.dumps(noted))
 
 
 def noting(original, noted: list, buffers: list):
