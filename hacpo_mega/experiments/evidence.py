@@ -15,6 +15,8 @@ from hacpo_mega.experiments.order import Tuned, known_cells, num_cells, num_done
 from hacpo_mega.experiments.result import Result
 
 ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
+# Metrics of a run under agent/<learner>/from/<source>/ that say what a source's answers did to its learner.
+CROSS = ("grad_share", "grad_cosine", "inside", "ratio_mean", "weight_mean", "weight_ess", "positive_share")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class MethodEvidence:
     """The same of optimizer updates."""
     seconds: tuple[float, ...]
     """At the steps, mean over seeds, without evaluations."""
+    cross: Mapping[str, Mapping[str, float]]
+    """By "<learner>/from/<source>": what the runs measured of learning from each other (CROSS), mean over windows of
+    steps and seeds. What a run did not measure is absent; empty where nobody learns from others."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,25 @@ def _method(
         trained_answers=_over_agents([result.curves.trained_answers for result in results]),
         updates=_over_agents([result.curves.updates for result in results]),
         seconds=_columns_mean([result.seconds for result in results]),
+        cross={
+            f"{learner}/from/{source}": found
+            for learner in agents
+            for source in agents
+            if (found := _cross(results, learner, source))
+        },
     )
+
+
+def _cross(results: Sequence[Result], learner: str, source: str) -> dict[str, float]:
+    """What a source's answers did to a learner; empty for a pair that did not learn from each other."""
+    names = {name: f"agent/{learner}/from/{source}/{name}" for name in CROSS}
+    names |= {"omega": f"omega/{learner}/{source}", "own_positive_share": f"agent/{learner}/self/positive_share"}
+    found = {}
+    for name, metric in names.items():
+        windows = [value for result in results for value in result.diagnosis.values.get(metric, ())]
+        if known := [value for value in windows if value is not None]:
+            found[name] = fmean(known)
+    return found if found.keys() & set(CROSS) else {}
 
 
 def _accuracy(result: Result, name: str) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ class Table:
 
 
 def tables_of(grid: Grid, regime: RegimeEvidence) -> list[Table]:
-    """Accuracy, differences, what it cost, and how the rates were tuned."""
+    """Accuracy, differences, what others' answers did, what it cost, and how the rates were tuned."""
     compared = {method: found.difference for method, found in regime.methods.items()}
     ablations = {method: found.ablation for method, found in regime.methods.items()}
     tables = [
@@ -29,6 +29,7 @@ def tables_of(grid: Grid, regime: RegimeEvidence) -> list[Table]:
         _differences(f"difference to {regime.reference}", regime, compared),
         _differences("ablations: difference to the method whose learning rate they take", regime, ablations),
         _skills(regime),
+        _cross(regime),
         _cost(regime),
         _tuning(grid, regime),
     ]
@@ -115,6 +116,33 @@ def _skills(regime: RegimeEvidence) -> Table:
     ]
     head = ("method", *(f"{agent} {skill}" for agent, skill in columns))
     return Table("accuracy by skill", head, tuple(rows) if columns else (), ())
+
+
+def _cross(regime: RegimeEvidence) -> Table:
+    columns = {
+        "grad_share": "share of gradient",
+        "grad_cosine": "cosine to own",
+        "inside": "in the band",
+        "ratio_mean": "ratio",
+        "weight_mean": "weight",
+        "weight_ess": "effective share",
+        "positive_share": "positive",
+        "own_positive_share": "positive, own",
+        "omega": "omega",
+    }
+    rows = [
+        (method, pair.replace("/from/", " from "), *(_number(found[key]) if key in found else NOTHING for key in columns))
+        for method, evidence in regime.methods.items()
+        for pair, found in evidence.cross.items()
+    ]
+    notes = (
+        "Means over the steps and seeds of the reported runs; docs/methods.md says what each is. Gradients of own and of "
+        "others' answers are measured every `training.diagnose_every` steps.",
+        "Positive is how much of the pull comes from answers with a positive advantage; the other methods' bands are "
+        "only counted, not applied.",
+    )
+    head = ("method", "learner from source", *columns.values())
+    return Table("what others' answers did", head, tuple(rows), notes)
 
 
 def _cost(regime: RegimeEvidence) -> Table:

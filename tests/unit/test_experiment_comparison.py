@@ -12,6 +12,7 @@ from hacpo_mega.experiments.compare import Summary, bootstrap_interval, paired_d
 from hacpo_mega.experiments.evidence import as_table, evidence_of
 from hacpo_mega.experiments.grid import Cell
 from hacpo_mega.experiments.page import write_evidence
+from hacpo_mega.experiments.result import Diagnosis
 from hacpo_mega.experiments.table import to_markdown
 
 
@@ -126,3 +127,18 @@ def test_a_reported_run_at_a_rate_that_is_not_the_tuned_one_is_not_shown(tmp_pat
     cell = Cell("skills", "shared", 2e-4, 1, "reported")
     more = results | {cell: make_result(cell, (0.99, 0.99))}
     assert evidence_of(grid, more) == evidence_of(grid, results)
+
+
+def test_what_others_answers_did_is_averaged_over_windows_and_seeds(tmp_path):
+    grid, results = finished(tmp_path)
+    metrics = {"agent/A/from/B/grad_share": ((0.2, 0.4), (None, 0.9)), "omega/A/B": ((1.0, 1.0), (2.0, 2.0))}
+    metrics |= {"omega/B/A": ((1.0, 1.0), (1.0, 1.0))}  # B has learnt from nobody: there is a coefficient all the same
+    for number, seed in enumerate((1, 2)):
+        cell = Cell("skills", "cut", 4e-4, seed, "reported")
+        values = {name: by_seed[number] for name, by_seed in metrics.items()}
+        diagnosis = Diagnosis(steps_per_window=10, values=values)
+        results[cell] = results[cell].model_copy(update={"diagnosis": diagnosis})
+    evidence = evidence_of(grid, results)
+    cross = evidence["skills"].methods["cut"].cross
+    assert cross == {"A/from/B": {"grad_share": pytest.approx(0.5), "omega": pytest.approx(1.5)}}
+    assert "| cut | A from B | 0.500 | – | – | – | – | – | – | – | 1.500 |" in to_markdown(grid, evidence, 16, 0)
