@@ -130,16 +130,16 @@ def _cross(regime: RegimeEvidence) -> Table:
         "own_positive_share": "positive, own",
         "omega": "omega",
     }
-    rows = [
-        (method, pair.replace("/from/", " from "), *(_number(found[key]) if key in found else NOTHING for key in columns))
-        for method, evidence in regime.methods.items()
-        for pair, found in evidence.cross.items()
-    ]
+    rows = []
+    for method, evidence in regime.methods.items():
+        for pair, found in evidence.cross.items():
+            cells = (_number(found[key]) if key in found else NOTHING for key in columns)
+            rows.append((method, pair.replace("/from/", " from "), *cells))
     notes = (
-        "Means over the steps and seeds of the reported runs; docs/methods.md says what each is. Gradients of own and of "
-        "others' answers are measured every `training.diagnose_every` steps.",
-        "Positive is how much of the pull comes from answers with a positive advantage; the other methods' bands are "
-        "only counted, not applied.",
+        "Means over the steps and seeds of the reported runs; docs/methods.md says what each is. Gradients of own and "
+        "of others' answers are measured every `training.diagnose_every` steps.",
+        "Positive is how much of the pull comes from answers with a positive advantage.",
+        "A band or an omega that a method does not use is counted all the same.",
     )
     head = ("method", "learner from source", *columns.values())
     return Table("what others' answers did", head, tuple(rows), notes)
