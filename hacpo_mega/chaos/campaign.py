@@ -143,7 +143,6 @@ class Campaign:
         folder = self.out / "attempts" / f"{len(before):04d}"
         shutil.rmtree(folder, ignore_errors=True)  # of a start that the campaign itself did not survive
         number = sum(len(attempt.struck) for attempt in before)
-        num_starts = len(read_starts(self.config.run_dir))
         safe, launched = self._on_disk()[0], time.time()
         struck: list[tuple[Fault, float]] = []
         unnoticed = False
@@ -158,12 +157,12 @@ class Campaign:
                 if is_over:
                     break
             statuses = _ended(processes)
-        started = read_starts(self.config.run_dir)[num_starts:]
+        opened, resumed = opened_since(self.config.run_dir, launched)
         committed, last_step = self._on_disk()
         attempt = Attempt(
             launched=launched,
-            opened=started[0]["time_unix_s"] if started else None,
-            resumed=started[0]["steps_done"] if started else None,
+            opened=opened,
+            resumed=resumed,
             ended=time.time(),
             statuses=tuple(statuses),
             struck=tuple(struck),
@@ -237,6 +236,15 @@ class Campaign:
         file = folder / "config.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
         return self._server.ranks(self.world_size, folder, self.train_rank, str(file))
+
+
+def opened_since(run_dir: Path, launched: float) -> tuple[float, int] | tuple[None, None]:
+    """(when a run launched at `launched` opened its folder, the step it went on from); None, None: it did not.
+
+    Told by the time: a run that finds no checkpoint moves the folder aside and counts its starts from 0 again.
+    """
+    starts = [start for start in read_starts(run_dir) if start["time_unix_s"] > launched]
+    return (starts[0]["time_unix_s"], starts[0]["steps_done"]) if starts else (None, None)
 
 
 def step_seconds(run_dir: Path) -> dict[int, float]:

@@ -10,13 +10,14 @@ import pytest
 from job import play_command, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained
+from hacpo_mega.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained, opened_since
 from hacpo_mega.chaos.faults import KINDS, Fault, draw_fault
 from hacpo_mega.chaos.table import costs, write_table
 from hacpo_mega.chaos.verdict import compare
 from hacpo_mega.cli_experiment import train_rank
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.provenance import record_start
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +135,21 @@ def attempt(**values: object) -> Attempt:
 def test_what_no_fault_explains_ends_the_campaign(tmp_path, committed, now, said):
     with pytest.raises(ChaosError, match=said):
         _require_explained(attempt(**now), committed, tmp_path)
+
+
+def test_a_start_is_seen_though_the_run_has_moved_aside_what_was_before(tmp_path):
+    """A run that was struck before its first checkpoint begins anew, in a new folder with one start in it."""
+    run, launched = tmp_path / "run", []
+    for number in range(3):
+        launched.append(time.time())
+        time.sleep(0.01)
+        run.mkdir(exist_ok=True)
+        record_start(run, number)
+        assert opened_since(run, launched[-1])[1] == number
+        if number == 0:
+            run.rename(tmp_path / "run.1")
+    assert opened_since(run, launched[1])[1] == 1, "the first of several"
+    assert opened_since(run, time.time() + 1.0) == opened_since(tmp_path / "none", 0.0) == (None, None)
 
 
 def test_a_fault_costs_the_steps_after_the_checkpoint_and_the_time_until_the_run_goes_on():
