@@ -209,7 +209,7 @@ def measure(machine: Machine, work: Path) -> dict[tuple[str, str], list[Turn]]:
 
 
 def main() -> None:
-    """Measures, prints and writes the table. Exit 2 with a line per problem where the input is wrong."""
+    """Measures, prints and writes the table. Exit 2 with a line per problem in the input, 1 when a trainer fails."""
     asked = arguments()
     try:
         config, peer_versions = checked(asked)
@@ -225,7 +225,10 @@ def main() -> None:
     from hacpo_mega.logbook.provenance import installed_versions, source_commit
 
     with tempfile.TemporaryDirectory(prefix="hacpo_peers_") as work:
-        turns = measure(Machine(config, workload, asked, peer), Path(work))
+        try:
+            turns = measure(Machine(config, workload, asked, peer), Path(work))
+        except (RuntimeError, ValueError) as error:
+            sys.exit(str(error))
     machine = this_machine()
     facts = {
         "machine": f"{machine.cores} cores, {machine.cpu}; load at the end {os.getloadavg()[1]:.0f}",
