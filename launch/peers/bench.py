@@ -235,7 +235,8 @@ def main() -> None:
         "commit": source_commit() or "unknown",
         "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
         "TRL": peer_versions,
-        "work": f"answers of {workload.tokens} tokens; {asked.rounds} rounds of {asked.steps} steps after {WARM_UP}",
+        "work": f"answers of {workload.tokens} tokens; rounds: {asked.rounds}, steps: {asked.steps} after {WARM_UP}",
+        "threads": f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set: all cores, shared')}",
     }
     markdown = "\n".join(f"- {name}: {fact}" for name, fact in facts.items()) + "\n\n" + to_markdown(turns)
     asked.out.mkdir(parents=True, exist_ok=True)
