@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu lint format env cuda-env clean
+.PHONY: quickstart test test-portable gpu bench-peers lint format env cuda-env clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -31,6 +31,18 @@ gpu: env
 	$(BIN)/python -m pytest tests/gpu tests/unit/test_linear_logprob.py tests/unit/test_sequence_objective.py tests/unit/test_kernel_complaints.py
 	$(BIN)/python kernels/bench/linear_logprob.py
 	$(BIN)/python kernels/bench/sequence_objective.py
+
+# TRL's GRPOTrainer beside this project on the same work (docs/peers.md), in an environment of its own.
+PEERS_VENV ?= build/peers-env
+bench-peers: env $(PEERS_VENV)/.installed
+	$(BIN)/hacpo-mega init $(CONFIG)
+	$(BIN)/python launch/peers/bench.py $(CONFIG) --peer $(PEERS_VENV)/bin/python $(BENCH)
+
+$(PEERS_VENV)/.installed: launch/lock/peers.txt
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(PEERS_VENV)/bin/python launch/lock/check.py $<
+	touch $@
 
 lint: env
 	$(BIN)/ruff check .

@@ -1,0 +1,118 @@
+"""What trainers took for the same work, as one turn of each, and the table of all turns. Pure; bench.py runs them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 2**20
+# What trl_gspo.py notes of a step, in its order.
+MEASURED = ("wall_s", "cpu_s", "generated_tokens", "trained_tokens")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The measured steps of one turn.
+
+    num_steps        how many; a step is all answers to its prompts and all updates on them
+    wall_s, cpu_s    seconds of all of them together: on the clock, and of processors
+    generated, trained   tokens of answers in all of them
+    peak_bytes       most that was in RAM     imported_bytes   of it, once the libraries were imported
+    """
+
+    num_steps: int
+    wall_s: float
+    cpu_s: float
+    generated: int
+    trained: int
+    peak_bytes: int
+    imported_bytes: int
+
+
+def at_once(turns: Sequence[Turn]) -> Turn:
+    """Trainers that ran beside each other from a common start: the last one ends the turn, memory adds up."""
+    return _joined(turns, max(turn.wall_s for turn in turns), sum)
+
+
+def in_turns(turns: Sequence[Turn]) -> Turn:
+    """Trainers that ran one after the other: seconds add up, the larger one needs the memory."""
+    return _joined(turns, sum(turn.wall_s for turn in turns), max)
+
+
+def _joined(turns: Sequence[Turn], wall_s: float, memory: type[max] | type[sum]) -> Turn:
+    return Turn(
+        num_steps=turns[0].num_steps,
+        wall_s=wall_s,
+        cpu_s=sum(turn.cpu_s for turn in turns),
+        generated=sum(turn.generated for turn in turns),
+        trained=sum(turn.trained for turn in turns),
+        peak_bytes=memory(turn.peak_bytes for turn in turns),
+        imported_bytes=memory(turn.imported_bytes for turn in turns),
+    )
+
+
+def read_turn(file: Path, *, num_steps: int, tokens_per_step: int, prompt_tokens: int, threads: int) -> Turn:
+    """What trl_gspo.py wrote. ValueError when it is not whole, or not the work that hacpo_mega did."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        steps, memory = found["steps"], (int(found["peak_bytes"]), int(found["imported_bytes"]))
+        wall_s, cpu_s = (sum(step[name] for step in steps) for name in MEASURED[:2])
+        tokens = {step[name] for step in steps for name in MEASURED[2:]}
+        other = {name: found[name] for name in ("prompt_tokens", "threads", "dtype")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: not what trl_gspo.py writes ({type(error).__name__}: {error})") from error
+    if len(steps) != num_steps or tokens != {tokens_per_step}:
+        raise ValueError(
+            f"{file}: TRL measured {len(steps)} steps of {sorted(tokens)} tokens, asked were {num_steps} of "
+            f"{tokens_per_step}: these are not the same work"
+        )
+    wanted = {"prompt_tokens": prompt_tokens, "threads": threads, "dtype": "float32"}
+    if other != wanted:
+        raise ValueError(f"{file}: TRL had {other}, hacpo_mega {wanted}: these are not the same work")
+    total = num_steps * tokens_per_step
+    return Turn(num_steps, wall_s, cpu_s, total, total, *memory)
+
+
+def resident(field: str) -> int:
+    """Memory of this process that is in RAM (VmRSS), or the most that ever was (VmHWM), in bytes. Linux alone."""
+    return 1024 * int(re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def to_markdown(turns: Mapping[tuple[str, str], Sequence[Turn]]) -> str:
+    """A row for each (work, trainer), turns by round. The first trainer of a work, hacpo_mega, over the one of the row:
+    how many times as many tokens it generates and trains, per second of the clock and per core-second.
+    """
+    head = (
+        *("work", "trainer", "s/step", "by round", "generated + trained tokens/s", "tokens per core-second"),
+        *("peak MiB", "of it imports", "hacpo_mega over it: tokens/s", "by round", "tokens per core-second"),
+    )
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    first = {work: rows for (work, _), rows in reversed(turns.items())}
+    for (work, trainer), rows in turns.items():
+        ours = first[work]
+        by_round = [theirs.wall_s / own.wall_s for theirs, own in zip(rows, ours, strict=True)]
+        cells = (
+            work,
+            trainer,
+            f"{_sum(rows, 'wall_s') / _sum(rows, 'num_steps'):.2f}",
+            " ".join(f"{turn.wall_s / turn.num_steps:.2f}" for turn in rows),
+            f"{_rate(rows, 'wall_s'):.0f}",
+            f"{_rate(rows, 'cpu_s'):.0f}",
+            f"{max(turn.peak_bytes for turn in rows) / MIB:.0f}",
+            f"{max(turn.imported_bytes for turn in rows) / MIB:.0f}",
+            f"{_rate(ours, 'wall_s') / _rate(rows, 'wall_s'):.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in by_round),
+            f"{_rate(ours, 'cpu_s') / _rate(rows, 'cpu_s'):.2f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rate(turns: Sequence[Turn], seconds: str) -> float:
+    """Generated and trained tokens per second."""
+    return (_sum(turns, "generated") + _sum(turns, "trained")) / _sum(turns, seconds)
+
+
+def _sum(turns: Sequence[Turn], field: str) -> float:
+    return sum(getattr(turn, field) for turn in turns)
