@@ -53,7 +53,7 @@ def bench(
         work, num_steps = Path(folder), warm_up + steps
         workload = _workload(config_file, overrides or (), replay, answer_tokens)
         blocks = _blocks(config_file, overrides or (), work, num_steps, workload, unmixed, scaling)
-        _refuse_no_folder(out)
+        require_folder(out)
         prepare_environment()
         from hacpo_mega.throughput.bench import Bench
 
@@ -94,7 +94,7 @@ def _blocks(file: Path, overrides: Sequence[str], work: Path, num_steps: int, wo
     return scaling_blocks(alone, workload) if scaling else with_and_without(alone, workload, unmixed)
 
 
-def _refuse_no_folder(out: Path) -> None:
+def require_folder(out: Path) -> None:
     """Before minutes are spent on what could not be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,8 @@ def _refuse_no_folder(out: Path) -> None:
         raise ValueError(f"--out {out}: no folder can be made there ({error.strerror}); give another") from error
 
 
-def _run(run: "Bench") -> "Found":
+def run_blocks(run: "Bench") -> "Found":
+    """The measured steps of every block, by ranks that are forked from a server."""
     from hacpo_mega.cluster.forked_job import JobServer
     from hacpo_mega.experiments.campaign import PRELOAD
 
@@ -116,7 +117,7 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     from hacpo_mega.throughput.table import to_csv, to_json, to_markdown
 
     models = {agent.name: Architecture.from_folder(agent.model) for agent in run.blocks[0].config.agents}
-    summaries = [summarize(name, rounds, models) for name, rounds in _run(run).items()]
+    summaries = [summarize(name, rounds, models) for name, rounds in run_blocks(run).items()]
     markdown = to_markdown(facts, summaries)
     for name, text in (("md", markdown), ("csv", to_csv(summaries)), ("json", to_json(facts, summaries))):
         (out / f"bench.{name}").write_text(text, encoding="utf-8")
@@ -129,7 +130,7 @@ def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
 
     from hacpo_mega.throughput.scaling import scaling_markdown, scaling_rows
 
-    rows = scaling_rows(run.blocks, _run(run))
+    rows = scaling_rows(run.blocks, run_blocks(run))
     markdown = scaling_markdown(facts, rows)
     (out / "scaling.md").write_text(markdown, encoding="utf-8")
     (out / "scaling.json").write_text(json.dumps({"facts": facts, "sizes": rows}, indent=1) + "\n", encoding="utf-8")
@@ -137,16 +138,21 @@ def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
 
 
 def _facts(workload: "Workload", rounds: int, steps: int, warm_up: int) -> dict[str, str]:
+    work = f"{len(workload.steps)} recorded steps" if workload.steps else f"answers of {workload.tokens} tokens"
+    return facts_of(f"{work}; {rounds} rounds of {steps} steps after {warm_up} of warm-up")
+
+
+def facts_of(work: str) -> dict[str, str]:
+    """What a measurement is of: machine, commit, versions, `work`."""
     from hacpo_mega.experiments.result import this_machine
     from hacpo_mega.logbook.provenance import installed_versions, source_commit
 
     machine = this_machine()
-    work = f"{len(workload.steps)} recorded steps" if workload.steps else f"answers of {workload.tokens} tokens"
     return {
         "machine": f"{machine.cores} cores, {machine.cpu}",
         "commit": source_commit() or "unknown",
         "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
-        "work": f"{work}; {rounds} rounds of {steps} steps after {warm_up} of warm-up",
+        "work": work,
     }
 
 

@@ -31,13 +31,18 @@ _GPU_RATES: Mapping[str, float] = {
     "learn_passes": 0.0,  # the utilisation is that of whole steps: traffic of activations is in it
     "score_passes": 0.0,
     "round_s": 0.003,
+    "request_s": 0.0,
     "token_s": 0.00001,
     "answer_s": 0.001,
+    "batch_s": 0.0,  # hidden behind the device's work
+    "pool_s": 0.0,
     "view_s": 0.001,
     "publish_s": 0.5,
+    "tensor_s": 0.0,
     "step_s": 1.0,
 }
-# From the hacpo rows of the benchmark in docs/throughput.md, both models: its other rows are predictions.
+# From processor seconds of the quickstart at 4, 12 and 15 tokens, 256 and 512 answers, and of half its prompts left
+# out; passes from the hacpo rows of docs/throughput.md. Its other rows, and other layouts, are predictions.
 _CPU_RATES: Mapping[str, float] = {
     "learn": 0.6,
     "score": 0.6,
@@ -45,14 +50,18 @@ _CPU_RATES: Mapping[str, float] = {
     "decode": 0.6,
     "memory": 1.0,
     "link": 1.0,
-    "learn_passes": 6.25,
-    "score_passes": 2.95,
-    "round_s": 0.0,
-    "token_s": 0.000121,
+    "learn_passes": 4.0,
+    "score_passes": 1.85,
+    "round_s": 0.0105,
+    "request_s": 0.00043,
+    "token_s": 0.000066,
     "answer_s": 0.000017,
-    "view_s": 0.00031,
-    "publish_s": 0.032,
-    "step_s": 0.12,
+    "batch_s": 0.022,
+    "pool_s": 0.00005,
+    "view_s": 0.00015,
+    "publish_s": 0.0,
+    "tensor_s": 0.001,
+    "step_s": 0.065,
 }
 
 

@@ -24,13 +24,14 @@ class MeasuredTrainer(Trainer):
 
     prompt_tokens_mean          tokens of a prompt
     cpu/<phase>_s, cpu_highest/<phase>_s   processor seconds of a rank, all its threads: mean, and of the busiest one;
-                                the phase `capability` is a part of `exchange`
+                                the phase `capability` is a part of `exchange`, `other` is outside of all
     peak/<phase>_bytes          the most memory of its fullest rank (memory_peak.py); the phase `start` is before models
     sent/<phase>/<whom>_bytes   what all its ranks have given away (cluster/spans.py)
     """
 
     def __init__(self, config: Config, workload: Workload) -> None:
         self._cpu_s: Counter[str] = Counter()
+        self._cpu_began = time.process_time()
         self._start_bytes = take_peak()
         self._peaks: dict[str, int] = {}
         super().__init__(config)
@@ -56,7 +57,9 @@ class MeasuredTrainer(Trainer):
             return super()._means_over_lanes(rewards_PNG)
 
     def _write_metrics(self, step: int) -> StepMetrics:
-        prefix = f"agent/{self.names[self.place.agent]}"
+        prefix, now = f"agent/{self.names[self.place.agent]}", time.process_time()
+        in_phases = sum(self._cpu_s.values()) - self._cpu_s[CAPABILITY]
+        self._cpu_s["other"], self._cpu_began = now - self._cpu_began - in_phases, now
         for phase, seconds in self._cpu_s.items():
             self.metrics.add(f"{prefix}/cpu/{phase}_s", seconds, 1)
             self.metrics.highest(f"{prefix}/cpu_highest/{phase}_s", seconds)
