@@ -60,6 +60,8 @@ def plan(
 
     cluster = load_cluster(cluster_file)
     if measure is not None:
+        if prompt_tokens is not None or run is not None or json_file is not None or trace:
+            raise ValueError("--measure takes steps of its own: leave --prompt-tokens, --from, --json and --trace out")
         return _measure(config_file, overrides or (), layouts or [""], cluster, answer_tokens, measure)
     if layouts:
         raise ValueError("--layout is for what is measured: give it with --measure, or its keys after CONFIG")

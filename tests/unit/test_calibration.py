@@ -80,4 +80,6 @@ def test_bad_input_of_measure_is_one_line(tmp_path, job):
     assert "no folder can be made there" in found and len(found.splitlines()) == 1
     found = command(config, "--cluster", cluster, "--measure", tmp_path, "--layout", "lanse=2")
     assert "lanse: unknown key; did you mean 'lanes'?" in found and len(found.splitlines()) == 1
+    found = command(config, "--cluster", cluster, "--measure", tmp_path, "--json", tmp_path / "plan.json")
+    assert "leave --prompt-tokens, --from, --json and --trace out" in found
     assert "give it with --measure" in command(config, "--cluster", cluster, "--layout", "lanes=2")

@@ -161,6 +161,10 @@ def test_what_cannot_be_replayed_is_said_in_a_line(tmp_path, config_file):
         replayed(config, three)
     with pytest.raises(ValueError, match=r"no rollouts are there"):
         replayed(config, tmp_path / "nothing")
+    broken = record(tmp_path / "broken", config)
+    (broken / "rollouts" / "step_000001.lane_0000.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match=r"line 1: not a logged prompt"):
+        replayed(config, broken)
     with pytest.raises(ValueError, match=r"give rollout.max_answer_tokens=22"):
         replayed(config, record(tmp_path / "long", config, num_tokens=20))
     few = load_config(config_file, ["training.prompts_per_step=4"])
