@@ -50,6 +50,19 @@ def plan(
 ) -> None:
     """Plan memory, messages, seconds and waiting on a cluster, and the layout in which all agents finish together."""
     from hacpo_mega.planning.cluster_file import load_cluster
+
+    cluster = load_cluster(cluster_file)
+    if measure is None:
+        if layouts:
+            raise ValueError("--layout is for what is measured: give it with --measure, or its keys after CONFIG")
+        return _plan(config_file, overrides or (), cluster, prompt_tokens, answer_tokens, run, json_file, trace)
+    if prompt_tokens is not None or run is not None or json_file is not None or trace:
+        raise ValueError("--measure takes steps of its own: leave --prompt-tokens, --from, --json and --trace out")
+    _measure(config_file, overrides or (), layouts or [""], cluster, answer_tokens, measure)
+
+
+def _plan(file: Path, overrides: Sequence[str], cluster: "Cluster", prompt_tokens: int | None,
+          answer_tokens: int | None, run: Path | None, json_file: Path | None, trace: bool) -> None:  # fmt: skip
     from hacpo_mega.planning.comparison import compare, comparison_table, factors_of, read_run, work_of_run
     from hacpo_mega.planning.configuration import load_planned
     from hacpo_mega.planning.plan import make_plan
@@ -58,14 +71,7 @@ def plan(
     from hacpo_mega.planning.table import as_json, shown
     from hacpo_mega.planning.work import Lengths, work_of
 
-    cluster = load_cluster(cluster_file)
-    if measure is not None:
-        if prompt_tokens is not None or run is not None or json_file is not None or trace:
-            raise ValueError("--measure takes steps of its own: leave --prompt-tokens, --from, --json and --trace out")
-        return _measure(config_file, overrides or (), layouts or [""], cluster, answer_tokens, measure)
-    if layouts:
-        raise ValueError("--layout is for what is measured: give it with --measure, or its keys after CONFIG")
-    planned = load_planned(config_file, overrides or (), cluster)
+    planned = load_planned(file, overrides, cluster)
     lengths = Lengths(prompt_tokens, answer_tokens)
     work = {agent.name: work_of(planned.config, lengths) for agent in planned.config.agents}
     steps = [] if run is None else read_run(run, planned.config)
@@ -75,7 +81,7 @@ def plan(
     compared = compare(found, steps) if steps else []
     ways = find_ways(planned, work, cluster, factors_of(compared))
     if problems := refusals(planned, found, work, ways):
-        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
     print(shown(found, ways))
     if compared:
         print(f"\n{comparison_table(compared)}\nthe layouts above are those that the measured seconds speak for")

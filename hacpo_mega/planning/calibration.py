@@ -23,7 +23,7 @@ from hacpo_mega.throughput.table import markdown_table
 START = "start"
 COMPARED = tuple(phase for phase in PHASES if phase != "judge")
 # What a process of the CPU takes beside its tensors once it has started: pages of code, groups, Python's objects. The
-# quickstart took 151 to 157 MiB with 512 answers a step, and 127 to 129 with 256.
+# quickstart took 157 to 160 MiB with 512 answers a step, and 127 to 129 with 256.
 PROCESS_BYTES = 140 * 2**20
 # What a pipeline stage waits for others takes no processor.
 WAITED = "bubble"

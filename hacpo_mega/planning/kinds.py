@@ -8,7 +8,8 @@
     b200     NVIDIA B200 in a DGX B200: 1,440 GB, 64 TB/s and 72 PFLOP/s fp8 with sparsity for eight, so 180 GB, 8 TB/s
              and 2,250 TFLOP/s bf16 dense for one; NVLink 1.8 TB/s both ways, 400 Gb/s adapters (data sheet DGX B200)
     cpu      the 2-core machine of docs/throughput.md, a process a core: 2.5 GHz x 2 units x 16 float32 x 2 operations
-             by its type; 3.0 GB/s is what a copy took there, read and written, with both cores busy
+             by its type; 3.0 GB/s is what a copy took there, read and written, with both cores busy; links are what
+             gloo's gathers and scatters of 4 KB to 2 MB between two of its processes take of a processor
 
 memory_gib of a GPU is what torch sees of it, rounded down. The rates of `cpu` are from a measured benchmark
 (docs/planning.md says how); those of GPUs are not measured by this project: `learn` and `score` are the low end of the
@@ -93,7 +94,7 @@ KINDS: Mapping[KindName, Mapping[str, Any]] = {
         "processor": "cpu",
         "devices_per_node": 2,
         "device": {"memory_gib": 11.0, "peak_tflops": 0.16, "memory_gb_per_s": 3.0, "max_requests": 512},
-        "links": {"inside_gb_per_s": 1.0, "between_gb_per_s": 1.0, "latency_us": 100.0},
+        "links": {"inside_gb_per_s": 0.45, "between_gb_per_s": 0.45, "latency_us": 150.0},
         "host": {"memory_gib": 22.0},
         "rates": dict(_CPU_RATES),
     },
