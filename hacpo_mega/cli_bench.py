@@ -4,6 +4,7 @@ Imports are inside functions, as in cli.py: `--help` must answer without torch, 
 """
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +13,11 @@ import typer
 from hacpo_mega.cluster.environment import inside_a_job, prepare_environment
 
 if TYPE_CHECKING:
-    from hacpo_mega.config import Config
+    from hacpo_mega.throughput.bench import Bench, Block
+    from hacpo_mega.throughput.measure import MeasuredStep
     from hacpo_mega.throughput.workload import Workload
+
+    Found = Mapping[str, Sequence[Sequence[MeasuredStep]]]
 
 
 def bench(
@@ -29,46 +33,91 @@ def bench(
         int | None,
         typer.Option(help="Tokens of every answer where no run is replayed; half of the longest if not given."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every schedule has its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that everything has its turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a turn.")] = 4,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of a turn before those that are measured.")] = 1,
+    unmixed: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Compares the method with itself where nobody learns from this share of the prompts."
+        ),
+    ] = None,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Takes steps of 1, 2 and 3 agents, and of 1, 2 and 4 lanes, instead.")
+    ] = False,
 ) -> None:
     """Time the same work under every schedule, in turns on this machine: its method, gspo_x2, gspo."""
-    from hacpo_mega.config import load_config
-    from hacpo_mega.throughput.schedules import load_schedule, schedules_of
-    from hacpo_mega.throughput.workload import fixed, replayed
-
     if inside_a_job():
         raise ValueError("bench starts its ranks itself, on this machine: call it outside torchrun and srun")
-    config = load_config(config_file, overrides or ())
-    if replay is not None and answer_tokens is not None:
+    with tempfile.TemporaryDirectory(prefix="hacpo_bench_") as folder:
+        work, num_steps = Path(folder), warm_up + steps
+        workload = _workload(config_file, overrides or (), replay, answer_tokens)
+        blocks = _blocks(config_file, overrides or (), work, num_steps, workload, unmixed, scaling)
+        require_folder(out)
+        prepare_environment()
+        from hacpo_mega.throughput.bench import Bench
+
+        run = Bench(blocks, rounds, num_steps, warm_up, work)
+        (_tell_scaling if scaling else _tell)(run, out, _facts(workload, rounds, steps, warm_up))
+
+
+def _workload(file: Path, overrides: Sequence[str], replay: Path | None, answer_tokens: int | None) -> "Workload":
+    from hacpo_mega.config import load_config
+    from hacpo_mega.throughput.workload import fixed, replayed
+
+    config = load_config(file, overrides)
+    if replay is None:
+        return fixed(config, answer_tokens)
+    if answer_tokens is not None:
         raise ValueError("--replay has its own lengths: leave --answer-tokens out")
-    workload = fixed(config, answer_tokens) if replay is None else replayed(config, replay)
-    num_steps = warm_up + steps
-    with tempfile.TemporaryDirectory(prefix="hacpo_bench_") as work:
-        configs = {
-            schedule: load_schedule(config_file, overrides or (), schedule, Path(work) / "run", num_steps)
+    return replayed(config, replay)
+
+
+def _blocks(file: Path, overrides: Sequence[str], work: Path, num_steps: int, workload: "Workload",
+            unmixed: float | None, scaling: bool) -> "list[Block]":  # fmt: skip
+    from hacpo_mega.config import load_config
+    from hacpo_mega.throughput.bench import Block
+    from hacpo_mega.throughput.scaling import scaling_blocks
+    from hacpo_mega.throughput.schedules import Schedule, load_schedule, schedules_of, with_and_without
+
+    config = load_config(file, overrides)
+    if unmixed is not None and scaling:
+        raise ValueError("--scaling and --unmixed ask for different steps: give one of them")
+    if workload.steps and (unmixed is not None or scaling):
+        raise ValueError("--replay has the prompts and rewards of its run: leave it out with --scaling and --unmixed")
+    if unmixed is None and not scaling:
+        return [
+            Block(schedule.name, load_schedule(file, overrides, schedule, work / "run", num_steps), workload)
             for schedule in schedules_of(config)
-        }
-        _measure(config, configs, Path(work), out, rounds, num_steps, warm_up, workload)
+        ]
+    alone = load_schedule(file, overrides, Schedule(config.algorithm.method), work / "run", num_steps)
+    return scaling_blocks(alone, workload) if scaling else with_and_without(alone, workload, unmixed)
 
 
-def _measure(config: "Config", configs: dict, work: Path, out: Path, rounds: int, num_steps: int, warm_up: int,
-             workload: "Workload") -> None:  # fmt: skip
-    prepare_environment()
+def require_folder(out: Path) -> None:
+    """Before minutes are spent on what could not be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: no folder can be made there ({error.strerror}); give another") from error
+
+
+def run_blocks(run: "Bench") -> "Found":
+    """The measured steps of every block, by ranks that are forked from a server."""
     from hacpo_mega.cluster.forked_job import JobServer
     from hacpo_mega.experiments.campaign import PRELOAD
+
+    return run.run(JobServer(PRELOAD), bench_rank)
+
+
+def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     from hacpo_mega.models.architecture import Architecture
     from hacpo_mega.report.throughput import draw_throughput
-    from hacpo_mega.throughput.bench import Bench
     from hacpo_mega.throughput.summary import summarize
     from hacpo_mega.throughput.table import to_csv, to_json, to_markdown
 
-    found = Bench(configs, rounds, num_steps, warm_up, work).run(JobServer(PRELOAD), bench_rank, workload)
-    models = {agent.name: Architecture.from_folder(agent.model) for agent in config.agents}
-    summaries = [summarize(schedule.name, blocks, models) for schedule, blocks in found.items()]
-    facts = _facts(workload, rounds, num_steps - warm_up, warm_up)
-    out.mkdir(parents=True, exist_ok=True)
+    models = {agent.name: Architecture.from_folder(agent.model) for agent in run.blocks[0].config.agents}
+    summaries = [summarize(name, rounds, models) for name, rounds in run_blocks(run).items()]
     markdown = to_markdown(facts, summaries)
     for name, text in (("md", markdown), ("csv", to_csv(summaries)), ("json", to_json(facts, summaries))):
         (out / f"bench.{name}").write_text(text, encoding="utf-8")
@@ -76,17 +125,34 @@ def _measure(config: "Config", configs: dict, work: Path, out: Path, rounds: int
     print(f"\n{markdown}\nwritten to {out}/bench.*")
 
 
+def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
+    import json
+
+    from hacpo_mega.throughput.scaling import scaling_markdown, scaling_rows
+
+    rows = scaling_rows(run.blocks, run_blocks(run))
+    markdown = scaling_markdown(facts, rows)
+    (out / "scaling.md").write_text(markdown, encoding="utf-8")
+    (out / "scaling.json").write_text(json.dumps({"facts": facts, "sizes": rows}, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{markdown}\nwritten to {out}/scaling.*")
+
+
 def _facts(workload: "Workload", rounds: int, steps: int, warm_up: int) -> dict[str, str]:
+    work = f"{len(workload.steps)} recorded steps" if workload.steps else f"answers of {workload.tokens} tokens"
+    return facts_of(f"{work}; {rounds} rounds of {steps} steps after {warm_up} of warm-up")
+
+
+def facts_of(work: str) -> dict[str, str]:
+    """What a measurement is of: machine, commit, versions, `work`."""
     from hacpo_mega.experiments.result import this_machine
     from hacpo_mega.logbook.provenance import installed_versions, source_commit
 
     machine = this_machine()
-    work = f"{len(workload.steps)} recorded steps" if workload.steps else f"answers of {workload.tokens} tokens"
     return {
         "machine": f"{machine.cores} cores, {machine.cpu}",
         "commit": source_commit() or "unknown",
         "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
-        "work": f"{work}; {rounds} rounds of {steps} steps after {warm_up} of warm-up",
+        "work": work,
     }
 
 

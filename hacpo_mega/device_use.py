@@ -80,9 +80,10 @@ class OwnDevices:
         return [] if self._engine.quantizes else self._engine.differences(self._weights())
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for tensor in self._actor.weights():
+        for name, tensor in self._actor.weights():
             self._place.progress()
-            yield tensor
+            self._place.spans.sent("engine", tensor.nbytes)
+            yield name, tensor
 
 
 class SharedDevices(OwnDevices):

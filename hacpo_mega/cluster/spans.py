@@ -1,12 +1,14 @@
-"""What this process does when: named spans of its own clock, recorded while a step is traced and not otherwise.
+"""What this process does when, and what it sends: named spans of its own clock, and bytes by phase and group.
 
-A collective knows its group and its turn in it, so that the spans of all members can be laid side by side: who came
-last, and who waited for it (logbook/trace.py). clock.py says how far a process's clock is from that of rank 0.
+Spans are recorded while a step is traced and not otherwise. Bytes are always counted, where they are sent, from the
+sizes of tensors, which no device is asked for. A collective knows its group and its turn in it, so that the spans of
+all members can be laid side by side: who came last, and who waited for it (logbook/trace.py). clock.py says how far a
+process's clock is from that of rank 0.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 WATCHED = ("allgather", "allreduce", "barrier", "broadcast", "gather")
+SENDING = ("allgather", "broadcast", "gather", "send")
 
 
 class Span(NamedTuple):
@@ -45,6 +48,8 @@ class Spans:
         self._settle, self._clock = settle, clock
         self._found: list[Span] = []
         self._turns: Counter[str] = Counter()
+        self._phase = ""
+        self._sent: Counter[tuple[str, str]] = Counter()
 
     def start(self) -> None:
         """Records from now on; all members of a group start between the same two of its collectives."""
@@ -58,6 +63,8 @@ class Spans:
     @contextmanager
     def span(self, name: str, kind: str = "part", group: str = "") -> Iterator[None]:
         """Records what happens inside, unless recording is off. A collective names its group."""
+        if kind == "phase":
+            self._phase = name
         if not self.is_on:
             yield
             return
@@ -70,9 +77,18 @@ class Spans:
             self._settle()
             self._found.append(Span(name, kind, begin, self._clock(), group, turn))
 
+    def sent(self, whom: str, num_bytes: int) -> None:
+        """Counts what this process has given away: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""
+        self._sent[self._phase, whom] += num_bytes
+
+    def take_sent(self) -> dict[tuple[str, str], int]:
+        """Bytes by phase and by whom they went to, since the last call."""
+        sent, self._sent = self._sent, Counter()
+        return dict(sent)
+
 
 class WatchedGroup:
-    """A process group whose collectives are spans; everything else is the group's own.
+    """A process group whose collectives are spans and whose bytes are counted; everything else is the group's own.
 
     A recorded collective is over when it returns: nobody here starts one to do something else meanwhile.
     """
@@ -82,11 +98,25 @@ class WatchedGroup:
 
     def __getattr__(self, attribute: str) -> Any:
         method = getattr(self._group, attribute)
-        watched = attribute in WATCHED and self._spans.is_on
+        watched = attribute in SENDING or (attribute in WATCHED and self._spans.is_on)
         return partial(self._watch, attribute, method) if watched else method
 
     def _watch(self, operation: str, method: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+        if operation in SENDING:
+            self._spans.sent(self._name.partition("/")[0], self._sent_bytes(operation, arguments))
+        if operation not in WATCHED or not self._spans.is_on:
+            return method(*arguments)
         with self._spans.span(operation, "collective", self._name):
             work = method(*arguments)
             work.wait()
         return work
+
+    def _sent_bytes(self, operation: str, arguments: Sequence[Any]) -> int:
+        """What this rank gives to others, whichever way the library takes: around a ring, along a tree.
+
+        A broadcast's are all its root's, though a tree's inner nodes pass them on.
+        """
+        (tensor,) = arguments[1 if operation in ("allgather", "gather") else 0]
+        others, is_root = self._group.size() - 1, self._group.rank() == 0
+        copies = {"allgather": others, "broadcast": others * is_root, "gather": not is_root, "send": 1}
+        return copies[operation] * tensor.nbytes

@@ -85,7 +85,7 @@ class Metrics:
         self._accumulate("mean", name, float(sum), float(count))
 
     def count(self, name: str, number: float) -> None:
-        """A total over the job; such names start with `num_`."""
+        """A total over the job; such names start with `num_`, or end with their unit."""
         self._accumulate("total", name, float(number))
 
     def add_weights(self, name: str, sum: float, sum_of_squares: float, count: float) -> None:

@@ -263,7 +263,7 @@ class Actor:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
         finish_gather(self.model)
-        return full_tensors(self.model)
+        return full_tensors(self.model, sent=self._spans.sent)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
         """The counts for `load`, and what writes weights and optimizer into an empty folder. Collective over the agent.

@@ -6,7 +6,7 @@ whose stages may be nodes apart. Not here: how a parameter is cut (names.py), th
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,16 +32,19 @@ class _Bucket:
     slots: tuple[Slot, ...]
 
 
-def full_tensors(model: torch.nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(
+    model: torch.nn.Module, *, bucket_bytes: int = BUCKET_BYTES, sent: Callable[[str, int], None] = lambda *_: None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor (name, full tensor in the model's dtype), in one order on every rank of the cell.
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
-    are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name.
+    are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name. `sent` is
+    told what this rank gives to the others: the group, pp or tp, and bytes.
     """
     bare = unwrapped(model)
     parameters = dict(bare.named_parameters())
     for bucket in _buckets(bare, bucket_bytes):
-        shards_RN = _travel(bucket, bare, parameters)
+        shards_RN = _travel(bucket, bare, parameters, sent)
         yield from _unpack(bucket, bare, shards_RN)
 
 
@@ -107,7 +110,12 @@ def _buckets(model: HiddenStateModel, bucket_bytes: int) -> Iterator[_Bucket]:
             yield _Bucket(stage, tuple(waiting))
 
 
-def _travel(bucket: _Bucket, model: HiddenStateModel, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+def _travel(
+    bucket: _Bucket,
+    model: HiddenStateModel,
+    parameters: dict[str, torch.nn.Parameter],
+    sent: Callable[[str, int], None],
+) -> torch.Tensor:
     """The flat shards of a bucket, [tp ranks, elements of a shard], on every rank of the cell."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     if pp.rank() == bucket.stage:
@@ -116,9 +124,11 @@ def _travel(bucket: _Bucket, model: HiddenStateModel, parameters: dict[str, torc
         size = sum(_num_elements(slot, model) for slot in bucket.slots)
         shard_N = torch.empty(size, dtype=model.config.params_dtype, device=next(model.parameters()).device)
     if pp.size() > 1:
+        sent("pp", (pp.size() - 1) * shard_N.nbytes * (pp.rank() == bucket.stage))
         dist.broadcast(shard_N, group=pp, group_src=bucket.stage)
     if tp.size() == 1:
         return shard_N[None]
+    sent("tp", (tp.size() - 1) * shard_N.nbytes)
     shards_RN = shard_N.new_empty(tp.size() * shard_N.numel())
     dist.all_gather_into_tensor(shards_RN, shard_N, group=tp)
     return shards_RN.view(tp.size(), -1)

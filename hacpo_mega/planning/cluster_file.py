@@ -69,14 +69,22 @@ class RatesTable(Section):
     """The same of a forward pass."""
     round_s: PositiveOrZero
     """Seconds of the host for a token of all running answers: scheduler, launches, sampling."""
+    request_s: PositiveOrZero
+    """Seconds of the host to take an answer's request in and to give the answer out."""
     token_s: PositiveOrZero
     """Seconds of the host for every sampled token."""
     answer_s: PositiveOrZero
     """Seconds to judge an answer, in one grading process."""
+    batch_s: PositiveOrZero
+    """Seconds of the host to launch the forward of a micro-batch, and again its backward, where nothing hides them."""
+    pool_s: PositiveOrZero
+    """Seconds of the host to unpack an answer of the lane, whoever learns from it."""
     view_s: PositiveOrZero
     """Seconds of the host to turn an answer into what a learner trains on."""
     publish_s: PositiveOrZero
     """Seconds of a publication beside its bytes."""
+    tensor_s: PositiveOrZero
+    """Seconds of the host for every tensor that is published."""
     step_s: PositiveOrZero
     """Seconds of a step for logs and metrics."""
 

@@ -8,7 +8,8 @@
     b200     NVIDIA B200 in a DGX B200: 1,440 GB, 64 TB/s and 72 PFLOP/s fp8 with sparsity for eight, so 180 GB, 8 TB/s
              and 2,250 TFLOP/s bf16 dense for one; NVLink 1.8 TB/s both ways, 400 Gb/s adapters (data sheet DGX B200)
     cpu      the 2-core machine of docs/throughput.md, a process a core: 2.5 GHz x 2 units x 16 float32 x 2 operations
-             by its type; 3.0 GB/s is what a copy took there, read and written, with both cores busy
+             by its type; 3.0 GB/s is what a copy took there, read and written, with both cores busy; links are what
+             gloo's gathers and scatters of 4 KB to 2 MB between two of its processes take of a processor
 
 memory_gib of a GPU is what torch sees of it, rounded down. The rates of `cpu` are from a measured benchmark
 (docs/planning.md says how); those of GPUs are not measured by this project: `learn` and `score` are the low end of the
@@ -31,13 +32,18 @@ _GPU_RATES: Mapping[str, float] = {
     "learn_passes": 0.0,  # the utilisation is that of whole steps: traffic of activations is in it
     "score_passes": 0.0,
     "round_s": 0.003,
+    "request_s": 0.0,
     "token_s": 0.00001,
     "answer_s": 0.001,
+    "batch_s": 0.0,  # hidden behind the device's work
+    "pool_s": 0.0,
     "view_s": 0.001,
     "publish_s": 0.5,
+    "tensor_s": 0.0,
     "step_s": 1.0,
 }
-# From the hacpo rows of the benchmark in docs/throughput.md, both models: its other rows are predictions.
+# From processor seconds of the quickstart at 4, 12 and 15 tokens, 256 and 512 answers, and of half its prompts left
+# out; passes from the hacpo rows of docs/throughput.md. Its other rows, and other layouts, are predictions.
 _CPU_RATES: Mapping[str, float] = {
     "learn": 0.6,
     "score": 0.6,
@@ -45,14 +51,18 @@ _CPU_RATES: Mapping[str, float] = {
     "decode": 0.6,
     "memory": 1.0,
     "link": 1.0,
-    "learn_passes": 6.25,
-    "score_passes": 2.95,
-    "round_s": 0.0,
-    "token_s": 0.000121,
+    "learn_passes": 4.0,
+    "score_passes": 1.85,
+    "round_s": 0.0105,
+    "request_s": 0.00043,
+    "token_s": 0.000066,
     "answer_s": 0.000017,
-    "view_s": 0.00031,
-    "publish_s": 0.032,
-    "step_s": 0.12,
+    "batch_s": 0.022,
+    "pool_s": 0.00005,
+    "view_s": 0.00015,
+    "publish_s": 0.0,
+    "tensor_s": 0.001,
+    "step_s": 0.065,
 }
 
 
@@ -84,7 +94,7 @@ KINDS: Mapping[KindName, Mapping[str, Any]] = {
         "processor": "cpu",
         "devices_per_node": 2,
         "device": {"memory_gib": 11.0, "peak_tflops": 0.16, "memory_gb_per_s": 3.0, "max_requests": 512},
-        "links": {"inside_gb_per_s": 1.0, "between_gb_per_s": 1.0, "latency_us": 100.0},
+        "links": {"inside_gb_per_s": 0.45, "between_gb_per_s": 0.45, "latency_us": 150.0},
         "host": {"memory_gib": 22.0},
         "rates": dict(_CPU_RATES),
     },

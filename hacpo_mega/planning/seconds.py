@@ -9,12 +9,15 @@ Not here: who waits for whom (plan.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.budget import Budget, cache_per_token, engine_weights
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.memory import FLOAT32, ActorPlan, actor_memory, num_weights
+from hacpo_mega.models.segments import all_sources
 from hacpo_mega.planning.cluster_file import Cluster
-from hacpo_mega.planning.traffic import Message, Spread, messages_of, micro_batches
+from hacpo_mega.planning.traffic import Message, Spread, learn_batches, messages_of, score_batches
 from hacpo_mega.planning.work import Work
 from hacpo_mega.throughput.flops import forward_flops
 
@@ -73,7 +76,7 @@ def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
         "roll_out": _roll_out(demand, cluster),
         "judge": {"host": _judge(demand, cluster)},
         "score": _score(demand, cluster),
-        "exchange": {"host": cluster.rates.view_s * demand.work.trained / demand.budget.actor.dp},
+        "exchange": {"host": _exchange(demand, cluster)},
         "learn": _learn(demand, cluster),
         "publish": _publish(demand, cluster),
         "other": {"host": cluster.rates.step_s},
@@ -85,8 +88,10 @@ def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
         terms[phase][link] = terms[phase].get(link, 0.0) + seconds
         if message.piped:
             piped_s[phase] += seconds
-    for phase, answers in (("score", demand.work.answers), ("learn", demand.work.trained)):
-        terms[phase]["bubble"] = piped_s[phase] * _bubble_share(demand, answers)
+    # How long a stage has nothing yet, or nothing any more, over its work: pp - 1 micro-batches of every update.
+    waits = demand.budget.actor.layout.pp - 1
+    for phase, batches in (("score", score_batches), ("learn", learn_batches)):
+        terms[phase]["bubble"] = piped_s[phase] * waits / batches(demand.budget, demand.work)
     return {phase: {term: s for term, s in terms[phase].items() if s > 0.0} for phase in PHASES}
 
 
@@ -104,11 +109,17 @@ def _roll_out(demand: Demand, cluster: Cluster) -> dict[str, float]:
     prefill_s = forward_flops(model, prompts, work.prompt_tokens) / (peak * rates.prefill)
     bound = {"memory": memory_s} if memory_s > decode_s else {"compute": decode_s}
     bound["compute"] = bound.get("compute", 0.0) + prefill_s
-    return {**bound, "host": demand.rounds * rates.round_s + tokens * rates.token_s}
+    return {**bound, "host": demand.rounds * rates.round_s + answers * rates.request_s + tokens * rates.token_s}
 
 
 def _judge(demand: Demand, cluster: Cluster) -> float:
     return cluster.rates.answer_s * demand.work.answers / demand.budget.actor.dp / demand.num_workers
+
+
+def _exchange(demand: Demand, cluster: Cluster) -> float:
+    """Every rank unpacks all answers of its lane, and turns into samples those that its cell learns from."""
+    work, rates = demand.work, cluster.rates
+    return rates.pool_s * work.pool / demand.lanes + rates.view_s * work.trained / demand.budget.actor.dp
 
 
 def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:
@@ -118,6 +129,7 @@ def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:
     return {
         "compute": flops / (_peak_of_cell(demand, cluster) * rates.score),
         "memory": passed / cluster.memory_bytes_per_s(),
+        "host": rates.batch_s * demand.work.updates * score_batches(demand.budget, demand.work),
     }
 
 
@@ -134,19 +146,21 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
         "compute": (3.0 + again) * forward / (_peak_of_cell(demand, cluster) * rates.learn),
         "memory": passed / cluster.memory_bytes_per_s(),
         "optimizer": step / cluster.memory_bytes_per_s(),
+        # a backward is launched, too
+        "host": 2.0 * rates.batch_s * work.updates * learn_batches(demand.budget, work),
     }
 
 
 def _publish(demand: Demand, cluster: Cluster) -> dict[str, float]:
     actor = demand.budget.actor
     whole = num_weights(actor.architecture, Layout()) * actor.device.number
-    return {"memory": PUBLISH_PASSES * whole / cluster.memory_bytes_per_s(), "host": cluster.rates.publish_s}
+    host_s = cluster.rates.publish_s + cluster.rates.tensor_s * _num_tensors(actor.architecture)
+    return {"memory": PUBLISH_PASSES * whole / cluster.memory_bytes_per_s(), "host": host_s}
 
 
-def _bubble_share(demand: Demand, answers: float) -> float:
-    """How long a stage has nothing yet, or nothing any more, over its work: pp - 1 micro-batches of every update."""
-    actor, work = demand.budget.actor, demand.work
-    return (actor.layout.pp - 1) / micro_batches(demand.budget, work, answers / actor.dp / work.updates)
+@cache
+def _num_tensors(model: Architecture) -> int:
+    return sum(1 for _ in all_sources(model))
 
 
 def _peak_of_cell(demand: Demand, cluster: Cluster) -> float:

@@ -82,9 +82,9 @@ def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: 
     cells = budget.actor.dp
     yield from _of_engine(budget, work, spread, rounds)
     scored, trained = work.answers / cells, work.trained / cells
-    batches = work.updates * micro_batches(budget, work, scored / work.updates)
+    batches = work.updates * score_batches(budget, work)
     yield from _of_model("score", budget, scored * work.length, batches, FORWARD, 1, spread)
-    batches = work.updates * micro_batches(budget, work, trained / work.updates)
+    batches = work.updates * learn_batches(budget, work)
     gathers = FORWARD + BACKWARD + AGAIN[budget.actor.recompute]
     yield from _of_model("learn", budget, trained * work.length, batches, gathers, 2, spread)
     yield from _of_gradients(budget, work, spread)
@@ -92,9 +92,21 @@ def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: 
     yield from _of_publication(budget, spread)
 
 
-def micro_batches(budget: Budget, work: Work, answers: float) -> int:
-    """Micro-batches of an update that has so many answers in a cell."""
-    return max(1, math.ceil(answers * work.length / budget.actor.num_tokens))
+def score_batches(budget: Budget, work: Work) -> int:
+    """Micro-batches of a cell's own answers to the prompts of an update."""
+    return _micro_batches(budget, work, work.answers)
+
+
+def learn_batches(budget: Budget, work: Work) -> int:
+    """Micro-batches of a cell's update: of own answers, as they were scored, then of others' (samples/packing.py)."""
+    own = work.trained / work.sources
+    others = _micro_batches(budget, work, work.trained - own) if work.sources > 1 else 0
+    return _micro_batches(budget, work, own) + others
+
+
+def _micro_batches(budget: Budget, work: Work, answers: float) -> int:
+    in_update = answers / budget.actor.dp / work.updates
+    return max(1, math.ceil(in_update * work.length / budget.actor.num_tokens))
 
 
 def message_bytes(answers: float, answer_tokens: float) -> float:

@@ -11,6 +11,7 @@ class Work:
 
     answers         it samples, and scores              pool      answers of all agents to the same prompts
     trained         answers it learns from              updates   optimizer updates
+    sources         agents it learns from, itself among them: own and others' answers are in micro-batches of their own
     prompt_tokens, answer_tokens   of a prompt and an answer, on average
     longest         tokens of the longest answer, which the slowest engine waits for
     """
@@ -20,6 +21,7 @@ class Work:
     pool: float
     trained: float
     updates: int
+    sources: int
     prompt_tokens: float
     answer_tokens: float
     longest: float
@@ -58,6 +60,7 @@ def work_of(config: Config, lengths: Lengths) -> Work:
         pool=answers * num_agents,
         trained=answers * sources,
         updates=config.updates_per_step,
+        sources=sources,
         prompt_tokens=lengths.prompt_tokens or -(-rollout.max_prompt_tokens // 2),
         answer_tokens=lengths.answer_tokens or -(-rollout.max_answer_tokens // 2),
         longest=rollout.max_answer_tokens,

@@ -5,7 +5,7 @@ agents wait for each other, only what the last one to come needs. Everything els
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
@@ -13,6 +13,8 @@ from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 
 SHARED_PHASE, WAITING = "exchange", "wait"
+# Of the exchange, the part that grows with the lanes: P_hat over the whole step. Only a benchmark times it apart.
+CAPABILITY = "capability"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class AgentStep:
     answers, tokens              that it sampled
     trained_answers, trained_tokens   that it learnt from; answers alone, prompts not counted
     prompt_tokens  of a prompt, on average; 0 where the run did not count them, as only a benchmark does
+    cpu_s, cpu_highest_s, peak_bytes   by phase, and sent_bytes by "phase/whom": as MeasuredTrainer says; else empty
     """
 
     phases_s: Mapping[str, float]
@@ -33,6 +36,10 @@ class AgentStep:
     trained_answers: float
     trained_tokens: float
     prompt_tokens: float
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
+    cpu_highest_s: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: Mapping[str, float] = field(default_factory=dict)
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,13 @@ def measured_step(wall_s: float, metrics: StepMetrics, agents: Sequence[str]) ->
 
 
 def _phases(metrics: StepMetrics, agent: str) -> dict[str, float]:
-    prefix = f"agent/{agent}/phase/"
+    return _by_phase(metrics, f"agent/{agent}/phase/", "_s")
+
+
+def _by_phase(metrics: StepMetrics, prefix: str, unit: str) -> dict[str, float]:
     found = {
-        name.removeprefix(prefix).removesuffix("_s"): seconds
-        for name, seconds in metrics.timing.items()
+        name.removeprefix(prefix).removesuffix(unit): value
+        for name, value in metrics.timing.items()
         if name.startswith(prefix) and not name.endswith("/load_s")
     }
     return {phase: found[phase] for phase in in_step_order(found)}
@@ -87,6 +97,10 @@ def _agent_step(metrics: StepMetrics, agent: str, phases_s: dict[str, float], sh
         trained_answers=values.get(f"agent/{agent}/num_trained_answers", 0.0),
         trained_tokens=values.get(f"agent/{agent}/num_trained_tokens", 0.0),
         prompt_tokens=values.get(f"agent/{agent}/prompt_tokens_mean", 0.0),
+        cpu_s=_by_phase(metrics, f"agent/{agent}/cpu/", "_s"),
+        cpu_highest_s=_by_phase(metrics, f"agent/{agent}/cpu_highest/", "_s"),
+        peak_bytes=_by_phase(metrics, f"agent/{agent}/peak/", "_bytes"),
+        sent_bytes=_by_phase(metrics, f"agent/{agent}/sent/", "_bytes"),
     )
 
 
@@ -101,5 +115,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def mean_phases(steps: Sequence[MeasuredStep], agent: str) -> dict[str, float]:
     """Mean seconds of each phase of an agent."""
-    names = in_step_order({phase for step in steps for phase in step.agents[agent].phases_s})
-    return {name: fmean(step.agents[agent].phases_s.get(name, 0.0) for step in steps) for name in names}
+    return means([step.agents[agent].phases_s for step in steps])
+
+
+def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each key over all of them, 0 where one lacks it; in the order of a step."""
+    return {key: fmean(each.get(key, 0.0) for each in found) for key in in_step_order({k for e in found for k in e})}

@@ -10,10 +10,12 @@ phases (measure.py), since it would do the same work.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hacpo_mega.config import Config, load_config
+from hacpo_mega.throughput.bench import Block
+from hacpo_mega.throughput.workload import Workload
 
 # Nothing but the steps is measured, and no step of a benchmark is its last one.
 STEPS_ONLY = ("evaluation.every_steps=0", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0")
@@ -25,6 +27,25 @@ class Schedule:
 
     name: str
     overrides: tuple[str, ...] = ()
+
+
+def with_and_without(config: Config, workload: Workload, unmixed: float) -> list[Block]:
+    """The configuration's own method with all prompts trained, and with a share that nobody can learn from.
+
+    Answers are as many and as long in both: the second shows what it saves to leave out rows of zero advantage.
+    ValueError for a share that leaves nothing to train, or nothing out.
+    """
+    num_unmixed = int(config.training.prompts_per_step * unmixed)
+    if not 0 < num_unmixed < config.training.prompts_per_step:
+        raise ValueError(
+            f"--unmixed ({unmixed:g}) of training.prompts_per_step ({config.training.prompts_per_step}) is "
+            f"{num_unmixed} prompts: it must leave some out and some to train, as 0.5 does"
+        )
+    name = config.algorithm.method
+    return [
+        Block(name, config, workload),
+        Block(f"{name}, {unmixed:.0%} unmixed", config, replace(workload, unmixed=unmixed)),
+    ]
 
 
 def schedules_of(config: Config) -> tuple[Schedule, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.throughput.flops import phase_flops
-from hacpo_mega.throughput.measure import MeasuredStep, mean_phases, percentile
+from hacpo_mega.throughput.measure import MeasuredStep, mean_phases, means, percentile
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class AgentSummary:
     trained_answers     in a step
     seconds_per_1000    seconds of the step for 1,000 trained answers of this learner
     flops_per_s         model FLOP/s of the phases in which the model computes, on all its ranks together
+    cpu_s, cpu_highest_s   processor seconds of a rank by phase: mean over ranks, and of the busiest one
+    peak_bytes          by phase, of its fullest rank, the highest of all steps
+    sent_bytes          in a step, by "phase/whom"; to `engine` are the weights that are published
     """
 
     phases_s: Mapping[str, float]
@@ -29,6 +32,10 @@ class AgentSummary:
     trained_answers: float
     seconds_per_1000: float
     flops_per_s: Mapping[str, float]
+    cpu_s: Mapping[str, float]
+    cpu_highest_s: Mapping[str, float]
+    peak_bytes: Mapping[str, float]
+    sent_bytes: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -91,4 +98,12 @@ def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture) ->
         trained_answers=trained,
         seconds_per_1000=1000.0 * wall_s / trained if trained else float("inf"),
         flops_per_s={phase: count / phases_s[phase] for phase, count in flops.items() if phases_s.get(phase)},
+        cpu_s=means([step.cpu_s for step in mine]),
+        cpu_highest_s=means([step.cpu_highest_s for step in mine]),
+        peak_bytes=_highest([step.peak_bytes for step in mine]),
+        sent_bytes=means([step.sent_bytes for step in mine]),
     )
+
+
+def _highest(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: max(each.get(key, 0.0) for each in found) for key in means(found)}

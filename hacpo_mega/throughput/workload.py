@@ -20,15 +20,19 @@ class Workload:
 
     tokens   of every answer, where nothing is replayed; every second answer is then right
     steps    what a run recorded, step by step; empty: nothing is replayed
+    unmixed  share of the prompts, evenly among the others, to which all agents' answers are wrong: nobody learns from
+             them. Only where nothing is replayed
     """
 
     tokens: int
     steps: tuple[StepAnswers, ...] = ()
+    unmixed: float = 0.0
 
     def answer(self, agent: str, step: int, prompt_index: int, rollout_index: int) -> tuple[int, float]:
         """(tokens, reward) of an answer. A method that answers more often than the run takes its answers again."""
         if not self.steps:
-            return self.tokens, float(rollout_index % 2)
+            is_unmixed = int((prompt_index + 1) * self.unmixed) > int(prompt_index * self.unmixed)
+            return self.tokens, 0.0 if is_unmixed else float(rollout_index % 2)
         recorded = self.steps[step % len(self.steps)][agent, prompt_index]
         return recorded[rollout_index % len(recorded)]
 

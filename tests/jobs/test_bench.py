@@ -1,12 +1,18 @@
 """The benchmark as a user starts it: the work is what it says, the same for all schedules, and the files are there."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 from job import start_command
 from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import all_sources
+from hacpo_mega.rollout import wire
+from hacpo_mega.rollout.exchange import ROW
 
 TOKENS = 5
 
@@ -38,6 +44,23 @@ def test_every_schedule_does_the_work_that_was_asked_for(done):
             # a step and its phases are timed apart, and agree to 3 %
             assert -0.03 <= found["idle_share"] < 1.0
             assert found["seconds_per_1000"] == pytest.approx(1000 * schedule["wall_s"] / found["trained_answers"])
+
+
+def test_memory_processor_seconds_and_bytes_are_those_of_the_work(done):
+    folder, _ = done
+    schedules = json.loads((folder / "out/bench.json").read_text())["schedules"]
+    for schedule, num_answers in zip(schedules, (32, 64, 32), strict=True):
+        for agent, found in schedule["agents"].items():
+            assert found["cpu_s"].keys() >= {"roll_out", "judge", "score", "exchange", "capability", "learn", "other"}
+            assert all(0.0 <= found["cpu_s"][phase] <= found["cpu_highest_s"][phase] for phase in found["cpu_s"])
+            assert found["cpu_s"]["capability"] <= found["cpu_s"]["exchange"]
+            assert found["peak_bytes"]["learn"] > found["peak_bytes"]["start"] > 0
+            sent, weights = found["sent_bytes"], Architecture.from_folder(folder / agent)
+            # rewards and answers to the one other leader; a token, also a special one, has a few letters
+            fixed_bytes = 8 + 8 * num_answers + 8 + wire.HEADER.size + num_answers * (ROW.itemsize + 8 + 4 * TOKENS)
+            assert fixed_bytes <= sent["exchange/lane"] <= fixed_bytes + 8 * TOKENS * num_answers
+            assert sent["publish/engine"] == 4 * sum(math.prod(source.shape) for source in all_sources(weights))
+            assert "exchange/row" not in sent and "publish/tp" not in sent  # one lane, one rank
 
 
 def test_what_it_found_is_told_and_written(done):

@@ -170,14 +170,36 @@ ROUNDING = RankMap(3, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B")))
 LANE_VALUES = ([1e16, 0.1], [1.0, 0.2], [-1e16, 0.3])
 
 
-def sum_lanes(place: Place, rank_map: RankMap) -> list[float]:
-    return place.sum_over_lanes(torch.tensor(LANE_VALUES[place.lane], dtype=torch.float64)).tolist()
+def sum_lanes(place: Place, rank_map: RankMap) -> tuple[list[float], dict[str, int]]:
+    """What a rank sums, and what it has sent for that and for ten bytes of A and thirty of B down the lane."""
+    place.spans.take_sent()
+    sums = place.sum_over_lanes(torch.tensor(LANE_VALUES[place.lane], dtype=torch.float64)).tolist()
+    if place.is_leader:
+        place.gather_lane(bytes(10 if place.agent == 0 else 30))
+    return sums, {whom: num_bytes for (_, whom), num_bytes in place.spans.take_sent().items() if num_bytes}
 
 
-def test_sums_over_lanes_are_in_lane_order_on_every_rank():
+@pytest.fixture(scope="module")
+def summed() -> list:
+    return run_job(ROUNDING, sum_lanes)
+
+
+def test_sums_over_lanes_are_in_lane_order_on_every_rank(summed):
     by_hand = [(1e16 + 1.0) + -1e16, (0.1 + 0.2) + 0.3]
     assert by_hand != [1.0, 0.1 + (0.2 + 0.3)]  # the order matters here
-    assert run_job(ROUNDING, sum_lanes) == [by_hand] * ROUNDING.world_size
+    assert [sums for sums, _ in summed] == [by_hand] * ROUNDING.world_size
+
+
+def test_bytes_of_a_lane_and_of_sums_over_lanes_are_those_of_their_formulas(summed):
+    """docs/throughput.md has them. A payload of the lane is as long as the longest; sums are two numbers of 8 bytes."""
+    numbers = 8 * len(LANE_VALUES[0])
+    up, down = 8 + 16 + numbers, 2 * (8 + numbers)  # what a leader sends to lane 0's, and that one to the other two
+    for rank, (_, sent) in enumerate(summed):
+        who = ROUNDING.coordinate(rank)
+        expected = {"lane": 8 + 30, "row": down if who.lane == 0 else up} if who.is_leader else {}
+        if who.is_leader and who.agent == 0:
+            expected["cell"] = numbers
+        assert sent == expected, who
 
 
 MODEL_PARALLEL = RankMap(1, (AgentShape("A", tp=2, pp=2, engine_tp=4), AgentShape("B", cells_per_lane=2)))

@@ -174,7 +174,7 @@ def test_memory_is_that_of_the_traced_model(tmp_path, kind, layout):
 
 
 def test_the_benchmark_of_the_quickstart_is_met():
-    """The constants of `cpu` are from its hacpo rows; the two other schedules are predicted."""
+    """The constants of `cpu` are from its hacpo rows and from processor seconds; the other schedules are predicted."""
     measured = dict(
         re.findall(
             r"^\| (hacpo|gspo_x2|gspo) \| (\d+\.\d+) \|", (ROOT / "docs/throughput.md").read_text(), re.MULTILINE
@@ -186,7 +186,7 @@ def test_the_benchmark_of_the_quickstart_is_met():
         planned, _, machines = planned_on(ROOT / "configs/quickstart.toml", CLUSTERS / "cpu.toml", *asked)
         work = work_of(planned.config, Lengths(6, 15))
         plan = make_plan(planned, dict.fromkeys(planned.models, work), machines)
-        assert plan.wall_s == pytest.approx(float(measured[method]), rel=0.1), method
+        assert plan.wall_s == pytest.approx(float(measured[method]), rel=0.15), method
 
 
 REFUSED = (

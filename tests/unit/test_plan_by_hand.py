@@ -60,13 +60,25 @@ def test_activations_pass_through_memory(tmp_path):
     assert agent.phases["score"]["memory"] == pytest.approx(2 * 8 * 23 * kept / 1e9)
 
 
+def test_what_the_host_does_for_answers_micro_batches_and_tensors(tmp_path):
+    """8 answers of a pool of 16, all learnt from; 3 micro-batches are scored, 3 of own and 3 of others' learnt."""
+    host = {"batch_s": 0.25, "pool_s": 0.5, "request_s": 0.125, "tensor_s": 2.0}
+    agent = plan_of(tmp_path, {**CLUSTER, "rates": {**CLUSTER["rates"], **host}}).agents[0]
+    assert agent.phases["score"]["host"] == 3 * 0.25
+    assert agent.phases["learn"]["host"] == 2 * (3 + 3) * 0.25
+    assert agent.phases["exchange"]["host"] == pytest.approx(16 * 0.5 + 16 * 0.01)
+    assert agent.phases["publish"]["host"] == 0.5 + (2 * 9 + 3) * 2.0
+    without = plan_of(tmp_path).agents[0].phases["roll_out"]["host"]
+    assert agent.phases["roll_out"]["host"] == pytest.approx(without + 8 * 0.125)
+
+
 def test_messages_of_tensor_and_data_parallelism(tmp_path):
     plan = plan_of(tmp_path, tp=2, lanes=2)
     numbers_of_rank = (NUMBERS - 5 * 64) // 2 + 5 * 64
     assert sent(plan) == {
         ("roll_out", "sums of an engine"): (2 * 2 * (4 * 16 + 4 * 8) * 64 * 4, 4 * 32),
         ("score", "gathers and scatters of tp"): (4 * 2 * 0.5 * 4 * 23 * 64 * 4, 4 * 2 * 2),
-        ("learn", "gathers and scatters of tp"): (10 * 2 * 0.5 * 8 * 23 * 64 * 4, 10 * 2 * 3),
+        ("learn", "gathers and scatters of tp"): (10 * 2 * 0.5 * 8 * 23 * 64 * 4, 10 * 2 * (2 + 2)),
         ("learn", "gradients and weights of dp"): (0.5 * numbers_of_rank * (4 + 4), 2),
         ("exchange", "answers down the lane"): (4 * (46 + 8 + 8 * 16), 4),
         ("exchange", "answers inside a cell"): (44 + 8 * (46 + 8 + 8 * 16), 2),

@@ -1,5 +1,7 @@
 """The arithmetic of the benchmark: FLOPs against torch's own counter, busy and waiting by hand, what replays what."""
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -9,13 +11,23 @@ from run_cases import CHARACTERS, agent_table, write_config
 from tiny_models import make_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from hacpo_mega import cli_bench
+from hacpo_mega.cli import app
+from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import StepMetrics
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.public import public_architecture
+from hacpo_mega.throughput import memory_peak
 from hacpo_mega.throughput.flops import forward_flops, phase_flops
-from hacpo_mega.throughput.measure import measured_step, percentile
-from hacpo_mega.throughput.schedules import load_schedule, schedules_of
+from hacpo_mega.throughput.measure import AgentStep, MeasuredStep, measured_step, percentile
+from hacpo_mega.throughput.memory_peak import take_peak
+from hacpo_mega.throughput.scaling import scaling_blocks, scaling_markdown, scaling_rows
+from hacpo_mega.throughput.schedules import load_schedule, schedules_of, with_and_without
+from hacpo_mega.throughput.summary import summarize
+from hacpo_mega.throughput.table import to_csv, to_markdown
 from hacpo_mega.throughput.workload import fixed, replayed
 
 
@@ -49,7 +61,9 @@ def step_metrics() -> StepMetrics:
         values |= {f"agent/{name}/{key}": value for key, value in
                    {"num_answers": 8.0, "answer_tokens_mean": 5.0, "num_trained_answers": 16.0,
                     "num_trained_tokens": 80.0, "prompt_tokens_mean": 3.0}.items()}  # fmt: skip
-    timing = {"time_unix_s": 0.0, "agent/a/phase/roll_out_s": 2.0, "agent/a/phase/learn_s": 1.0,
+    timing = {"time_unix_s": 0.0, "agent/a/cpu/learn_s": 0.8, "agent/a/cpu_highest/learn_s": 0.9,
+              "agent/a/peak/learn_bytes": 64.0, "agent/a/sent/exchange/lane_bytes": 32.0,
+              "agent/a/phase/roll_out_s": 2.0, "agent/a/phase/learn_s": 1.0,
               "agent/a/phase/exchange_s": 1.0, "agent/b/phase/roll_out_s": 0.5, "agent/b/phase/learn_s": 0.5,
               "agent/b/phase/exchange_s": 3.0, "agent/b/phase_mean/learn_s": 0.5,
               "agent/b/phase/wait_s": 1.0}  # fmt: skip
@@ -62,6 +76,49 @@ def test_who_comes_first_to_the_exchange_waits_in_it():
     assert step.one_after_the_other_s == 6.0
     assert step.agents["b"].phases_s == {"roll_out": 0.5, "exchange": 3.0, "learn": 0.5, "wait": 1.0}
     assert step.agents["a"].tokens == 40.0
+
+
+def test_what_only_a_benchmark_counts_is_read_and_told():
+    step, lighter = measured_step(5.0, step_metrics(), ["a", "b"]), step_metrics()
+    lighter.timing.update({"agent/a/cpu/learn_s": 0.4, "agent/a/peak/learn_bytes": 60.0})
+    assert (step.agents["a"].cpu_highest_s, step.agents["b"].cpu_s) == ({"learn": 0.9}, {})
+    steps = [step, measured_step(5.0, lighter, ["a", "b"])]
+    small = public_architecture("Qwen/Qwen3-1.7B")
+    summary = summarize("hacpo", [steps], {"a": small, "b": small})
+    rows = {tuple(row[:3]): row[5:] for row in csv.reader(io.StringIO(to_csv([summary])))}
+    header = rows.pop(("schedule", "agent", "phase"))
+    assert header == ["cpu_seconds", "peak_bytes", "lane", "cell", "row", "job", "tp", "pp", "engine"]
+    # a mean of seconds, the highest of peaks; b has counted nothing
+    assert rows["hacpo", "a", "learn"] == ["0.6", "64", *["0"] * 7]
+    assert rows["hacpo", "a", "exchange"][2:4] == ["32", "0"]
+    assert rows["hacpo", "b", "learn"] == ["", "", *["0"] * 7]
+    text = to_markdown({"machine": "m"}, [summary])
+    assert "| CPU seconds | agent | learn |\n|---|---|---|\n| hacpo | a | 0.600 |\n| hacpo | b | 0.000 |" in text
+    assert "| KB sent | agent | exchange/lane |" in text
+
+
+def test_the_peak_is_that_since_the_last_call():
+    take_peak()
+    before = take_peak()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    del block
+    assert take_peak() >= before + (60 << 20)
+    assert take_peak() < before + (60 << 20)
+
+
+def test_a_process_that_may_not_reset_its_peak_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory_peak, "RESET", tmp_path / "no" / "clear_refs")
+    assert take_peak() is None
+
+
+def test_on_cuda_the_peak_is_that_of_torchs_allocator(monkeypatch):
+    """A faked device: nothing may ask it for more than the allocator's own count, which is on the host."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("synchronized"))
+    assert (take_peak(), told) == (123, ["reset"])
 
 
 def test_percentiles_lie_between_neighbours():
@@ -104,6 +161,10 @@ def test_what_cannot_be_replayed_is_said_in_a_line(tmp_path, config_file):
         replayed(config, three)
     with pytest.raises(ValueError, match=r"no rollouts are there"):
         replayed(config, tmp_path / "nothing")
+    broken = record(tmp_path / "broken", config)
+    (broken / "rollouts" / "step_000001.lane_0000.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match=r"line 1: not a logged prompt"):
+        replayed(config, broken)
     with pytest.raises(ValueError, match=r"give rollout.max_answer_tokens=22"):
         replayed(config, record(tmp_path / "long", config, num_tokens=20))
     few = load_config(config_file, ["training.prompts_per_step=4"])
@@ -123,6 +184,80 @@ def test_all_schedules_have_as_many_answers_in_an_update(tmp_path, config_file):
     assert in_update == [32, 32, 32]
     assert [c.training.prompts_per_step * c.answers_per_prompt * n for c, n in zip(loaded, sources)] == [64, 64, 32]
     assert all(c.num_steps > 3 and not c.checkpoint.every_steps for c in loaded)
+
+
+def test_prompts_that_nobody_learns_from_lie_evenly_among_the_others(config_file):
+    config = load_config(config_file)
+    mixed, unmixed = with_and_without(config, fixed(config, 4), 0.25)
+    assert (mixed.name, unmixed.name, mixed.config) == ("hacpo", "hacpo, 25% unmixed", unmixed.config)
+    rewards = [[unmixed.workload.answer("one", 0, prompt, g)[1] for g in range(4)] for prompt in range(8)]
+    assert [sum(group) for group in rewards] == [2, 2, 2, 0, 2, 2, 2, 0]
+    assert all(mixed.workload.answer("two", 1, prompt, 1) == (4, 1.0) for prompt in range(8))
+
+
+def test_a_lane_has_the_same_work_in_every_size(config_file):
+    config = load_config(config_file, ["agents.two.tp=2"])
+    blocks = scaling_blocks(config, fixed(config, None))
+    sizes = [(len(block.config.agents), block.config.lanes) for block in blocks]
+    assert sizes == [(2, 1), (2, 2), (2, 4), (1, 1), (3, 1)]
+    for block, (num_agents, lanes) in zip(blocks, sizes):
+        training = block.config.training
+        assert (training.prompts_per_step, training.prompts_per_update) == (8 * lanes, 4 * lanes)
+        assert [agent.name for agent in block.config.agents] == ["one", "two", "one_2"][:num_agents]
+        assert block.config.updates_per_step == config.updates_per_step
+    assert RankMap.of(blocks[2].config).world_size == 12
+
+
+def test_what_scaling_tells_is_of_a_rank_a_leader_and_a_core_second(config_file):
+    """Two lanes; one has 2 ranks, two has 4. A rank of one works 3 s, of which 1 in the capability, a rank of two 1."""
+    config = load_config(config_file, ["agents.two.tp=2"])
+    block = next(block for block in scaling_blocks(config, fixed(config, None)) if block.config.lanes == 2)
+    did = {
+        "one": ({"exchange": 2.0, "capability": 1.0, "learn": 1.0}, {"exchange/lane": 40.0, "exchange/row": 6.0}),
+        "two": ({"learn": 1.0}, {"write/job": 7.0, "publish/engine": 400.0}),
+    }
+    agents = {
+        name: AgentStep({}, 0.0, 8.0, 8.0, 50.0, 8.0, 3.0, cpu_s=cpu_s, sent_bytes=sent)
+        for name, (cpu_s, sent) in did.items()
+    }
+    (row,) = scaling_rows([block], {block.name: [[MeasuredStep(9.0, agents)]]})
+    assert row["trained_per_core_s"] == 100.0 / (2 * 3.0 + 4 * 1.0)
+    assert (row["lane_bytes"], row["capability_bytes"], row["metrics_bytes"]) == (20.0, 3.0, 7.0)
+    assert (row["cpu_s"]["exchange"], row["cpu_s"]["capability"], row["cpu_s"]["roll_out"]) == (2.0, 1.0, 0.0)
+    assert "| 2 | 2 | 6 | 10 |" in scaling_markdown({"machine": "m"}, [row])
+
+
+BAD_BENCHES = (
+    (["--unmixed", "0.05"], "--unmixed (0.05) of training.prompts_per_step (8) is 0 prompts"),
+    (["--unmixed", "1"], "--unmixed (1) of training.prompts_per_step (8) is 8 prompts"),
+    (["--unmixed", "0.5", "--scaling"], "give one of them"),
+    (["--scaling", "algorithm.method=naive"], "Nearest: algorithm.method=hacpo"),
+    (["--answer-tokens", "13"], "--answer-tokens (13) must be 1 to rollout.max_answer_tokens (12)"),
+    (["--replay", "RUN", "--answer-tokens", "3"], "--replay has its own lengths: leave --answer-tokens out"),
+    (["--replay", "RUN", "--scaling"], "--replay has the prompts and rewards of its run"),
+    (["--replay", "RUN", "training.prompts_per_step=4"], "step 1 has 8 prompts, training.prompts_per_step is 4"),
+    (["lanse=2"], "lanse: unknown key; did you mean 'lanes'?"),
+    (["algorithm.method=gspo"], "give two agents and a method such as hacpo"),
+    (["--out", "FILE/bench"], "no folder can be made there (Not a directory); give another"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "line"), BAD_BENCHES, ids=[line[:30] for _, line in BAD_BENCHES])
+def test_a_bad_benchmark_is_one_line_before_anything_starts(tmp_path, config_file, monkeypatch, arguments, line):
+    monkeypatch.setattr(cli_bench, "run_blocks", lambda run: pytest.fail("it started"))
+    (tmp_path / "file").write_text("")
+    run = record(tmp_path / "run", load_config(config_file))
+    told = [word.replace("RUN", str(run)).replace("FILE", str(tmp_path / "file")) for word in arguments]
+    result = CliRunner().invoke(app, ["bench", str(config_file), "--out", str(tmp_path / "out"), *told])
+    assert isinstance(result.exception, ValueError), result.output
+    assert line in str(result.exception) and len(str(result.exception).splitlines()) == 1
+
+
+def test_a_benchmark_is_not_started_inside_a_job(config_file, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["bench", str(config_file)])
+    assert "call it outside torchrun and srun" in str(result.exception)
 
 
 def test_agents_that_share_nothing_are_not_compared(config_file):

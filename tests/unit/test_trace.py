@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import measure_offset
@@ -75,6 +76,41 @@ def test_a_watched_group_is_the_group_and_its_collectives_are_spans() -> None:
     assert group.name() == "gloo"
     assert group.barrier().has_waited, "a recorded collective ends when all have come"
     assert [(span.name, span.group, span.turn) for span in spans.stop()] == [("barrier", "job", 0)]
+
+
+class Sender(Group):
+    """A group of four as its rank 1 sees it, or its root."""
+
+    def __init__(self, rank: int = 1) -> None:
+        self._rank = rank
+
+    def size(self) -> int:
+        return 4
+
+    def rank(self) -> int:
+        return self._rank
+
+    def allgather(self, *_: object) -> "Sender":
+        return self
+
+    broadcast = gather = send = allgather
+
+
+def test_bytes_are_counted_by_phase_and_group_where_they_are_sent() -> None:
+    spans, ten = Spans(), torch.zeros(10, dtype=torch.uint8)
+    lane, root = WatchedGroup(Sender(), "lane/3", spans), WatchedGroup(Sender(0), "row/0/0", spans)
+    with spans.span("exchange", "phase"):
+        lane.allgather([[ten] * 4], [ten])
+        for group in (lane, root):
+            group.broadcast([ten], None)
+            group.gather([], [ten], None)
+            group.send([ten.double()], 0, 0)
+        lane.barrier()
+    with spans.span("publish", "phase"), spans.span("gather", "part"):
+        spans.sent("tp", 7)
+    # to three others; a root broadcasts and is sent what is gathered
+    assert spans.take_sent() == {("exchange", "lane"): 30 + 10 + 80, ("exchange", "row"): 30 + 80, ("publish", "tp"): 7}
+    assert spans.take_sent() == {}
 
 
 def test_who_comes_first_waits_for_the_last_on_the_clock_of_rank_0() -> None:
