@@ -169,7 +169,8 @@ class Trainer:
             capability_N = self.capability.values()
             learning = learning_of(rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
         with self._phase("score"):  # log-probs of the policy that will learn, before it learns
-            scores = self.agent.score(mine, rollouts, learning.own_P[my_share], learning.wanted_PG[my_share])
+            asked = learning.own_P[my_share], learning.wanted_PG[my_share]
+            scores = self.agent.scoring.before_learning(mine, rollouts, *asked)
         with self._phase("exchange"):
             trajectories = trajectories_of(self.place, rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
@@ -203,6 +204,8 @@ class Trainer:
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
+        scores = self.agent.scoring.after_learning(rollouts, scores, updates)  # with what the first update scored
+        trajectories = trajectories_of(self.place, rollouts, judgements, scores)
         self.report.add(
             trajectories, scores, capability_N, views, updates, self.judge.take_report(), self.agent.asleep_bytes
         )

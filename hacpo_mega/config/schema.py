@@ -87,6 +87,9 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    score_in_first_update: Flag = False
+    """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
+    for the same results to the last bit; of methods that share no answers, or one agent, without engine_correction."""
     max_skipped_updates: Count = 5
     """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
     with the samples of these updates in logs/."""

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from hacpo_kernels import linear_logprob, segment_sum
+from hacpo_kernels import linear_logprob
 from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
+from hacpo_mega.algorithm import mean_logprobs
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.installed import VERSION
@@ -128,7 +129,7 @@ class Actor:
         scores = [Score(0.0, np.zeros(0, dtype=np.float32))] * len(sequences)
         for batch, logprob_R in self._forward(sequences):
             length_B = batch.row_cu_seqlens_B.diff()
-            mean_B = (segment_sum(logprob_R, batch.row_cu_seqlens_B).cpu() / length_B.double()).float()
+            mean_B = mean_logprobs(logprob_R, batch.row_cu_seqlens_B)
             parts = logprob_R.cpu().split(length_B.tolist())
             for place, mean, part in zip(_places(sequences, batch), mean_B.tolist(), parts, strict=True):
                 scores[place] = Score(mean, part.numpy())

@@ -297,6 +297,27 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_scores_from_the_first_update_are_those_before_it_to_the_last_bit(tmp_path):
+    """Two agents without sharing, one in two pipeline stages: metrics, log of answers and tokens, and weights.
+
+    Of the two updates of a step the second one's answers are scored before as ever, from the policy that wrote them.
+    """
+    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS, pp=2), agent_table(tmp_path, "b", "llama", CHARACTERS)]
+    config = write_config(tmp_path, agents, algorithm={"method": "gspo"}, logging={"rollout_tokens": True})
+    plain = train(config)
+    less = train(config, f"run_dir={tmp_path / 'less'}", "training.score_in_first_update=true")
+    assert [m.values for m in plain.values()] == [m.values for m in less.values()]
+    assert plain[2].values["agent/a/self/first_ratio_error"] == 0.0
+    assert plain[2].values["agent/a/num_updates"] == 2
+    for step in (1, 2):
+        answers = read_rollouts(tmp_path / "run", step)
+        assert any(answer["mean_logprob"] for prompt in answers[:4] for answer in prompt["answers"])
+        assert answers == read_rollouts(tmp_path / "less", step)
+    for name in ("a", "b"):
+        one, other = (load_file(tmp_path / run / "agents" / name / WEIGHTS) for run in ("run", "less"))
+        assert all(torch.equal(one[tensor], other[tensor]) for tensor in one), name
+
+
 def test_a_wrong_device_count_is_one_line_before_any_model(tmp_path):
     config = write_config(tmp_path, [agent_table(tmp_path, "qwen", "qwen3", CHARACTERS, tp=2)])
     (rank,) = start_ranks(1, tmp_path, play_command, "train", str(config))
