@@ -17,6 +17,7 @@ FREE = (
     *("run_dir", "num_steps", "evaluation", "checkpoint", "logging", "reward.num_workers", "device_memory_gib"),
     *("training.diagnose_every", "training.verify_weights_every", "placement"),
     "training.score_in_first_update",
+    "training.pack_by",
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
     *("agents.*.recompute", "agents.*.offload", "agents.*.transformer", "agents.*.data_parallel"),

@@ -3,7 +3,7 @@
     seconds = FLOPs / (peak x share) + bytes / (bandwidth x share) + messages + the host's
 
 An engine that answers is bound by its matrices or by reading weights and cache, whichever is slower. Trainer's phases
-add both: activations pass through memory between matrices. FLOPs are those of throughput/flops.py.
+add both: activations pass through memory between matrices. FLOPs are those of models/flops.py.
 Not here: who waits for whom (plan.py).
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.budget import Budget, cache_per_token, engine_weights
+from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.memory import FLOAT32, ActorPlan, actor_memory, num_weights
 from hacpo_mega.planning.cluster_file import Cluster
 from hacpo_mega.planning.traffic import Message, Spread, messages_of, micro_batches
 from hacpo_mega.planning.work import Work
-from hacpo_mega.throughput.flops import forward_flops
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
 # Of a number in Adam's step: gradient, main weight and both moments read, all but the gradient written.
