@@ -100,9 +100,12 @@ class Agent:
         """What was not free on this rank's device when its engine had last fallen asleep."""
         return self.devices.asleep_bytes
 
-    def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+    def roll_out(
+        self, prompts: Sequence[Prompt], step: int, on_answer: Callable[[Prompt, Rollout], None] | None = None
+    ) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
 
+        `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
         Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
         places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
@@ -120,6 +123,8 @@ class Agent:
                 self._rollout.temperature,
                 return_logprobs=True,
                 lengths=lengths,
+                cut_after=self._rollout.biased_cut_after,
+                on_answer=on_answer,
             )
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
@@ -135,9 +140,16 @@ class Agent:
         temperature: float,
         return_logprobs: bool = False,
         lengths: Sequence[int] | None = None,
+        cut_after: float = 1.0,
+        on_answer: Callable[[Prompt, Rollout], None] | None = None,
     ) -> list[Rollout]:
         # Every engine of the cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         mine = slice(self.place.coordinate.engine, None, self._engines_per_cell)
+
+        def told(place: int, completion: Completion) -> None:
+            prompt, g = places[mine][place]
+            on_answer(prompt, self._rollout_of(prompt, g, completion))
+
         completions = self.engine.generate(
             [self.codec.encode_prompt(prompt.text) for prompt, _ in places[mine]],
             seeds[mine],
@@ -145,6 +157,8 @@ class Agent:
             temperature=temperature,
             return_logprobs=return_logprobs,
             lengths=None if lengths is None else lengths[mine],
+            cut_after=cut_after,
+            on_answer=None if on_answer is None else told,
         )
         shared = share_completions(completions, self.place, len(places))
         return [self._rollout_of(prompt, g, completion) for (prompt, g), completion in zip(places, shared)]

@@ -17,11 +17,12 @@ import torch
 
 
 class Stop(enum.IntEnum):
-    """Why an answer ended: the end-of-sequence token, the length limit, or the engine gave up."""
+    """Why an answer ended: the end-of-sequence token, the length limit, the engine gave up, or it came too late."""
 
     EOS = 0
     LENGTH = 1
     ABORT = 2
+    CUT = 3
 
 
 class Verdict(enum.IntEnum):

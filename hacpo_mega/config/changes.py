@@ -18,6 +18,7 @@ FREE = (
     *("training.diagnose_every", "training.verify_weights_every", "placement"),
     "training.score_in_first_update",
     "training.pack_by",
+    "reward.while_sampling",
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
     *("agents.*.recompute", "agents.*.offload", "agents.*.transformer", "agents.*.data_parallel"),

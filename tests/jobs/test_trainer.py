@@ -80,10 +80,11 @@ def test_another_seed_makes_another_run(three_agents):
 
 @pytest.fixture(scope="module")
 def watched(three_agents) -> dict:
-    """The same run once more, with everything that looks at it switched on."""
+    """The same run once more, with everything that looks at it switched on, and judged while it is sampled."""
     config, _ = three_agents
     looks = ("training.diagnose_every=2", "logging.trace=true", "logging.trace_steps=[2,3]")
-    return train(config, f"run_dir={config.parent / 'again'}", *looks, "logging.rollout_tokens=true")
+    looks += ("logging.rollout_tokens=true", "reward.while_sampling=true")
+    return train(config, f"run_dir={config.parent / 'again'}", *looks)
 
 
 def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed_and_traced(three_agents, watched):
@@ -260,7 +261,7 @@ def two_agents(tmp_path_factory) -> Path:
         ("grpo", ()),
         ("gspo_x2", ()),
         ("sgt", ("algorithm.success_reward=0.15",)),
-        ("hacpo", ("algorithm.band=calibrated",)),
+        ("hacpo", ("algorithm.band=calibrated", "rollout.biased_cut_after=0.2")),
     ],
 )
 def test_a_method_trains_by_the_same_loop(method, options, two_agents):
@@ -276,8 +277,10 @@ def test_a_method_trains_by_the_same_loop(method, options, two_agents):
         assert learned == (method == "hacpo") or method == "sgt"  # sgt: where a random agent happens to be rescued
         low = f"agent/{name}/from/{other}/band_low"
         assert (first.get(low), low in last) == ((0.8, True) if method == "hacpo" else (None, False))
+        assert (f"agent/{name}/num_cut" in first) == (method == "hacpo")
         if method == "hacpo":
             assert last[low] != 0.8
+            assert 0 < first[f"agent/{name}/num_cut"] <= 32 - 7, "of the 32 answers 7 had ended before"
 
 
 def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
