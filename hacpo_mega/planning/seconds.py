@@ -112,7 +112,7 @@ def _judge(demand: Demand, cluster: Cluster) -> float:
 
 
 def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:
-    answers, rates = demand.work.answers / demand.budget.actor.dp, cluster.rates
+    answers, rates = demand.work.scored / demand.budget.actor.dp, cluster.rates
     flops = forward_flops(demand.budget.actor.architecture, answers, demand.work.length)
     passed = rates.score_passes * answers * demand.work.length * _kept_per_token(demand.budget.actor)
     return {
