@@ -93,9 +93,9 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
-    pack_by: Literal["tokens", "flops"] = "tokens"
-    """Whether answers fill as few micro-batches as hold their tokens, or these are evened by their FLOPs, in which
-    attention counts: for pipelines (pp above 1) and answers of very different lengths; changes results by rounding."""
+    pack_by: Literal["tokens", "flops", "pipeline"] = "tokens"
+    """Whether answers fill as few micro-batches as hold their tokens, or these are evened by FLOPs, in which attention
+    counts, or stay as few with those of the fewest FLOPs at both ends of an update; changes results by rounding."""
     score_in_first_update: Flag = False
     """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
     for the same results to the last bit; of methods that share no answers, or one agent, without engine_correction."""

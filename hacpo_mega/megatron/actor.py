@@ -78,8 +78,9 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `pack_by` is what micro-batches are made by: tokens, as few as hold them, or flops, as even. `temperature` is
-        that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
+        `pack_by` is what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the
+        cheap ones at both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was
+        sampled. `recompute` is what
         backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
         `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
         (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
@@ -89,11 +90,10 @@ class Actor:
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
-        cost = partial(forward_flops, self.architecture, 1) if pack_by == "flops" else None
-        self._pack, self._pack_update = (
-            partial(packs, max_tokens=max_tokens_per_microbatch, multiple=tp, cost=cost)
-            for packs in (pack, pack_update)
-        )
+        cost = partial(forward_flops, self.architecture, 1)
+        evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp, cost=evened)
+        self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress = on_progress
         cuda = torch.cuda.is_available()

@@ -1,8 +1,8 @@
 """Samples -> optimizer updates -> packed micro-batches. Pure functions, no communication.
 
 Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, and there is no rectangle to pad.
-With a cost of each sequence (its FLOPs: attention grows with the square of a length) the micro-batches, no more of them
-than must be and none of more tokens, are evened by cost: the stages of a pipeline wait for the dearest one.
+A cost of each sequence (its FLOPs: attention grows with the square of a length) can even the micro-batches or order
+them: the stages of a pipeline wait for what stands at both ends of an update.
 It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
 loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
 height), hence one rule: in an update own samples are packed by themselves, so that scoring them before the update and
@@ -58,12 +58,24 @@ def input_length(sequence: TokenSequence) -> int:
 
 
 def pack_update(
-    samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1, cost: Cost | None = None
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    multiple: int = 1,
+    cost: Cost | None = None,
+    order: Cost | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'."""
+    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'.
+
+    With `order`, a cost too, the cheap ones stand at both ends and the dearest in the middle.
+    """
     own = [sample for sample in samples if sample.is_self]
     cross = [sample for sample in samples if not sample.is_self]
-    return [batch for part in (own, cross) for batch in pack(part, max_tokens, multiple=multiple, cost=cost)]
+    batches = [batch for part in (own, cross) for batch in pack(part, max_tokens, multiple=multiple, cost=cost)]
+    if order is None:
+        return batches
+    rising = sorted(batches, key=lambda batch: sum(order(input_length(sequence)) for sequence in batch.sequences))
+    return [*rising[::2], *reversed(rising[1::2])]
 
 
 def pack(

@@ -140,6 +140,7 @@ def check_products(found, gradients) -> None:
         (60, -1, "tokens", 4),
         (60, 1, "tokens", 4),
         (60, 1, "flops", 4),
+        (28, 1, "pipeline", 7),
         (10_000, 1, "tokens", 2),
     ],
 )

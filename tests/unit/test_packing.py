@@ -146,6 +146,20 @@ def test_micro_batches_of_long_tailed_answers_are_even_in_flops():
     assert [[identity(s) for s in b.sequences] for b in with_cross if b.sequences[0].is_self] == alone
 
 
+def test_cheap_micro_batches_stand_at_both_ends():
+    """The same micro-batches as without, own ones among the others', the dearest in the middle; ties as they came."""
+    lengths = {0: [9, 3, 2], 1: [5, 1]}
+    samples = [
+        make_sample(i, j, 0, lengths=(1, n)) for j, of_source in lengths.items() for i, n in enumerate(of_source)
+    ]
+    plain = pack_update(samples, 9)
+    assert [[input_length(s) for s in b.sequences] for b in plain] == [[9], [3, 2], [5, 1]]
+    ordered = pack_update(samples, 9, order=with_attention)
+    assert [[input_length(s) for s in b.sequences] for b in ordered] == [[3, 2], [9], [5, 1]]
+    many = pack_update([make_sample(i, 0, 0, lengths=(1, n)) for i, n in enumerate([5, 9, 1, 7, 2])], 9, order=float)
+    assert [[input_length(s) for s in b.sequences] for b in many] == [[5, 1], [7, 2], [9]]
+
+
 def test_samples_without_trained_tokens_are_left_out():
     samples = [make_sample(0, 0, 0, num_trained=0), make_sample(0, 0, 1), make_sample(0, 1, 0, num_trained=0)]
     assert [identity(s) for b in pack(samples, 20) for s in b.sequences] == [(0, 0, 1)]
