@@ -80,11 +80,10 @@ def test_another_seed_makes_another_run(three_agents):
 
 @pytest.fixture(scope="module")
 def watched(three_agents) -> dict:
-    """The same run once more, with everything that looks at it switched on, and judged while it is sampled."""
+    """The same run once more, with everything that looks at it switched on."""
     config, _ = three_agents
     looks = ("training.diagnose_every=2", "logging.trace=true", "logging.trace_steps=[2,3]")
-    looks += ("logging.rollout_tokens=true", "reward.while_sampling=true")
-    return train(config, f"run_dir={config.parent / 'again'}", *looks)
+    return train(config, f"run_dir={config.parent / 'again'}", *looks, "logging.rollout_tokens=true")
 
 
 def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed_and_traced(three_agents, watched):
@@ -300,15 +299,18 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_scores_from_the_first_update_are_those_before_it_to_the_last_bit(tmp_path):
+def test_what_is_scored_by_the_first_update_and_judged_while_sampling_is_the_same_to_the_last_bit(tmp_path):
     """Two agents without sharing, one in two pipeline stages: metrics, log of answers and tokens, and weights.
 
-    Of the two updates of a step the second one's answers are scored before as ever, from the policy that wrote them.
+    Judged by a grader in a process of its own, as each answer ends. Of the two updates of a step the second one's
+    answers are scored before as ever, from the policy that wrote them.
     """
     agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS, pp=2), agent_table(tmp_path, "b", "llama", CHARACTERS)]
     config = write_config(tmp_path, agents, algorithm={"method": "gspo"}, logging={"rollout_tokens": True})
     plain = train(config)
-    less = train(config, f"run_dir={tmp_path / 'less'}", "training.score_in_first_update=true")
+    less = train(
+        config, f"run_dir={tmp_path / 'less'}", "training.score_in_first_update=true", "reward.while_sampling=true"
+    )
     assert [m.values for m in plain.values()] == [m.values for m in less.values()]
     assert plain[2].values["agent/a/self/first_ratio_error"] == 0.0
     assert plain[2].values["agent/a/num_updates"] == 2
