@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import StepMetrics
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import forward_flops
-from hacpo_mega.throughput.flops import phase_flops
+from hacpo_mega.throughput.flops import forward_flops, phase_flops
 from hacpo_mega.throughput.measure import measured_step, percentile
 from hacpo_mega.throughput.schedules import load_schedule, schedules_of
 from hacpo_mega.throughput.workload import fixed, replayed
