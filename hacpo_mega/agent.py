@@ -8,14 +8,12 @@ Not here: other agents (trainer.py exchanges with them) and what an advantage is
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from hacpo_mega.algorithm import engine_weights, sample_weight
+from hacpo_mega.algorithm import sample_weight
 from hacpo_mega.checkpoint import Checkpoint
 from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
@@ -29,7 +27,7 @@ from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.models.memory import Recompute
-from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key
+from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key, scores_of_update
 from hacpo_mega.records import (
     Completion,
     GradientProducts,
@@ -38,14 +36,13 @@ from hacpo_mega.records import (
     Sample,
     Score,
     Stop,
-    TokenSequence,
     UpdateStats,
 )
 from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.rollout.exchange import share_completions
-from hacpo_mega.samples.learner_view import trained_tokens
 from hacpo_mega.samples.packing import plan_updates
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
+from hacpo_mega.scoring import Scoring
 
 
 class Agent:
@@ -88,6 +85,7 @@ class Agent:
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
                 self.devices = OwnDevices(place, self.actor, self.engine)
                 self.publish_weights()
+        self.scoring = Scoring(self.actor, self.devices, self.codec, config, self._cells)
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -102,9 +100,12 @@ class Agent:
         """What was not free on this rank's device when its engine had last fallen asleep."""
         return self.devices.asleep_bytes
 
-    def roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+    def roll_out(
+        self, prompts: Sequence[Prompt], step: int, on_answer: Callable[[Prompt, Rollout], None] | None = None
+    ) -> list[Rollout]:
         """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
 
+        `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
         Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
         places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
@@ -122,6 +123,8 @@ class Agent:
                 self._rollout.temperature,
                 return_logprobs=True,
                 lengths=lengths,
+                cut_after=self._rollout.biased_cut_after,
+                on_answer=on_answer,
             )
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
@@ -137,9 +140,16 @@ class Agent:
         temperature: float,
         return_logprobs: bool = False,
         lengths: Sequence[int] | None = None,
+        cut_after: float = 1.0,
+        on_answer: Callable[[Prompt, Rollout], None] | None = None,
     ) -> list[Rollout]:
         # Every engine of the cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         mine = slice(self.place.coordinate.engine, None, self._engines_per_cell)
+
+        def told(place: int, completion: Completion) -> None:
+            prompt, g = places[mine][place]
+            on_answer(prompt, self._rollout_of(prompt, g, completion))
+
         completions = self.engine.generate(
             [self.codec.encode_prompt(prompt.text) for prompt, _ in places[mine]],
             seeds[mine],
@@ -147,6 +157,8 @@ class Agent:
             temperature=temperature,
             return_logprobs=return_logprobs,
             lengths=None if lengths is None else lengths[mine],
+            cut_after=cut_after,
+            on_answer=None if on_answer is None else told,
         )
         shared = share_completions(completions, self.place, len(places))
         return [self._rollout_of(prompt, g, completion) for (prompt, g), completion in zip(places, shared)]
@@ -156,46 +168,6 @@ class Agent:
         # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop, completion.logprobs)
-
-    def score(
-        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
-    ) -> list[Score | None]:
-        """Log-probs of own rollouts under the actor as it is before any update of this step; None where nobody asks.
-
-        rollouts    those of `roll_out`, in its order
-        own_P       bool, to which of `prompts` this agent trains on its own answers: all of these are scored
-        wanted_PG   bool, which answers others train on
-        They are scored update by update, as `learn` will pack them, so that the first update repeats these forwards
-        bit by bit; what only others want comes after.
-        """
-        own_B, wanted_B = own_P.repeat_interleave(self._answers_per_prompt).tolist(), wanted_PG.flatten().tolist()
-        texts = {prompt.index: prompt.text for prompt in prompts}
-        per_update = self._prompts_per_update // self._cells * self._answers_per_prompt
-        starts = range(0, len(rollouts), per_update)
-        batches = [[b for b in range(start, start + per_update) if own_B[b]] for start in starts]
-        batches.append([b for b in range(len(rollouts)) if wanted_B[b] and not own_B[b]])
-        scores: list[Score | None] = [None] * len(rollouts)
-        with self.devices.scoring():
-            for batch in batches:
-                sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
-                for b, score in zip(batch, self.actor.score(sequences), strict=True):
-                    scores[b] = self._weighted(score, rollouts[b])
-        return scores
-
-    def _weighted(self, score: Score, rollout: Rollout) -> Score:
-        """The score with the weights that correct what the engine sampled, as rollout.engine_correction asks."""
-        of_answer, of_tokens = engine_weights(
-            trainer_T=torch.from_numpy(score.token_logprobs),
-            engine_T=torch.from_numpy(rollout.logprobs[: len(score.token_logprobs)]),
-            correction=self._rollout.engine_correction,
-            cap=self._rollout.engine_correction_cap,
-        )
-        return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
-
-    def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
-        num_trained = trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)
-        prompt_ids = np.array(self.codec.encode_prompt(prompt_text), dtype=np.int32)
-        return TokenSequence(prompt_ids, rollout.token_ids, num_trained)
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """This cell's samples, split into the updates of the step."""
@@ -235,7 +207,8 @@ class Agent:
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
         seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
         tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
-        return AnswerNotes(ratios, seen, tuple(tokens))
+        scored = tuple((*key, score.mean_logprob) for key, score in scores_of_update(updates[0]).items())
+        return AnswerNotes(ratios, seen, tuple(tokens), scored)
 
     def _describe_tokens(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
@@ -306,6 +279,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        pack_by=config.training.pack_by,
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,

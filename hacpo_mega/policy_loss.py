@@ -3,6 +3,7 @@
 Not here: the formulas (algorithm/objective.py) and the forward and backward around them (megatron/actor.py).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +13,9 @@ import torch
 from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import kl_penalty, objective_bounds, scale_gradient, token_objective
+from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, scale_gradient, token_objective
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.records import MicroBatch, Sample, UpdateStats
+from hacpo_mega.records import MicroBatch, Sample, Score, UpdateStats
 
 SampleKey = tuple[int, int, int]  # prompt index, source agent, rollout index
 
@@ -23,7 +24,7 @@ class BatchReport(NamedTuple):
     """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count).
 
     token_logprob_R and num_rows_B are the log-probs of all trained tokens and how many a sequence has; None unless the
-    run logs tokens.
+    run logs tokens or this update scores: then mean_logprob_B holds the scores, fp32 nats.
 
     The terms travel to the host as they are and are counted there (step_metrics.py), so that counting costs the device
     nothing and can be done over any group of samples.
@@ -34,6 +35,7 @@ class BatchReport(NamedTuple):
     kl: Tensor
     token_logprob_R: Tensor | None = None
     num_rows_B: Tensor | None = None
+    mean_logprob_B: Tensor | None = None
 
 
 class SampleColumns(NamedTuple):
@@ -64,6 +66,9 @@ class PolicyLoss:
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
         """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
         samples = sample_columns(batch.sequences, token_logprob_R.device)
+        mean_B = self._score(token_logprob_R, batch)
+        if mean_B is not None:
+            samples = samples._replace(source_logprob_B=mean_B)
         loss_B, terms = self._objective(weighted_by_token(token_logprob_R, batch.sequences), batch, samples)
         loss = loss_B.sum() * self.weight
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.sequences]
@@ -77,15 +82,29 @@ class PolicyLoss:
             rows = (batch.row_cu_seqlens_B, samples.is_self_B)
             penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
-        tokens = (token_logprob_R.detach(), batch.row_cu_seqlens_B.diff()) if self.keeps_tokens else ()
-        return loss, BatchReport(torch.tensor(keys), terms, kl, *tokens)
+        report = BatchReport(torch.tensor(keys), terms, kl, mean_logprob_B=mean_B)
+        if self.keeps_tokens or mean_B is not None:
+            tokens_R, num_rows_B = token_logprob_R.detach(), batch.row_cu_seqlens_B.diff()
+            report = report._replace(token_logprob_R=tokens_R, num_rows_B=num_rows_B)
+        return loss, report
+
+    def _score(self, token_logprob_R: Tensor, batch: MicroBatch) -> Tensor | None:
+        """Mean log-probs of own answers that were not scored before, fp32 [B]; None where all were.
+
+        As `Actor.score` would have computed them: nothing was learnt since, so the ratio is exactly 1.
+        """
+        is_scored = {sample.source_logprob is not None for sample in batch.sequences}
+        if is_scored == {True}:
+            return None
+        # Own answers are packed by themselves, and a later update is not the policy that they were sampled by.
+        assert is_scored == {False} and self.update_index == 0, (is_scored, self.update_index)
+        return mean_logprobs(token_logprob_R.detach(), batch.row_cu_seqlens_B)
 
     def _objective(
         self, token_logprob_R: Tensor, batch: MicroBatch, samples: SampleColumns
     ) -> tuple[Tensor, SequenceTerms]:
         if self.config.is_token_level:
-            old = np.concatenate([sample.old_logprobs for sample in batch.sequences])
-            old_R = torch.from_numpy(old).to(token_logprob_R.device)
+            old_R = self._old(token_logprob_R, batch.sequences)
             return token_objective(token_logprob_R, old_R, samples.advantage_B, batch.row_cu_seqlens_B, self.config)
         loss_B, _, terms = packed_objective(
             token_logprob_R,
@@ -99,6 +118,12 @@ class PolicyLoss:
             low=self._low(batch, token_logprob_R.device),
         )
         return loss_B, terms
+
+    def _old(self, token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Of each trained token, the log-prob before the step's first update [R]: what it is now, in that update."""
+        if samples[0].source_logprob is None:
+            return token_logprob_R.detach()
+        return torch.from_numpy(np.concatenate([sample.old_logprobs for sample in samples])).to(token_logprob_R.device)
 
     def _low(self, batch: MicroBatch, device: torch.device) -> Tensor | None:
         """Where the band of each answer's source begins in this update, float64 [B]."""
@@ -118,10 +143,11 @@ def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Ten
 
 
 def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:
-    """The numbers of `samples`, in their order, on `device`."""
+    """The numbers of `samples`, in their order, on `device`; NaN where a sample has no source_logprob."""
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype).to(device)
+        values = (getattr(sample, name) for sample in samples)
+        return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype).to(device)
 
     return SampleColumns(
         source_logprob_B=column("source_logprob", torch.float32),
@@ -153,6 +179,18 @@ def own_token_logprobs(updates: Iterable[UpdateStats], agent: int) -> dict[tuple
         for (prompt, source, rollout), part in zip(report.key_B3.tolist(), parts, strict=True):
             if source == agent:
                 found[prompt, rollout] = part.numpy()
+    return found
+
+
+def scores_of_update(update: UpdateStats) -> dict[tuple[int, int], Score]:
+    """The own answers that an update has scored, by (prompt index, rollout index)."""
+    found = {}
+    for report in update.reports:
+        if report.mean_logprob_B is None:
+            continue
+        parts = report.token_logprob_R.split(report.num_rows_B.tolist())
+        for (prompt, _, rollout), mean, part in zip(report.key_B3.tolist(), report.mean_logprob_B.tolist(), parts):
+            found[prompt, rollout] = Score(mean, part.numpy())
     return found
 
 

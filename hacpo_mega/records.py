@@ -17,11 +17,12 @@ import torch
 
 
 class Stop(enum.IntEnum):
-    """Why an answer ended: the end-of-sequence token, the length limit, or the engine gave up."""
+    """Why an answer ended: the end-of-sequence token, the length limit, the engine gave up, or it came too late."""
 
     EOS = 0
     LENGTH = 1
     ABORT = 2
+    CUT = 3
 
 
 class Verdict(enum.IntEnum):
@@ -199,12 +200,13 @@ class Sample(TokenSequence):
     """A trajectory as one learner sees it: its own tokens, its own advantage.
 
     advantage         omega already applied (HACPO, eq. 10 and 50)
-    source_logprob    the source's mean log-prob (nats), constant in the loss
+    source_logprob    the source's mean log-prob (nats), constant in the loss; None for own answers of a first update
+                      that are scored by it (scoring.py)
     length            the token count the learner's log-prob sum is divided by (`ratio_length`)
     token_weights     own answers, where the engine is corrected by token: what scales each trained token's gradient,
                       float32 [num_trained]; None scales none
     old_logprobs      own answers: of each trained token, by the actor before the step's first update, float32
-                      [num_trained] nats; None for others' answers, whose source has other tokens
+                      [num_trained] nats; None for others' answers, whose source has other tokens, and without a score
     """
 
     source: int
@@ -212,7 +214,7 @@ class Sample(TokenSequence):
     prompt_index: int
     rollout_index: int
     advantage: float
-    source_logprob: float
+    source_logprob: float | None
     length: float
     old_logprobs: np.ndarray | None = None
     token_weights: np.ndarray | None = None

@@ -28,6 +28,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd, agree_on_start
 from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.console import Console
@@ -54,7 +55,7 @@ class Trainer:
     place        this process's seat: agent, lane, cell, and the groups it speaks in
     agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
     sampler      the prompts of every step, a pure function of seed and step; `held_out` those of the evaluation
-    judge        text and gold in, verdict and reward out
+    judge        text and gold in, verdict and reward out; `rollout_judge` gives it answers, also while others come
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
     metrics, report, console, folder, trackers, trace   what is measured, shown and written
@@ -92,8 +93,10 @@ class Trainer:
                 self.sampler, num_dropped = training_sampler(config, num_tokens)
                 self.held_out = held_out_prompts(config, num_tokens)
                 # every other key of [reward] is an argument of the judge
-                reward = config.reward.model_dump(exclude={"max_unjudged_share"})
+                reward = config.reward.model_dump(exclude={"max_unjudged_share", "while_sampling"})
                 self.judge = stack.enter_context(Judge(**reward))
+                beside = config.reward.while_sampling and self.place.is_leader
+                self.rollout_judge = stack.enter_context(RolloutJudge(self.judge, while_sampling=beside))
                 self.agent = Agent(config.agents[self.place.agent], self.place, config, start)
             layers = [said.decode() for said in self.place.gather_to_first(self.agent.layers_said.encode())]
             self.console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
@@ -157,7 +160,7 @@ class Trainer:
         my_share = self.place.rank_map.share_of_lane(self.place.coordinate)  # of the lane's prompts, this cell's
         mine = prompts[my_share]
         with self._phase("roll_out"):
-            rollouts = self.agent.roll_out(mine, self.steps_done)
+            rollouts = self.agent.roll_out(mine, self.steps_done, self.rollout_judge.on_answer)
         self._leave_if_told()
         with self._phase("judge"):
             judgements = self._judge(mine, rollouts)
@@ -169,7 +172,8 @@ class Trainer:
             capability_N = self.capability.values()
             learning = learning_of(rewards_PNG, capability_N, self.place.agent, self.config.algorithm)
         with self._phase("score"):  # log-probs of the policy that will learn, before it learns
-            scores = self.agent.score(mine, rollouts, learning.own_P[my_share], learning.wanted_PG[my_share])
+            asked = learning.own_P[my_share], learning.wanted_PG[my_share]
+            scores = self.agent.scoring.before_learning(mine, rollouts, *asked)
         with self._phase("exchange"):
             trajectories = trajectories_of(self.place, rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
@@ -203,6 +207,8 @@ class Trainer:
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
+        scores = self.agent.scoring.after_learning(rollouts, scores, updates)  # with what the first update scored
+        trajectories = trajectories_of(self.place, rollouts, judgements, scores)
         self.report.add(
             trajectories, scores, capability_N, views, updates, self.judge.take_report(), self.agent.asleep_bytes
         )
@@ -263,14 +269,10 @@ class Trainer:
         """One judgement per rollout, on the cell's leader; nobody else needs them."""
         if not self.place.is_leader:
             return []
-        by_index = {prompt.index: prompt for prompt in prompts}
-        asked = [by_index[rollout.prompt_index] for rollout in rollouts]
-        return self.judge.judge(
-            [prompt.text for prompt in asked],
-            [prompt.gold for prompt in asked],
-            [rollout.text for rollout in rollouts],
-            [rollout.stop for rollout in rollouts],
-        )
+        judgements = self.rollout_judge.judge(prompts, rollouts)
+        if self.rollout_judge.hidden_s:
+            self.metrics.add(f"agent/{self.agent.name}/judge_hidden_s", self.rollout_judge.hidden_s, 1)
+        return judgements
 
     def _means_over_lanes(self, rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
         """(mean reward, share of rewards above 0) of every agent over the whole step [N], NaN without a verdict."""

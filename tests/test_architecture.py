@@ -25,6 +25,7 @@ TOP_FILES = {
     "agent.py": "agent",
     "device_use.py": "agent",
     "policy_loss.py": "agent",
+    "scoring.py": "agent",
     "checkpoint.py": "checkpoint",
     "stored_agent.py": "checkpoint",
     "disk_space.py": "checkpoint",

@@ -9,6 +9,7 @@ from hacpo_mega.algorithm.learning import learning_of
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
+    mean_logprobs,
     objective_bounds,
     sample_weight,
     sequence_objective,
@@ -24,6 +25,7 @@ __all__ = [
     "hacpo_advantages",
     "kl_penalty",
     "learning_of",
+    "mean_logprobs",
     "objective_bounds",
     "reward_tally",
     "sample_weight",

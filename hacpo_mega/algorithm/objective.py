@@ -18,7 +18,7 @@ of a sample, and the optional KL to the frozen initial policy. An update applies
 import math
 
 import torch
-from hacpo_kernels import Bounds, ObjectiveStats, SequenceTerms, objective_from_mean, objective_stats
+from hacpo_kernels import Bounds, ObjectiveStats, SequenceTerms, objective_from_mean, objective_stats, segment_sum
 from torch import Tensor
 
 from hacpo_mega.config import AlgorithmConfig
@@ -39,6 +39,15 @@ def objective_bounds(config: AlgorithmConfig) -> Bounds:
         ratio_cap=config.ratio_cap,
         divergence_limit=config.divergence_limit,
     )
+
+
+def mean_logprobs(token_logprob_R: Tensor, row_cu_seqlens_B: Tensor) -> Tensor:
+    """Mean log-prob of every packed answer as a ratio compares it: fp32 nats [B], summed in float64.
+
+    The rows of answer b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1], at least one.
+    """
+    length_B = row_cu_seqlens_B.diff().to(token_logprob_R.device, torch.float64, non_blocking=True)
+    return (segment_sum(token_logprob_R, row_cu_seqlens_B) / length_B).float()
 
 
 def sequence_objective(

@@ -29,7 +29,7 @@ from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 ROWS_AT_A_TIME = 2048
-STOPS = {"eos": Stop.EOS, "length": Stop.LENGTH, "abort": Stop.ABORT}
+STOPS = {"eos": Stop.EOS, "length": Stop.LENGTH, "abort": Stop.ABORT, "cut": Stop.CUT}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def grade_file(
     """Judges every row of `file` and writes {"line", "verdict", "reward"} to `out`; a bad row has "problem" instead.
 
     With `is_explained` a line has "explanation" too: what was extracted, how both sides were read, which rule decided.
-    Optional fields: `prompt`, for a grader that wants it, and `stop` ("eos", "length", "abort"; eos when absent). The
+    Optional fields: `prompt`, for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). The
     reward of an unjudged answer is null. What cannot be read is in `problems`, with its line; nothing is raised for it.
     ValueError when `out` is the file itself.
     """

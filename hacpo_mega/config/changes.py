@@ -16,9 +16,10 @@ from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE
 FREE = (
     *("run_dir", "num_steps", "evaluation", "checkpoint", "logging", "reward.num_workers", "device_memory_gib"),
     *("training.diagnose_every", "training.verify_weights_every", "placement"),
+    *("training.score_in_first_update", "reward.while_sampling"),
     # who computes what: changes results by rounding
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.pp", "agents.*.engine_tp"),
-    *("agents.*.recompute", "agents.*.offload", "agents.*.transformer", "agents.*.data_parallel"),
+    *("agents.*.recompute", "agents.*.offload", "agents.*.transformer", "agents.*.data_parallel", "training.pack_by"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
     *("stall_s", "wait_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
     "slurm",

@@ -33,7 +33,7 @@ def find_problems(config: Config) -> list[str]:
 
 def batch_problems(config: Config) -> list[str]:
     """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
-    return [*_names(config), *_method(config), *_batches(config)]
+    return [*_names(config), *_method(config), *_scoring(config), *_batches(config)]
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -53,6 +53,22 @@ def _method(config: Config) -> Iterator[str]:
     name = config.algorithm.method
     if METHODS[name].needs_peers and len(config.agents) == 1:
         yield f"algorithm.method: {name!r} learns from other agents, and there is one. Nearest: 'gspo', for one alone"
+
+
+def _scoring(config: Config) -> Iterator[str]:
+    """Whether a score can wait for the first update."""
+    if not config.training.score_in_first_update:
+        return
+    if config.algorithm.shares_answers and len(config.agents) > 1:
+        yield (
+            f"training.score_in_first_update: the {len(config.agents)} agents need each other's scores before "
+            f"they learn by {config.algorithm.method!r}. Nearest: false"
+        )
+    if config.rollout.engine_correction != "none":
+        yield (
+            f"training.score_in_first_update: rollout.engine_correction = {config.rollout.engine_correction!r} needs "
+            "the scores before an update. Nearest: false"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

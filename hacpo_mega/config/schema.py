@@ -52,6 +52,9 @@ class RewardConfig(Section):
     """Grading processes of each cell."""
     require_stop: Flag = False
     """Whether an answer that was cut at max_answer_tokens counts as no answer."""
+    while_sampling: Flag = False
+    """Whether an answer is judged as soon as it has ended, while the engine still generates others, for the same
+    judgements; by graders in processes of their own (program, math, math_any, and yours)."""
     max_unjudged_share: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] = 0.5
     """Share of a cell's answers that its grader may leave unjudged; above it in 3 steps in a row the run stops."""
 
@@ -67,6 +70,9 @@ class RolloutConfig(Section):
     """Tokens of the longest prompt, template included; a prompt that is longer for any agent is left out, not cut."""
     max_answer_tokens: Count = 4096
     """Tokens at which an answer is cut in training."""
+    biased_cut_after: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
+    """Share of an engine's answers of a step after whose end the others are cut where they are, which favours short
+    answers; a cut answer is judged as it is, or counts as none with reward.require_stop; 1 cuts none."""
     train_changed_reencodings: bool = False
     """Train on another agent's answer although it reads differently in the learner's tokens; its verdict was given to
     the original text, so by default it is left out and counted."""
@@ -87,6 +93,12 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    pack_by: Literal["tokens", "flops", "pipeline"] = "tokens"
+    """Whether answers fill as few micro-batches as hold their tokens, or these are evened by FLOPs, in which attention
+    counts, or stay as few with those of the fewest FLOPs at both ends of an update; changes results by rounding."""
+    score_in_first_update: Flag = False
+    """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
+    for the same results to the last bit; of methods that share no answers, or one agent, without engine_correction."""
     max_skipped_updates: Count = 5
     """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
     with the samples of these updates in logs/."""

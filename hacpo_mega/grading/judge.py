@@ -104,6 +104,11 @@ class Judge:
         except ValueError as error:
             raise ValueError(f"reward kind {kind!r}: {error}") from error
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether its graders run in processes of their own."""
+        return self._workers is not None
+
     def judge(
         self, prompts: Sequence[str], golds: Sequence[str], texts: Sequence[str], stops: Sequence[Stop]
     ) -> list[Judgement]:

@@ -4,6 +4,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
 
     agent/<name>/reward_mean, answer_tokens_mean, truncated, verdict/<verdict>                about its answers
     agent/<name>/num_answers, num_unjudged                                                    about its answers
+    agent/<name>/num_cut                                              of them, with biased_cut_after alone
     agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
@@ -15,6 +16,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/grad_norm, grad_norm_max, lr, num_updates, num_skipped_updates               its optimizer
     agent/<name>/num_trained_answers, num_trained_tokens                                      and what it read
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
+    agent/<name>/judge_hidden_s                                       mean leader, with while_sampling alone
     agent/<name>/step_s                                                                       mean rank, whole step
     agent/<name>/wait/<phase>_s                                       seconds in which a rank waited for others, mean
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device

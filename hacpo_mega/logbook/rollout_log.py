@@ -51,11 +51,13 @@ class AnswerNotes:
     ratios         of every answer it was trained on here, by (prompt index, source agent, rollout index)
     prompts_seen   what its model reads for each prompt of the lane
     tokens         of the answers that its own cell gave; empty unless the run logs tokens
+    mean_logprobs  (prompt index, rollout index, nats) of own answers that were exchanged without a score
     """
 
     ratios: dict[tuple[int, int, int], float]
     prompts_seen: tuple[str, ...]
     tokens: tuple[AnswerTokens, ...] = ()
+    mean_logprobs: tuple[tuple[int, int, float], ...] = ()
 
 
 class RolloutLog:
@@ -99,6 +101,7 @@ class RolloutLog:
         ratios_PNG: Tensor | None = None,
         prompts_seen: Sequence[str] | None = None,
         tokens: Sequence[AnswerTokens] = (),
+        mean_logprobs: Sequence[tuple[int, int, float]] = (),
     ) -> None:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
@@ -106,6 +109,7 @@ class RolloutLog:
         ratios_PNG      learner over source in the update that trained it, float [P, N, G]; NaN where not known here
         prompts_seen    what this learner's model reads for each prompt; None: the prompts themselves
         tokens          of answers that this learner gave, any number of them
+        mean_logprobs   (prompt index, rollout index, nats) of answers that this learner gave and `pool` knows none of
         """
         view = {
             "learner": self._agents[self._learner],
@@ -113,6 +117,7 @@ class RolloutLog:
             "ratio": None if ratios_PNG is None else ratios_PNG.tolist(),
             "prompts_seen": [prompt.text for prompt in pool.prompts] if prompts_seen is None else list(prompts_seen),
             "tokens": [_described_tokens(answer) for answer in tokens],
+            "mean_logprob": [(p, g, {"mean_logprob": _finite(value)}) for p, g, value in mean_logprobs],
         }
         views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
         if self._writes:
@@ -123,10 +128,14 @@ class RolloutLog:
             self._backlog.replace(path, text.encode(errors="backslashreplace"))
 
     def _lines(self, step: int, pool: Pool, views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        tokens = {(v["learner"], *place): answer for v in views for *place, answer in v["tokens"]}
+        tokens, scored = (
+            {(v["learner"], *place): answer for v in views for *place, answer in v[kind]}
+            for kind in ("tokens", "mean_logprob")
+        )
         for p, (prompt, by_agent) in enumerate(zip(pool.prompts, pool.trajectories_PNG)):
             answers = [
                 _describe(trajectory, self._agents[n])
+                | scored.get((self._agents[n], prompt.index, g), {})
                 | tokens.get((self._agents[n], prompt.index, g), {})
                 | {kind: _from_views(views, kind, p, n, g) for kind in ("advantage", "ratio")}
                 for n, group in enumerate(by_agent)

@@ -82,7 +82,8 @@ class RunFolder:
         ]
         flat = [[notes.ratios.get(key, torch.nan) for key in row] for row in keys]
         ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
-        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, notes.prompts_seen, notes.tokens)
+        of_mine = (notes.prompts_seen, notes.tokens, notes.mean_logprobs)
+        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, *of_mine)
 
     def unwritten(self) -> str | None:
         """Why logs of this process are still not on disk; None when all of them are."""

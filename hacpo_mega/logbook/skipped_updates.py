@@ -9,7 +9,7 @@ run that went on would sample and train nothing. Not here: the skip itself (mega
          "prompt_ids", "answer_ids", "text"}]}]}
 `updates` are those since the run was last started; `samples` are those of this cell with a ratio, an advantage or a
 log-prob that is not finite; all of the cell where none of these shows it. A number that is not finite is written as
-"nan", "inf" or "-inf".
+"nan", "inf" or "-inf", the `source_logprob` of an answer that its own update scores as null.
 """
 
 import json
@@ -87,7 +87,9 @@ class SkippedUpdates:
             for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist(), strict=True)
         }
         shown = [(sample, ratios[sample.prompt_index, sample.source, sample.rollout_index]) for sample in samples]
-        broken = [(s, ratio) for s, ratio in shown if not math.isfinite(ratio + s.advantage + s.source_logprob)]
+        broken = [
+            (s, ratio) for s, ratio in shown if not math.isfinite(ratio + s.advantage + (s.source_logprob or 0.0))
+        ]
         return {
             "step": step,
             "update": update + 1,
@@ -103,7 +105,7 @@ class SkippedUpdates:
             "source": sample.source,
             "rollout": sample.rollout_index,
             "advantage": json_number(sample.advantage),
-            "source_logprob": json_number(sample.source_logprob),
+            "source_logprob": None if sample.source_logprob is None else json_number(sample.source_logprob),
             "ratio": json_number(ratio),
             "num_trained": sample.num_trained,
             "prompt_ids": sample.prompt_ids.tolist(),

@@ -7,23 +7,25 @@ optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), 
 Shapes: T tokens and R trained rows of a micro-batch, B its samples, H hidden size.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from hacpo_kernels import linear_logprob, segment_sum
+from hacpo_kernels import linear_logprob
 from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
+from hacpo_mega.algorithm import mean_logprobs
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.installed import VERSION
+from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer, OptimizerStep
+from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
@@ -40,6 +42,7 @@ from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
 from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -60,6 +63,7 @@ class Actor:
         total_updates: int,
         max_tokens_per_microbatch: int,
         max_positions: int | None = None,
+        pack_by: str = "tokens",
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
@@ -74,7 +78,9 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
+        `pack_by` is what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the
+        cheap ones at both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was
+        sampled. `recompute` is what
         backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
         `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
         (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
@@ -84,7 +90,10 @@ class Actor:
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
-        self.max_tokens = max_tokens_per_microbatch
+        cost = partial(forward_flops, self.architecture, 1)
+        evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp, cost=evened)
+        self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress = on_progress
         cuda = torch.cuda.is_available()
@@ -128,9 +137,9 @@ class Actor:
         scores = [Score(0.0, np.zeros(0, dtype=np.float32))] * len(sequences)
         for batch, logprob_R in self._forward(sequences):
             length_B = batch.row_cu_seqlens_B.diff()
-            mean_B = (segment_sum(logprob_R, batch.row_cu_seqlens_B).cpu() / length_B.double()).float()
+            mean_B = mean_logprobs(logprob_R, batch.row_cu_seqlens_B)
             parts = logprob_R.cpu().split(length_B.tolist())
-            for place, mean, part in zip(_places(sequences, batch), mean_B.tolist(), parts, strict=True):
+            for place, mean, part in zip(places(sequences, batch), mean_B.tolist(), parts, strict=True):
                 scores[place] = Score(mean, part.numpy())
         return scores
 
@@ -140,9 +149,9 @@ class Actor:
 
     def _forward(self, sequences: Sequence[TokenSequence]) -> list[tuple[MicroBatch, torch.Tensor]]:
         """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""
-        batches = pack(sequences, self.max_tokens, multiple=self.tp)
+        batches = self._pack(sequences)
         with megatron_platform():
-            logprobs = forward_only(self.model, _Told(batches, self._on_progress), self._token_logprobs)
+            logprobs = forward_only(self.model, Told(batches, self._on_progress), self._token_logprobs)
         if not logprobs:
             logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
@@ -167,7 +176,7 @@ class Actor:
 
     def learn(self, samples: Sequence[Sample], loss_fn: LossFn) -> UpdateStats:
         """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty."""
-        return self._update(pack_update(samples, self.max_tokens, multiple=self.tp), loss_fn)
+        return self._update(self._pack_update(samples), loss_fn)
 
     def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
         """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
@@ -175,7 +184,7 @@ class Actor:
         def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
             return -logprob_R.sum() / num_trained_tokens, None
 
-        return self._update(pack(sequences, self.max_tokens, multiple=self.tp), cross_entropy)
+        return self._update(self._pack(sequences), cross_entropy)
 
     def _update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> UpdateStats:
         """Backward through all micro-batches, one step of the optimizer.
@@ -193,16 +202,16 @@ class Actor:
             with self._spans.span("optimizer"):
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
-        return _update_stats(batches, loss, reports, step)
+        return update_stats(batches, loss, reports, step)
 
     def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:
         """The gradient of these micro-batches in the model's buffers; (loss, report) of each, on the last stage."""
 
         def last_stage(hidden_TH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, Any]]:
-            loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), _on_device(batch, self.device))
+            loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), on_device(batch, self.device))
             return loss, (loss.detach(), report)
 
-        return accumulate_gradients(self.model, _Told(batches, self._on_progress), last_stage)
+        return accumulate_gradients(self.model, Told(batches, self._on_progress), last_stage)
 
     def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
         """How long the gradients of groups of samples are, and how they lie to the first one; nothing is learnt.
@@ -215,7 +224,7 @@ class Actor:
         found = []
         with megatron_platform():
             for place, samples in enumerate(groups):
-                self._backward(pack_update(samples, self.max_tokens, multiple=self.tp), loss_fn)
+                self._backward(self._pack_update(samples), loss_fn)
                 present = self.optimizer.counted_gradients()
                 if place == 0:
                     first = [gradient.clone() for gradient in present]
@@ -299,51 +308,3 @@ class Actor:
         torch.distributed.broadcast_object_list(problem)
         if problem[0] is not None:
             raise OSError(problem[0])
-
-
-class _Told(list):
-    """Micro-batches, of which each is told when it is taken."""
-
-    def __init__(self, batches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
-        super().__init__(batches)
-        self._on_progress = on_progress
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for batch in super().__iter__():
-            self._on_progress()
-            yield batch
-
-
-def _places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
-    """Where the sequences of a micro-batch stand in `sequences`."""
-    # by identity: comparing records would compare their token arrays
-    place_of = {id(sequence): place for place, sequence in enumerate(sequences)}
-    return [place_of[id(sequence)] for sequence in batch.sequences]
-
-
-def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch as a loss function reads it; itself on the CPU."""
-    if device.type == "cpu":
-        return batch
-    tensors = {
-        field.name: getattr(batch, field.name).to(device, non_blocking=True)
-        for field in dataclasses.fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor)
-    }
-    return dataclasses.replace(batch, **tensors)
-
-
-def _update_stats(
-    batches: Sequence[MicroBatch], loss: float, reports: Sequence[Any], step: OptimizerStep
-) -> UpdateStats:
-    return UpdateStats(
-        reports=tuple(reports),
-        loss=loss,
-        grad_norm=step.grad_norm,
-        lr=step.lr,
-        skipped=not step.applied,
-        num_microbatches=len(batches),
-        num_samples=sum(len(batch.sequences) for batch in batches),
-        num_tokens=sum(int(batch.cu_seqlens[len(batch.sequences)]) for batch in batches),
-        num_trained=sum(len(batch.rows_R) for batch in batches),
-    )

@@ -3,7 +3,7 @@
     seconds = FLOPs / (peak x share) + bytes / (bandwidth x share) + messages + the host's
 
 An engine that answers is bound by its matrices or by reading weights and cache, whichever is slower. Trainer's phases
-add both: activations pass through memory between matrices. FLOPs are those of throughput/flops.py.
+add both: activations pass through memory between matrices. FLOPs are those of models/flops.py.
 Not here: who waits for whom (plan.py).
 """
 
@@ -13,13 +13,13 @@ from functools import cache
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.budget import Budget, cache_per_token, engine_weights
+from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.memory import FLOAT32, ActorPlan, actor_memory, num_weights
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.planning.cluster_file import Cluster
 from hacpo_mega.planning.traffic import Message, Spread, learn_batches, messages_of, score_batches
 from hacpo_mega.planning.work import Work
-from hacpo_mega.throughput.flops import forward_flops
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
 # Of a number in Adam's step: gradient, main weight and both moments read, all but the gradient written.
@@ -123,13 +123,13 @@ def _exchange(demand: Demand, cluster: Cluster) -> float:
 
 
 def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:
-    answers, rates = demand.work.answers / demand.budget.actor.dp, cluster.rates
+    answers, rates = demand.work.scored / demand.budget.actor.dp, cluster.rates
     flops = forward_flops(demand.budget.actor.architecture, answers, demand.work.length)
     passed = rates.score_passes * answers * demand.work.length * _kept_per_token(demand.budget.actor)
     return {
         "compute": flops / (_peak_of_cell(demand, cluster) * rates.score),
         "memory": passed / cluster.memory_bytes_per_s(),
-        "host": rates.batch_s * demand.work.updates * score_batches(demand.budget, demand.work),
+        "host": rates.batch_s * demand.work.scored_updates * score_batches(demand.budget, demand.work),
     }
 
 

@@ -81,8 +81,8 @@ def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: 
     """Every kind of message of an agent's device; `rounds` are those of its engine (seconds.py)."""
     cells = budget.actor.dp
     yield from _of_engine(budget, work, spread, rounds)
-    scored, trained = work.answers / cells, work.trained / cells
-    batches = work.updates * score_batches(budget, work)
+    scored, trained = work.scored / cells, work.trained / cells
+    batches = work.scored_updates * score_batches(budget, work)
     yield from _of_model("score", budget, scored * work.length, batches, FORWARD, 1, spread)
     batches = work.updates * learn_batches(budget, work)
     gathers = FORWARD + BACKWARD + AGAIN[budget.actor.recompute]

@@ -9,8 +9,9 @@ from hacpo_mega.config import Config
 class Work:
     """One agent's step, all its cells together.
 
-    answers         it samples, and scores              pool      answers of all agents to the same prompts
-    trained         answers it learns from              updates   optimizer updates
+    answers         it samples                          pool      answers of all agents to the same prompts
+    scored          of them before its first update     trained   answers it learns from
+    updates         optimizer updates                   scored_updates   those whose answers are scored before
     sources         agents it learns from, itself among them: own and others' answers are in micro-batches of their own
     prompt_tokens, answer_tokens   of a prompt and an answer, on average
     longest         tokens of the longest answer, which the slowest engine waits for
@@ -22,9 +23,15 @@ class Work:
     trained: float
     updates: int
     sources: int
+    scored_updates: int
     prompt_tokens: float
     answer_tokens: float
     longest: float
+
+    @property
+    def scored(self) -> float:
+        """Answers whose score does not come from the update that trains them (training.score_in_first_update)."""
+        return self.answers * self.scored_updates / self.updates
 
     @property
     def length(self) -> float:
@@ -61,6 +68,7 @@ def work_of(config: Config, lengths: Lengths) -> Work:
         trained=answers * sources,
         updates=config.updates_per_step,
         sources=sources,
+        scored_updates=config.updates_per_step - config.training.score_in_first_update,
         prompt_tokens=lengths.prompt_tokens or -(-rollout.max_prompt_tokens // 2),
         answer_tokens=lengths.answer_tokens or -(-rollout.max_answer_tokens // 2),
         longest=rollout.max_answer_tokens,

@@ -84,7 +84,7 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
         "unjudged" if reward is None else f"reward {reward:g}",
         answer["verdict"].replace("_", " "),
         f"{answer['num_tokens']} tokens",
-        *(["cut at the limit"] if answer["stop"] == "length" else []),
+        *(["cut at the limit"] if answer["stop"] == "length" else ["cut as late"] if answer["stop"] == "cut" else []),
         *([f"{times} times"] if times > 1 else []),
     ]
     learners = list(dict.fromkeys([*answer["advantage"], *answer["ratio"]]))

@@ -29,13 +29,14 @@ import torch.distributed as dist
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hacpo_mega.config.pass_through import DECIDED_VLLM
 from hacpo_mega.models.folder import eos_token_ids, head_size
 from hacpo_mega.models.layout import head_size_problem
 from hacpo_mega.models.weight_files import HEAD, published_names
-from hacpo_mega.records import Completion, Stop
+from hacpo_mega.records import Completion
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.held_weights import differences
 from hacpo_mega.rollout.host_process import (
@@ -45,6 +46,7 @@ from hacpo_mega.rollout.host_process import (
     keeping_default_group,
     process_untouched,
 )
+from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -132,8 +134,9 @@ class Engine:
                 enable_sleep_mode=self._on_cuda,
                 **{"use_tqdm_on_load": False, **defaults, **(options or {})},
             )
-        step = self._llm.llm_engine.step
-        self._llm.llm_engine.step = lambda: (on_progress(), step())[1]
+        self._on_progress, self._step = on_progress, self._llm.llm_engine.step
+        self._llm.llm_engine.step = self._watched_step
+        self._running: RunningAnswers | None = None
         hf_config = self._llm.llm_engine.vllm_config.model_config.hf_config
         self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
 
@@ -155,11 +158,15 @@ class Engine:
         temperature: float = 1.0,
         return_logprobs: bool = False,
         lengths: Sequence[int] | None = None,
+        cut_after: float = 1.0,
+        on_answer: OnAnswer | None = None,
     ) -> list[Completion]:
         """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
         With `lengths` every answer has so many tokens, of which the last one ends it, whatever was drawn there.
+        Once a share `cut_after` of them has ended the others are cut where they are, with Stop.CUT; which ones these
+        are depends on the other requests. `on_answer` is told each as it ends.
         Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
@@ -170,6 +177,8 @@ class Engine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
                     f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
+        eos_id = None if lengths is None else self.eos_ids[0]
+        self._running = RunningAnswers(self._llm, len(prompts), on_answer, cut_after, FinishReason.ABORT, eos_id)
         outputs = self._run(
             prompts,
             [
@@ -186,8 +195,9 @@ class Engine:
                 for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
             ],
         )
-        completions = [_completion(output.outputs[0]) for output in outputs]
-        return completions if lengths is None else [_ended(completion, self.eos_ids[0]) for completion in completions]
+        completions = [self._running.completion(output) for output in outputs]
+        self._running = None
+        return completions
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs (float32 nats, temperature 1) of every token after the first: arrays of len(sequence) - 1.
@@ -293,26 +303,17 @@ class Engine:
                 f"{verb}() needs weights, which are not there after sleep or a random start: call load()"
             )
 
+    def _watched_step(self) -> list[Any]:
+        self._on_progress()
+        outputs = self._step()
+        return outputs if self._running is None else self._running.after_step(outputs)
+
     def _run(self, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
         if not prompts:
             return []
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with process_untouched():
             return self._llm.generate(requests, sampling, use_tqdm=False)
-
-
-def _completion(output: Any) -> Completion:
-    """A vLLM answer as our record. Its finish_reason is "stop" exactly when a token of eos_ids was sampled."""
-    stop = {"stop": Stop.EOS, "length": Stop.LENGTH}.get(output.finish_reason, Stop.ABORT)
-    logprobs = None if output.logprobs is None else np.asarray(output.logprobs.logprobs, dtype=np.float32)
-    return Completion(np.asarray(output.token_ids, dtype=np.int32), stop, logprobs)
-
-
-def _ended(completion: Completion, eos_id: int) -> Completion:
-    """A completion of a given length as one that ended there by itself."""
-    token_ids = completion.token_ids.copy()
-    token_ids[-1] = eos_id
-    return Completion(token_ids, Stop.EOS, completion.logprobs)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -83,7 +83,7 @@ def learner_view(
     `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool, says
     which answers are worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
     `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean
-    of an answer travels.
+    of an answer travels. One that is missing is scored by the update that trains it.
     """
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     samples = []
@@ -99,8 +99,9 @@ def learner_view(
                 answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tallies[j])
                 if answer_ids is not None:
                     advantage = float(advantages_PNG[p, j, g]) if trajectory.is_judged else 0.0
-                    own = own_scores[prompt.index, trajectory.rollout.rollout_index] if j == learner else None
-                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, own, rules))
+                    own = own_scores.get((prompt.index, trajectory.rollout.rollout_index)) if j == learner else None
+                    is_self = j == learner
+                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, own, rules))
     return samples, tuple(ViewCounts(**tally) for tally in tallies)
 
 
@@ -179,6 +180,7 @@ def _sample(
     trajectory: Trajectory,
     answer_ids: np.ndarray,
     advantage: float,
+    is_self: bool,
     own: Score | None,
     rules: ViewRules,
 ) -> Sample:
@@ -187,18 +189,19 @@ def _sample(
     # an own ratio is only 1 before the first update if both sides average over the same tokens
     assert own is None or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
     assert np.isfinite(advantage), (prompt, trajectory.agent, rollout.rollout_index)
-    assert np.isfinite(trajectory.mean_logprob), (prompt, trajectory.agent, rollout.rollout_index)
-    length = num_trained if rules.ratio_length == "own" else trajectory.num_scored
+    is_scored = own is not None or not is_self
+    assert np.isfinite(trajectory.mean_logprob) or not is_scored, (prompt, trajectory.agent, rollout.rollout_index)
+    length = num_trained if is_self or rules.ratio_length == "own" else trajectory.num_scored
     return Sample(
         source=trajectory.agent,
-        is_self=own is not None,
+        is_self=is_self,
         prompt_index=prompt.index,
         rollout_index=rollout.rollout_index,
         prompt_ids=prompt_ids,
         answer_ids=answer_ids,
         num_trained=num_trained,
         advantage=advantage,
-        source_logprob=trajectory.mean_logprob,
+        source_logprob=trajectory.mean_logprob if is_scored else None,
         length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
         old_logprobs=None if own is None else own.token_logprobs,
         token_weights=None if own is None else own.token_weights,

@@ -1,13 +1,15 @@
 """Samples -> optimizer updates -> packed micro-batches. Pure functions, no communication.
 
 Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, and there is no rectangle to pad.
+A cost of each sequence (its FLOPs: attention grows with the square of a length) can even the micro-batches or order
+them: the stages of a pipeline wait for what stands at both ends of an update.
 It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
 loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
 height), hence one rule: in an update own samples are packed by themselves, so that scoring them before the update and
 learning from them repeat the same micro-batches, and the first update's own ratio is exactly 1.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ import torch
 from hacpo_mega.records import MicroBatch, Sample, TokenSequence
 
 PADDING_TOKEN = 0
+
+# tokens that a model reads of a sequence -> what it costs, in any unit
+Cost = Callable[[int], float]
 
 
 def plan_updates(
@@ -52,19 +57,37 @@ def input_length(sequence: TokenSequence) -> int:
     return len(sequence.prompt_ids) + sequence.num_trained - 1
 
 
-def pack_update(samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
-    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'."""
+def pack_update(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    multiple: int = 1,
+    cost: Cost | None = None,
+    order: Cost | None = None,
+) -> list[MicroBatch]:
+    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'.
+
+    With `order`, a cost too, the cheap ones stand at both ends and the dearest in the middle.
+    """
     own = [sample for sample in samples if sample.is_self]
     cross = [sample for sample in samples if not sample.is_self]
-    return [*pack(own, max_tokens, multiple=multiple), *pack(cross, max_tokens, multiple=multiple)]
+    batches = [batch for part in (own, cross) for batch in pack(part, max_tokens, multiple=multiple, cost=cost)]
+    if order is None:
+        return batches
+    rising = sorted(batches, key=lambda batch: sum(order(input_length(sequence)) for sequence in batch.sequences))
+    return [*rising[::2], *reversed(rising[1::2])]
 
 
-def pack(sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
+def pack(
+    sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int = 1, cost: Cost | None = None
+) -> list[MicroBatch]:
     """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
     First-fit decreasing over lengths (ties in the given order): deterministic, within 11/9 of the fewest micro-batches,
-    and neighbours have similar lengths, which evens out attention. `multiple` (the tensor-parallel size under sequence
-    parallelism) rounds T up and must divide `max_tokens`. Sequences without trained tokens are left out.
+    and neighbours have similar lengths, which evens out attention. With `cost` as many, or more where their tokens do
+    not fit otherwise, and each sequence, longest first, in the one that has cost least so far. `multiple` (the
+    tensor-parallel size under sequence parallelism) rounds T up and must divide `max_tokens`. Sequences without trained
+    tokens are left out.
 
     Raises ValueError when a sequence alone is longer than `max_tokens`.
     """
@@ -74,7 +97,10 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int =
             f"Nearest: {max_tokens // multiple * multiple}."
         )
     trained = [sequence for sequence in sequences if sequence.num_trained > 0]
-    return [microbatch(members, multiple) for members in _first_fit_decreasing(trained, max_tokens)]
+    bins = _first_fit_decreasing(trained, max_tokens)
+    if cost is not None:
+        bins = _evened(trained, max_tokens, len(bins), cost)
+    return [microbatch(members, multiple) for members in bins]
 
 
 def _first_fit_decreasing(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[TokenSequence]]:
@@ -94,6 +120,24 @@ def _first_fit_decreasing(sequences: Sequence[TokenSequence], max_tokens: int) -
             fits = [len(bins) - 1]
         bins[fits[0]].append(sequences[place])
         room[fits[0]] -= lengths[place]
+    return bins
+
+
+def _evened(
+    sequences: Sequence[TokenSequence], max_tokens: int, num_bins: int, cost: Cost
+) -> list[list[TokenSequence]]:
+    """Longest first into the bin of least cost that has room (Graham 1969, LPT): at least `num_bins` of them."""
+    lengths = np.array([input_length(sequence) for sequence in sequences], dtype=np.int64)
+    bins: list[list[TokenSequence]] = [[] for _ in range(num_bins)]
+    room, spent = np.full(num_bins, max_tokens), np.zeros(num_bins)
+    for place in np.argsort(-lengths, kind="stable"):
+        fits = np.flatnonzero(room >= lengths[place])
+        if len(fits) == 0:
+            return _evened(sequences, max_tokens, num_bins + 1, cost)
+        chosen = fits[np.argmin(spent[fits])]
+        bins[chosen].append(sequences[place])
+        room[chosen] -= lengths[place]
+        spent[chosen] += cost(int(lengths[place]))
     return bins
 
 

@@ -1,28 +1,7 @@
-"""Model FLOPs: what the mathematics of a dense decoder needs, not what a device happens to execute.
-
-As in Megatron-LM's and PaLM's accounting (arXiv 2104.04473 eq. 3, 2204.02311 appendix B), a multiplication and an
-addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count.
-"""
+"""FLOPs of a step's phases, as a benchmark reports them; what one forward pass counts is in models/flops.py."""
 
 from hacpo_mega.models.architecture import Architecture
-
-
-def matrix_parameters(model: Architecture) -> int:
-    """Parameters that every token is multiplied with: all matrices but the embedding table, and the output head."""
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    feed_forward = 3 * model.hidden_size * model.ffn_size
-    return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
-
-
-def forward_flops(model: Architecture, num_sequences: float, length: float) -> float:
-    """Of one forward pass over `num_sequences` sequences of `length` tokens each.
-
-    2 per matrix parameter and token; causal attention adds, per layer, 2 for q.k and 2 for the values, per head
-    dimension and pair of tokens, of which there are length^2 / 2.
-    """
-    attention = 2.0 * model.num_layers * model.num_heads * model.head_dim * length**2
-    return num_sequences * (2.0 * matrix_parameters(model) * length + attention)
+from hacpo_mega.models.flops import forward_flops
 
 
 def phase_flops(

@@ -145,6 +145,23 @@ def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
 
 
 @pytest.mark.parametrize("agent", AGENTS)
+def test_late_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw, agent):
+    """When 3 of 41 (a share of .05) have ended, on both ranks: the whole answers' beginnings, with their log-probs."""
+    seen, neighbour = saw[agent, 0], saw[agent, 1]
+    ended = [stop is not Stop.CUT for _, stop, _ in seen["cut"]]
+    assert len(seen["cut"]) == 41 and 3 <= sum(ended) < 41
+    for (token_ids, stop, logprobs), (whole, ending, _) in zip(seen["cut"], seen["answers"], strict=True):
+        assert token_ids.tolist() == whole[: len(token_ids)].tolist()
+        assert len(logprobs) == len(token_ids)
+        assert (len(token_ids) < len(whole)) if stop is Stop.CUT else (stop is ending)
+    assert sorted(place for place, _ in seen["told"]) == list(range(41))
+    for place, (token_ids, stop, _) in seen["told"]:
+        assert (token_ids.tolist(), stop) == (seen["cut"][place][0].tolist(), seen["cut"][place][1])
+    assert all(ended[place] for place, _ in seen["told"][:3]), "in the order in which they end"
+    assert [answer[0].tolist() for answer in neighbour["cut"]] == [answer[0].tolist() for answer in seen["cut"]]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
 def test_greedy_takes_the_most_likely_token(saw, oracles, agent):
     seen = saw[agent, 0]
     for prompt, (token_ids, _, _) in zip(seen["prompts"], seen["greedy"]):

@@ -133,12 +133,22 @@ def check_products(found, gradients) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("max_tokens, order, num_microbatches", [(28, 1, 7), (60, -1, 4), (60, 1, 4), (10_000, 1, 2)])
+@pytest.mark.parametrize(
+    "max_tokens, order, pack_by, num_microbatches",
+    [
+        (28, 1, "tokens", 7),
+        (60, -1, "tokens", 4),
+        (60, 1, "tokens", 4),
+        (60, 1, "flops", 4),
+        (28, 1, "pipeline", 7),
+        (10_000, 1, "tokens", 2),
+    ],
+)
 def test_packing_does_not_change_the_gradient(
-    alone, folders, samples, policy_gradients, name, max_tokens, order, num_microbatches
+    alone, folders, samples, policy_gradients, name, max_tokens, order, pack_by, num_microbatches
 ):
     loss, expected = policy_gradients[name]
-    actor = make_actor(folders[name], max_tokens_per_microbatch=max_tokens)
+    actor = make_actor(folders[name], max_tokens_per_microbatch=max_tokens, pack_by=pack_by)
     found, stats = gradient_by_descent(actor, lambda: actor.learn(samples[name][::order], objective))
     assert stats.num_microbatches == num_microbatches
     assert relative_error(found, expected) < GRADIENT_ERROR

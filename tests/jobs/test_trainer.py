@@ -260,7 +260,7 @@ def two_agents(tmp_path_factory) -> Path:
         ("grpo", ()),
         ("gspo_x2", ()),
         ("sgt", ("algorithm.success_reward=0.15",)),
-        ("hacpo", ("algorithm.band=calibrated",)),
+        ("hacpo", ("algorithm.band=calibrated", "rollout.biased_cut_after=0.2")),
     ],
 )
 def test_a_method_trains_by_the_same_loop(method, options, two_agents):
@@ -276,8 +276,10 @@ def test_a_method_trains_by_the_same_loop(method, options, two_agents):
         assert learned == (method == "hacpo") or method == "sgt"  # sgt: where a random agent happens to be rescued
         low = f"agent/{name}/from/{other}/band_low"
         assert (first.get(low), low in last) == ((0.8, True) if method == "hacpo" else (None, False))
+        assert (f"agent/{name}/num_cut" in first) == (method == "hacpo")
         if method == "hacpo":
             assert last[low] != 0.8
+            assert 0 < first[f"agent/{name}/num_cut"] <= 32 - 7, "of the 32 answers 7 had ended before"
 
 
 def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
@@ -295,6 +297,30 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     assert [m.values for m in hacpo.values()] == [m.values for m in gspo.values()]
     weights = [load_file(tmp_path / run / "agents" / "alone" / "model.safetensors") for run in ("run", "gspo")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_what_is_scored_by_the_first_update_and_judged_while_sampling_is_the_same_to_the_last_bit(tmp_path):
+    """Two agents without sharing, one in two pipeline stages: metrics, log of answers and tokens, and weights.
+
+    Judged by a grader in a process of its own, as each answer ends. Of the two updates of a step the second one's
+    answers are scored before as ever, from the policy that wrote them.
+    """
+    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS, pp=2), agent_table(tmp_path, "b", "llama", CHARACTERS)]
+    config = write_config(tmp_path, agents, algorithm={"method": "gspo"}, logging={"rollout_tokens": True})
+    plain = train(config)
+    less = train(
+        config, f"run_dir={tmp_path / 'less'}", "training.score_in_first_update=true", "reward.while_sampling=true"
+    )
+    assert [m.values for m in plain.values()] == [m.values for m in less.values()]
+    assert plain[2].values["agent/a/self/first_ratio_error"] == 0.0
+    assert plain[2].values["agent/a/num_updates"] == 2
+    for step in (1, 2):
+        answers = read_rollouts(tmp_path / "run", step)
+        assert any(answer["mean_logprob"] for prompt in answers[:4] for answer in prompt["answers"])
+        assert answers == read_rollouts(tmp_path / "less", step)
+    for name in ("a", "b"):
+        one, other = (load_file(tmp_path / run / "agents" / name / WEIGHTS) for run in ("run", "less"))
+        assert all(torch.equal(one[tensor], other[tensor]) for tensor in one), name
 
 
 def test_a_wrong_device_count_is_one_line_before_any_model(tmp_path):

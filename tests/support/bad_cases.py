@@ -111,6 +111,14 @@ NAMES = [
             "of agent b x 2 of method",
         ),
     ),
+    Case(
+        "a score that others wait for",
+        ("training.score_in_first_update=true", "rollout.engine_correction=token"),
+        (
+            "training.score_in_first_update: the 2 agents need each other's scores before they learn by 'hacpo'",
+            "rollout.engine_correction = 'token' needs the scores before an update. Nearest: false",
+        ),
+    ),
     one("a schedule", "agents.a.optimizer.schedule='cos'", "agents.a.optimizer.schedule: must be 'constant', 'linear'"),
     one(
         "an agent's name", "agents.a.name='a b'", "name: needs letters, digits, - and _, a letter or digit first, found"

@@ -67,11 +67,14 @@ def process_state() -> tuple:
     )
 
 
-def draw(engine: Engine, indices, *, step: int = 0, temperature: float = TEMPERATURE, return_logprobs: bool = True):
+def draw(
+    engine: Engine, indices, *, step: int = 0, temperature: float = TEMPERATURE, return_logprobs: bool = True, **watched
+):
     """Answers to the prompts of `indices`, each under the seed of its own place."""
     asked = [prompts()[index] for index in indices]
     seeds = [answer_seed(1, step, index, 0, 0) for index in indices]
-    answers = engine.generate(asked, seeds, max_tokens=40, temperature=temperature, return_logprobs=return_logprobs)
+    sampling = {"temperature": temperature, "return_logprobs": return_logprobs}
+    answers = engine.generate(asked, seeds, max_tokens=40, **sampling, **watched)
     return [plain(answer) for answer in answers]
 
 
@@ -93,6 +96,10 @@ def tensor_parallel(models: Path, agent: str) -> dict:
         tensor.zero_()
     seen["published"] = engine.logprobs(sequences())
     seen["answers"] = draw(engine, everyone)
+    told: list[tuple[int, tuple]] = []
+    seen["told"] = told
+    seen["cut"] = draw(engine, everyone, cut_after=0.05, on_answer=lambda *answer: told.append(answer))
+    told[:] = [(place, plain(answer)) for place, answer in told]
     seen["again"] = draw(engine, everyone)
     seen["unasked"] = draw(engine, everyone, return_logprobs=False)
     seen["backwards"] = draw(engine, everyone[::-1])[::-1]

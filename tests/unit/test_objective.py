@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from hacpo_mega.algorithm import kl_penalty, objective_bounds, sample_weight, sequence_objective
+from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, sample_weight, sequence_objective
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.policy_loss import PolicyLoss
-from hacpo_mega.records import MicroBatch, Sample
+from hacpo_mega.policy_loss import PolicyLoss, scores_of_update
+from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
 # Unit roundoff of float32 and float64. A tolerance is a number of roundings.
 U32, U64 = 2.0**-24, 2.0**-53
@@ -105,6 +105,36 @@ def test_every_token_gets_its_sequences_coefficient():
     torch.testing.assert_close(token_logprob.grad, torch.tensor([own, own, cross, cross, cross]), rtol=16 * U32, atol=0)
     assert report.terms.ratio_B.tolist() == pytest.approx([1.0, s], rel=8 * U32)
     assert report.key_B3.tolist() == [[0, 0, 0], [1, 1, 0]]
+
+
+@pytest.mark.parametrize("method", ["gspo", "grpo"])
+def test_a_first_update_that_scores_its_answers_computes_what_it_would_with_scores(method):
+    """Loss, gradient and terms to the last bit, for means that round; in a later update it would be another policy."""
+    values = torch.tensor([-0.21, -0.43, -0.37, -0.59, -0.71])
+    mean = [((-0.21 - 0.43) / 2), ((-0.37 - 0.59 - 0.71) / 3)]
+    unscored = micro_batch([2, 3], [True, True], [1.5, -2.0], [None, None])
+    means = mean_logprobs(values, unscored.row_cu_seqlens_B)
+    assert means.tolist() == pytest.approx(mean, rel=4 * U32)
+    scored = dataclasses.replace(unscored, sequences=tuple(
+        dataclasses.replace(sample, source_logprob=value, old_logprobs=old.numpy())
+        for sample, value, old in zip(unscored.sequences, means.tolist(), values.split([2, 3]))
+    ))  # fmt: skip
+    seen = []
+    for batch in (scored, unscored):
+        token_logprob = values.clone().requires_grad_()
+        loss, report = PolicyLoss(0, 0.25, AlgorithmConfig(method=method), reference={})(token_logprob, batch)
+        loss.backward()
+        seen.append((loss, token_logprob.grad, *report.terms))
+    assert seen[0][1].abs().min() > 0 and all(torch.equal(*pair) for pair in zip(*seen))
+    update = UpdateStats((report,), 0.0, 1.0, 1.0, False, 1, 2, 5, 5)
+    found = scores_of_update(update)
+    assert {key: score.mean_logprob for key, score in found.items()} == {
+        (0, 0): means[0].item(),
+        (1, 0): means[1].item(),
+    }
+    assert found[1, 0].token_logprobs.tolist() == values[2:].tolist()
+    with pytest.raises(AssertionError):
+        PolicyLoss(1, 0.25, AlgorithmConfig(method=method), reference={})(values, unscored)
 
 
 def token_weighted(batch: MicroBatch, weights: list[float]) -> MicroBatch:

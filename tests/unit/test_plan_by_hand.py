@@ -44,6 +44,17 @@ def test_seconds_of_one_device(tmp_path):
     assert phases["other"] == {"host": 1.0}
 
 
+def test_what_the_first_update_scores_is_not_scored_before(tmp_path):
+    """Alone, two updates a step: half of the 8 answers."""
+    machines = load_cluster(write_cluster(tmp_path, CLUSTER))
+    options = ["algorithm.method=gspo", "training.prompts_per_update=2", "training.score_in_first_update=true"]
+    planned = load_planned(write_small_job(tmp_path), options, machines)
+    work = work_of(planned.config, Lengths(PROMPT, ANSWER))
+    assert (work.updates, work.answers, work.scored) == (2, 8, 4)
+    phases = make_plan(planned, {agent.name: work for agent in planned.config.agents}, machines).agents[0].phases
+    assert phases["score"] == pytest.approx({"compute": 4 * READ / 0.25e9})
+
+
 def test_an_engine_is_bound_by_memory_where_that_is_slower(tmp_path):
     slow = {**CLUSTER, "device": {**CLUSTER["device"], "memory_gb_per_s": 0.1}}
     read = 64 * 4 * NUMBERS + 128 * (8 + 16 / 2) * 2 * 2 * 2 * 16 * 4  # weights, cache of two layers

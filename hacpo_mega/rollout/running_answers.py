@@ -1,0 +1,71 @@
+"""The answers of one call of the engine while it generates: who is told that one has ended, and when the rest is cut.
+
+What it needs of vLLM is handed in; only engine.py imports vllm.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hacpo_mega.records import Completion, Stop
+
+# (place among the prompts of the call, answer)
+OnAnswer = Callable[[int, Completion], None]
+
+
+class RunningAnswers:
+    """Watches every step of vLLM until all requests of a call have ended. All ranks of an engine see the same steps."""
+
+    def __init__(
+        self,
+        llm: Any,
+        num_asked: int,
+        on_answer: OnAnswer | None,
+        cut_after: float,
+        cut_reason: Any,
+        eos_id: int | None,
+    ) -> None:
+        """Of `num_asked` requests that `llm` is about to be given.
+
+        on_answer    told of an answer as soon as it has ended
+        cut_after    share of the answers after whose end the others are cut where they are; 1: none is
+        cut_reason   how vLLM says that
+        eos_id       ends every answer that is not cut, whatever was drawn there; None: it ended by itself
+        """
+        self._llm, self._on_answer, self._cut_reason, self._eos_id = llm, on_answer, cut_reason, eos_id
+        self._first = llm.request_counter.counter
+        # Less what rounding may add to a share of a count.
+        num_awaited = math.ceil(cut_after * num_asked - 1e-9)
+        self._num_running, self._num_left = num_asked, num_asked - num_awaited
+
+    def after_step(self, outputs: list[Any]) -> list[Any]:
+        """What a step has finished, and with it what is cut after it."""
+        self._num_running -= len(outputs)
+        if 0 < self._num_running <= self._num_left:
+            outputs = [*outputs, *self._cut()]
+        if self._on_answer is not None:
+            for output in outputs:
+                self._on_answer(int(output.request_id) - self._first, self.completion(output))
+        return outputs
+
+    def _cut(self) -> list[Any]:
+        """Ends what is running, with the tokens that it has; vLLM's own abort says nothing more of it."""
+        engine = self._llm.llm_engine
+        states = list(engine.output_processor.request_states.values())
+        outputs = [state.make_request_output([], None, self._cut_reason, None) for state in states]
+        engine.abort_request([state.request_id for state in states], internal=True)
+        self._num_running = 0
+        return outputs
+
+    def completion(self, output: Any) -> Completion:
+        """A vLLM answer as our record. Its finish_reason is "stop" exactly when a token that ends it was sampled."""
+        answer = output.outputs[0]
+        stops = {"stop": Stop.EOS, "length": Stop.LENGTH, str(self._cut_reason): Stop.CUT}
+        stop = stops.get(answer.finish_reason, Stop.ABORT)
+        token_ids = np.asarray(answer.token_ids, dtype=np.int32)
+        if self._eos_id is not None and stop is not Stop.CUT:
+            stop, token_ids[-1] = Stop.EOS, self._eos_id
+        logprobs = None if answer.logprobs is None else np.asarray(answer.logprobs.logprobs, dtype=np.float32)
+        return Completion(token_ids, stop, logprobs)

@@ -1,0 +1,72 @@
+"""Judging beside the engine: the same judgements, whatever has ended when, and no thread is left behind."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.rollout_judge import MOST_AT_ONCE, RolloutJudge
+from hacpo_mega.records import Prompt, Rollout, Stop, Verdict
+
+PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index in range(4)]
+
+
+def rollouts(num_each: int) -> list[Rollout]:
+    """Of every prompt, by turns right, wrong, without an answer, and right but cut."""
+    texts = [
+        lambda p: rf"\boxed{{{p + 1}}}",
+        lambda p: rf"\boxed{{{p}}}",
+        lambda p: "none",
+        lambda p: rf"\boxed{{{p + 1}}}",
+    ]
+    stops = (Stop.EOS, Stop.EOS, Stop.EOS, Stop.CUT)
+    return [
+        Rollout(prompt.index, g, np.zeros(1, np.int32), texts[g % 4](prompt.index), stops[g % 4])
+        for prompt in PROMPTS
+        for g in range(num_each)
+    ]
+
+
+def judged_at_once(judge: Judge, asked: list[Rollout]):
+    texts, stops = [rollout.text for rollout in asked], [rollout.stop for rollout in asked]
+    prompts = [PROMPTS[rollout.prompt_index] for rollout in asked]
+    return judge.judge([prompt.text for prompt in prompts], [prompt.gold for prompt in prompts], texts, stops)
+
+
+def test_answers_that_end_in_any_order_are_judged_as_all_at_once():
+    """More than one call of the judge takes, the last ones never announced; a cut answer has none with require_stop."""
+    asked = rollouts(MOST_AT_ONCE)
+    for require_stop in (False, True):
+        with Judge("math", require_stop=require_stop) as judge, RolloutJudge(judge, while_sampling=True) as beside:
+            expected = judged_at_once(judge, asked)
+            for place in np.random.default_rng(1).permutation(len(asked))[:-5]:
+                rollout = asked[place]
+                beside.on_answer(PROMPTS[rollout.prompt_index], rollout)
+            assert beside.judge(PROMPTS, asked) == expected
+            cut = expected[3]
+            assert cut.verdict is (Verdict.NO_ANSWER if require_stop else Verdict.CORRECT)
+            assert judge.counts.num_answers == 2 * len(asked), "none twice"
+            assert beside.judge(PROMPTS, asked[:8]) == expected[:8], "the next step asks anew"
+
+
+def test_a_grader_of_this_process_judges_after_the_engine():
+    with Judge("exact") as judge:
+        assert RolloutJudge(judge, while_sampling=True).on_answer is None
+    with Judge("math") as judge:
+        assert RolloutJudge(judge, while_sampling=False).on_answer is None
+
+
+def test_an_error_beside_the_engine_is_raised_where_the_judgements_are_asked_for():
+    with Judge("math") as judge, RolloutJudge(judge, while_sampling=True) as beside:
+        beside.on_answer(PROMPTS[0], None)
+        with pytest.raises(AttributeError):
+            beside.judge(PROMPTS, rollouts(1))
+
+
+def test_leaving_ends_the_thread_with_answers_that_nobody_asks_for_any_more():
+    before = threading.active_count()
+    with Judge("math") as judge, RolloutJudge(judge, while_sampling=True) as beside:
+        for rollout in rollouts(8):
+            beside.on_answer(PROMPTS[rollout.prompt_index], rollout)
+    assert threading.active_count() == before
