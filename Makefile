@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu lint format env cuda-env clean
+.PHONY: quickstart test test-portable gpu lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -61,6 +61,12 @@ CUDA_VENV ?= build/cuda-env
 cuda-env:
 	$(MAKE) env FLAVOUR=cuda VENV=$(CUDA_VENV)
 	TRITON_CACHE_DIR=build/triton-cache $(CUDA_VENV)/bin/python launch/lock/try_cuda.py
+
+# Whether both locks resolve on every Python; it downloads what packages say of themselves, and none of them.
+locks:
+	$(PYTHON) -m venv build/locks-env
+	build/locks-env/bin/python -m pip install --quiet uv==0.13.9 packaging==26.3
+	build/locks-env/bin/python launch/lock/resolve.py
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
