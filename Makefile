@@ -56,7 +56,7 @@ $(STAMP): $(LOCK) setup.py
 	touch $@
 
 # The CUDA environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
-# About 9 GB and half an hour; docs/cuda.md has what it said.
+# About 9 GB and half an hour, most of it for the installation; docs/cuda.md has what it said.
 CUDA_VENV ?= build/cuda-env
 cuda-env:
 	$(MAKE) env FLAVOUR=cuda VENV=$(CUDA_VENV)
