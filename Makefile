@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu bench-peers lint format env cuda-env clean
+.PHONY: quickstart test test-portable gpu bench-peers measure lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -48,7 +48,6 @@ $(PEERS_VENV)/.installed: launch/lock/peers.txt
 # and bytes by phase, zero rows left out, agents and lanes, the plan beside six layouts. Into $(MEASURED).
 MEASURED ?= build/measured
 TIMED    := $(BIN)/hacpo-mega bench $(CONFIG) --rounds 2 --steps 3
-.PHONY: measure
 measure: env
 	$(BIN)/hacpo-mega init $(CONFIG)
 	$(TIMED) --answer-tokens 15 --out $(MEASURED)
@@ -82,11 +81,17 @@ $(STAMP): $(LOCK) setup.py
 	touch $@
 
 # The CUDA environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
-# About 9 GB and half an hour; docs/cuda.md has what it said.
+# About 9 GB and half an hour, most of it for the installation; docs/cuda.md has what it said.
 CUDA_VENV ?= build/cuda-env
 cuda-env:
 	$(MAKE) env FLAVOUR=cuda VENV=$(CUDA_VENV)
 	TRITON_CACHE_DIR=build/triton-cache $(CUDA_VENV)/bin/python launch/lock/try_cuda.py
+
+# Whether both locks resolve on every Python; it downloads what packages say of themselves, and none of them.
+locks:
+	$(PYTHON) -m venv build/locks-env
+	build/locks-env/bin/python -m pip install --quiet uv==0.13.9 packaging==26.3
+	build/locks-env/bin/python launch/lock/resolve.py
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

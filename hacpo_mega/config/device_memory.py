@@ -176,7 +176,8 @@ def memory_table(budgets: dict[str, Budget]) -> str:
         marked = ((budget.phases[phase] / one, "*" if phase == budget.fullest else "") for budget in columns)
         rows.append([f"= {phase}", *(f"{size:.2f}{mark}" for size, mark in marked)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join(lines if most is None else [*lines, "Megatron's own layers; TransformerEngine's take no more."])
 
 
 def _layout(budget: Budget) -> str:

@@ -69,6 +69,7 @@ def trace_actor(
     pp_rank: int = 0,
     in_flight: int = 1,
     recompute: str = "none",
+    transformer: str = "local",
     overrides: dict[str, Any] | None = None,
     on_cuda: bool = True,
 ) -> TracedMemory:
@@ -95,6 +96,7 @@ def trace_actor(
                 dtype=torch.bfloat16 if on_cuda else torch.float32,
                 max_positions=num_tokens,
                 recompute=recompute,
+                transformer=transformer,
                 overrides=overrides,
             ),
             Spans(),

@@ -183,7 +183,9 @@ def _attention(plan: ActorPlan) -> int:
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
     head = tokens * a.head_dim * number  # of one head
     # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
-    kept = (q + 2 * k + q + 4) * head + tokens * q * FLOAT32
+    kept = (q + 2 * k + q + 4) * head + (
+        _statistics_rows(tokens) if plan.device.flash_attention else tokens
+    ) * q * FLOAT32
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + k) * head
@@ -195,6 +197,14 @@ def _attention(plan: ActorPlan) -> int:
         kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
         kept += 0 if plan.device.fused_norms else (q + k) * head
     return kept
+
+
+def _statistics_rows(tokens: int) -> int:
+    """Rows of attention's log-sum-exp, as TransformerEngine up to 2.10 rounds up the tokens (get_max_tokens of its
+    common/fused_attn/utils.cu); its later versions and the local layers have a row for a token."""
+    if tokens <= 32768:
+        return max(1024, 1 << (tokens - 1).bit_length())
+    return -(-tokens // 32768) * 32768
 
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:

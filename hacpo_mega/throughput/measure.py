@@ -25,7 +25,8 @@ class AgentStep:
     busy_s         seconds it worked
     answers, tokens              that it sampled
     trained_answers, trained_tokens   that it learnt from; answers alone, prompts not counted
-    prompt_tokens  of a prompt, on average; 0 where the run did not count them, as only a benchmark does
+    prompt_tokens  of a prompt, on average, and scored_answers, those scored before learning: 0 where the run did not
+                   count them, as only a benchmark does
     cpu_s, cpu_highest_s, peak_bytes   by phase, and sent_bytes by "phase/whom": as MeasuredTrainer says; else empty
     """
 
@@ -36,6 +37,7 @@ class AgentStep:
     trained_answers: float
     trained_tokens: float
     prompt_tokens: float
+    scored_answers: float
     cpu_s: Mapping[str, float] = field(default_factory=dict)
     cpu_highest_s: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -94,6 +96,7 @@ def _agent_step(metrics: StepMetrics, agent: str, phases_s: dict[str, float], sh
         busy_s=sum(s for phase, s in phases_s.items() if phase not in (SHARED_PHASE, WAITING)) + shared_s,
         answers=answers,
         tokens=answers * values[f"agent/{agent}/answer_tokens_mean"],
+        scored_answers=values.get(f"agent/{agent}/num_scored", 0.0),
         trained_answers=values.get(f"agent/{agent}/num_trained_answers", 0.0),
         trained_tokens=values.get(f"agent/{agent}/num_trained_tokens", 0.0),
         prompt_tokens=values.get(f"agent/{agent}/prompt_tokens_mean", 0.0),

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.records import Judgement, Prompt, Rollout, Verdict
+from hacpo_mega.records import Judgement, Prompt, Rollout, Score, Verdict
 from hacpo_mega.throughput.measure import CAPABILITY
 from hacpo_mega.throughput.memory_peak import take_peak
 from hacpo_mega.throughput.workload import Workload
@@ -22,7 +23,7 @@ from hacpo_mega.trainer import Trainer
 class MeasuredTrainer(Trainer):
     """Takes steps whose work is known beforehand. Its metrics have more of every agent:
 
-    prompt_tokens_mean          tokens of a prompt
+    prompt_tokens_mean          tokens of a prompt      num_scored   answers that were scored before learning
     cpu/<phase>_s, cpu_highest/<phase>_s   processor seconds of a rank, all its threads: mean, and of the busiest one;
                                 the phase `capability` is a part of `exchange`, `other` is outside of all
     peak/<phase>_bytes          the most memory of its fullest rank (memory_peak.py); the phase `start` is before models
@@ -37,6 +38,7 @@ class MeasuredTrainer(Trainer):
         super().__init__(config)
         self._workload = workload
         self.agent.answer_lengths = self._length_of
+        self._score, self.agent.scoring.before_learning = self.agent.scoring.before_learning, self._score_and_count
 
     @contextmanager
     def _phase(self, phase: str, when: str = "") -> Iterator[None]:
@@ -51,6 +53,12 @@ class MeasuredTrainer(Trainer):
         start = time.process_time()
         yield
         self._cpu_s[phase] += time.process_time() - start
+
+    def _score_and_count(self, *asked: Any) -> list[Score | None]:
+        scores = self._score(*asked)
+        if self.place.is_leader:
+            self.metrics.count(f"agent/{self.agent.name}/num_scored", sum(score is not None for score in scores))
+        return scores
 
     def _means_over_lanes(self, rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
         with self._on_cpu(CAPABILITY):

@@ -86,7 +86,7 @@ def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture) ->
     flops = phase_flops(
         model,
         num_prompts_answered=answers,
-        num_scored=answers,
+        num_scored=fmean(step.scored_answers for step in mine),
         num_trained=trained,
         length=mine[0].prompt_tokens + tokens / answers,
     )

@@ -28,6 +28,19 @@ ENGINE = (
     "vllm.model_executor.models.llama",
 )
 ARCHITECTURES = (90, 100)
+LOADER = """
+import ctypes, os, sys, torch
+for file in sys.argv[1:]:
+    if os.fork() == 0:
+        try:
+            ctypes.CDLL(file, os.RTLD_LAZY)
+            said = "ok"
+        except OSError as error:
+            said = str(error).splitlines()[0]
+        print(file, said, sep="\\t", flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def own_modules() -> Iterator[str]:
@@ -64,12 +77,27 @@ def make_stub_driver(folder: Path) -> None:
     subprocess.run(["cc", "-shared", "-x", "c", "/dev/null", "-o", folder / "libcuda.so.1"], check=True)
 
 
-def load(binary: Path) -> None:
-    """Loads a compiled module in a process of its own, each driver function looked up only when it is called."""
-    code = f"import ctypes, os, torch; ctypes.CDLL({str(binary)!r}, os.RTLD_LAZY)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+def loaded(binaries: list[Path], driver: Path) -> dict[str, str]:
+    """What the loader says of each compiled module, "ok" or why not, with `driver` among the libraries.
+
+    Driver functions are looked up only when they are called. Each is loaded in a process of its own, forked from one
+    that has torch, since two may register the same operations. One that is missing in the answer ended its process.
+    """
+    path = os.pathsep.join(filter(None, [str(driver), os.environ.get("LD_LIBRARY_PATH")]))
+    # of a new process: the loader reads the path at its start
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, *binaries],
+        env=os.environ | {"LD_LIBRARY_PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    return dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
+
+
+def complain(said: str) -> None:
+    """RuntimeError with what was said, unless it is ok."""
+    if said != "ok":
+        raise RuntimeError(said)
 
 
 def main() -> int:
@@ -81,10 +109,11 @@ def main() -> int:
     package = Path(importlib.util.find_spec("vllm").origin).parent
     with tempfile.TemporaryDirectory() as folder:
         make_stub_driver(Path(folder))
-        # of the processes that load: the loader reads the path at its start
-        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
         binaries = sorted(package.rglob("*.so"))
-        results += [tried(f"load {file.relative_to(package)}", lambda file=file: load(file)) for file in binaries]
+        said = loaded(binaries, Path(folder))
+    for file in binaries:
+        answer = said.get(str(file), "its process ended")
+        results.append(tried(f"load {file.relative_to(package)}", lambda answer=answer: complain(answer)))
     print(f"{results.count(True)} went through, {results.count(False)} did not")
     return 0 if all(results) else 1
 

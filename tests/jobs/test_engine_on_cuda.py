@@ -50,3 +50,10 @@ def test_a_model_of_garbage_is_whole_after_publishing(saw):
     for before, after in zip(logprobs, logprobs_after, strict=True):
         np.testing.assert_array_equal(before, after)
     assert answers == answers_after
+
+
+def test_a_tied_head_is_handed_to_vllm_once(saw):
+    """As the embedding, which is the output layer there; on the CPU a packed copy of it is handed on, too."""
+    seen = saw["level 2"]
+    assert seen["handed on"] == seen["published"]
+    assert "model.embed_tokens.weight" in seen["published"] and "lm_head.weight" not in seen["published"]

@@ -100,8 +100,11 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     engine.load(weights.items())
     engine.wake()
     after = said_by(engine)
+    engine._on_cuda = True  # for what it would hand on there
+    handed_on = [name for name, _ in engine._recorded(weights.items(), set())]
     engine.close()
-    return {"before": before, "after": after, "filled": sum(tensor.numel() for tensor in garbage)}
+    filled = sum(tensor.numel() for tensor in garbage)
+    return {"before": before, "after": after, "filled": filled, "handed on": handed_on, "published": list(weights)}
 
 
 def visit(folder: Path) -> dict[str, object]:

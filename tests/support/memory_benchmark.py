@@ -19,13 +19,29 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.megatron.memory_trace import TracedMemory, trace_actor
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.budget import GIB
+from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.memory import CUDA, ActorMemory, ActorPlan, actor_memory
 
 TRACEABLE = replace(CUDA, triton_head=False)
+# Models of a size that a test traces in a second.
+SMALL = Architecture(
+    family="qwen3", num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=1536,
+    vocab_size=4000, max_positions=4096, norm_eps=1e-6, rope_theta=1e4, rope=None, tied=False, qkv_bias=False,
+    output_bias=False, qk_norm=True,
+)  # fmt: skip
+LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
+QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 
 
-def traced(plan: ActorPlan, stage: int = 0) -> TracedMemory:
+def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE) -> ActorPlan:
+    return ActorPlan(
+        architecture, Layout(tp, pp), dp=2, num_tokens=2048, recompute=recompute, fused_swiglu=fused, device=device
+    )
+
+
+def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> TracedMemory:
     """What the plan's model takes, on CUDA's kernels or on the CPU's as the plan's device says."""
     overrides = {"bias_activation_fusion": True} if plan.fused_swiglu else {}
     return trace_actor(
@@ -36,6 +52,7 @@ def traced(plan: ActorPlan, stage: int = 0) -> TracedMemory:
         pp_rank=stage,
         in_flight=plan.layout.pp - stage,
         recompute=plan.recompute,
+        transformer=transformer,
         overrides=overrides,
         on_cuda=plan.device.mixed,
     )

@@ -9,12 +9,14 @@ read from the same source.
 
 What a forward computes is its definition in a few lines of torch, in one process: it shows that weights are where they
 belong and that attention is told where sequences begin. It shows nothing of TransformerEngine's numbers.
-`python te_stand_in.py FOLDER` answers for every model folder below FOLDER/models, into FOLDER/found.pt.
+`python te_stand_in.py FOLDER` answers for every model folder below FOLDER/models, into FOLDER/found.pt, and for every
+plan in FOLDER/plans.pickle what it takes of memory (te_memory.py), into FOLDER/traces.pickle.
 """
 
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import pickle
 import sys
 import types
 from contextlib import nullcontext
@@ -54,6 +56,7 @@ class Linear(torch.nn.Module):
         if bias and parallel_mode == "row":
             self.bias.sequence_parallel = shards > 1 and sequence_parallel
         self.use_bias, self.return_bias = bias, return_bias
+        self.gathers = shards if sequence_parallel else 1
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         added = self.bias if self.use_bias and not self.return_bias else None
@@ -82,6 +85,7 @@ class LayerNormLinear(torch.nn.Module):
         self.weight = _parameter(out_features // shards, in_features, dtype=params_dtype)
         self.bias = _parameter(out_features // shards, dtype=params_dtype) if bias else torch.Tensor()
         self.eps, self.use_bias, self.return_bias = eps, bias, return_bias
+        self.gathers = shards if sequence_parallel else 1
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         normed = rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
@@ -214,6 +218,11 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
+    # What is imported finds the stand-in as a module, and the classes in it must be those that Megatron found.
+    sys.modules["te_stand_in"] = sys.modules["__main__"]
     from te_job import answer
+    from te_memory import traces
 
-    answer(Path(sys.argv[1]), MADE)
+    folder = Path(sys.argv[1])
+    answer(folder, MADE)
+    (folder / "traces.pickle").write_bytes(pickle.dumps(traces(pickle.loads((folder / "plans.pickle").read_bytes()))))

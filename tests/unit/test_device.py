@@ -1,10 +1,17 @@
-"""Which device a process gets, on machines that this one is not: the device table is faked."""
+"""Which device a process gets and what a node says of its GPUs, on machines that this one is not.
+
+The device table is faked, and NVIDIA's tool is a script.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 from device_table import DeviceTable
 
 from hacpo_mega.cluster.device import rank_device
+from hacpo_mega.cluster.forked_job import SERVER_ONLY, changed_environment
+from hacpo_mega.cluster.node_report import _device_facts, _gpus
 
 
 @pytest.mark.parametrize(
@@ -57,3 +64,51 @@ def test_a_cpu_environment_on_a_machine_without_gpus_is_the_cpu(monkeypatch, tmp
     DeviceTable(build=None).install(monkeypatch, tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert rank_device(1) == torch.device("cpu")
+
+
+def test_the_server_asks_for_gpus_without_initialising_cuda(monkeypatch):
+    """torch, asked under the variables of forked_job.py, counts the driver's devices; else a fork would be too late."""
+
+    def initialise():
+        raise AssertionError("CUDA's runtime was asked, which initialises it")
+
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", initialise, raising=False)
+    with changed_environment(SERVER_ONLY):
+        assert torch.cuda.is_available()
+    with changed_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "0"}), pytest.raises(AssertionError, match="runtime"):
+        torch.cuda.is_available()
+
+
+H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 580.95.05, 1980, 2619"
+TWO = {
+    "devices": "2 x NVIDIA H100 80GB HBM3 with 81559 MiB", "driver": "580.95.05", "highest clocks": "1980 / 2619 MHz",
+}  # fmt: skip
+NONE = {"devices": "no GPU"}
+
+
+@pytest.mark.parametrize(
+    "script, facts, problems",
+    [
+        ([f"echo '{H100.format(used=used)}'" for used in (4, 8155)], TWO, []),
+        (
+            [f"echo '{H100.format(used=used)}'" for used in ("[N/A]", 8157)],
+            TWO,
+            ["GPU 1: 8157 of 81559 MiB are in use by another process"],
+        ),
+        (["echo 'No devices were found'", "exit 6"], NONE, ["nvidia-smi fails: No devices were found"]),
+        (["exit 9"], NONE, ["nvidia-smi fails: no word"]),
+        (None, NONE, []),
+    ],
+    ids=["free", "in use", "fails", "fails silently", "not installed"],
+)
+def test_what_a_node_says_of_its_gpus(script, facts, problems, tmp_path: Path, monkeypatch):
+    if script is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("\n".join(["#!/bin/sh", *script]), encoding="utf-8")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found: list[str] = []
+    assert _device_facts(_gpus(found)) == facts
+    assert found == problems

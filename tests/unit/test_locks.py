@@ -54,6 +54,16 @@ def test_the_locks_name_torchs_build():
     assert line == "torch==2.13.0,!=2.13.0+cpu"
 
 
+def test_all_of_the_cuda_lock_is_resolved_and_of_the_other_all_but_what_is_known(monkeypatch):
+    """`make locks` asks the indexes; here only what it does not ask them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    resolve = runpy.run_path(str(FOLDER / "resolve.py"))
+    assert resolve["LOCKS"] == [CPU, CUDA]
+    assert resolve["set_aside"](CUDA) == []
+    nowhere = [f"{name}; python_version < '3'" for name in ("torch", "torchvision", "torchaudio", "torchcodec")]
+    assert resolve["set_aside"](CPU) == [*nowhere, f"setuptools=={pinned(CPU)['setuptools']}"]
+
+
 def test_the_compiler_is_of_the_headers_cuda():
     versions = pinned(CUDA)
     compiler = [f"nvidia-{part}" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-nvrtc")]

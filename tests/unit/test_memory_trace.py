@@ -8,12 +8,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from memory_benchmark import TRACEABLE, learn_of_budget, learn_of_trace, paper_plans, traced
+from memory_benchmark import LLAMA, QWEN2, SMALL, learn_of_budget, learn_of_trace, paper_plans, plan_of, traced
 from paper_models import make_paper_workplace
 
 from hacpo_mega.megatron.memory_trace import TracedMemory
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.memory import CPU, ActorPlan, actor_memory
 
 # Of the six pairs, every model in every layout that it has there.
@@ -24,13 +22,6 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
-SMALL = Architecture(
-    family="qwen3", num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=1536,
-    vocab_size=4000, max_positions=4096, norm_eps=1e-6, rope_theta=1e4, rope=None, tied=False, qkv_bias=False,
-    output_bias=False, qk_norm=True,
-)  # fmt: skip
-LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
-QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +29,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("paper")
     make_paper_workplace(folder)
     return folder
-
-
-def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE) -> ActorPlan:
-    return ActorPlan(
-        architecture, Layout(tp, pp), dp=2, num_tokens=2048, recompute=recompute, fused_swiglu=fused, device=device
-    )
 
 
 def with_layers(plan: ActorPlan, layers: int) -> ActorPlan:

@@ -5,20 +5,38 @@ tests/gpu/test_te_layers_gpu.py.
 """
 
 import os
+import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from memory_benchmark import LLAMA, QWEN2, learn_of_budget, learn_of_trace, plan_of
 from repository import ROOT
 from safetensors.torch import load_file
 from tiny_models import make_model
 
+from hacpo_mega.megatron.memory_trace import TracedMemory
 from hacpo_mega.megatron.te_layers import chosen_transformer
+from hacpo_mega.models.memory import actor_memory
 
 # family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output
 MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True}}
 NAMES = tuple(MODELS)
+HEAD = 4 * 2048 * 64 * 2  # bytes of one head of 64 numbers, in the four layers of the plans below
+NORM = 4 * (1024 * 512 * 2 + 1024 * 4)  # of a norm's output and scale on one of two ranks, likewise
+# What is traced, and the bytes that it keeps less than the local layers. With norms of queries and keys these keep the
+# fused projection whole, and a copy of its queries where they are not at equal distances; TransformerEngine's norms
+# keep copies of both, and nothing the projection. With the norm a part of the feed-forward, `mlp` keeps none of it.
+PLANS = {
+    "qwen3, tp 2": (plan_of(tp=2), 1 * HEAD),
+    "qwen3, tp 1": (plan_of(), (2 + 8) * HEAD),
+    "qwen3, mlp": (plan_of(tp=2, recompute="mlp"), 1 * HEAD + NORM),
+    "qwen2, full": (plan_of(QWEN2, tp=2, recompute="full"), 0),
+    "llama": (plan_of(LLAMA), 0),
+    "llama, fused, 1,536 tokens": (replace(plan_of(LLAMA, tp=2, fused=True), num_tokens=1536), 0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +44,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("te")
     for family, sizes in MODELS.items():
         make_model(root / "models" / family, family, **sizes)
+    (root / "plans.pickle").write_bytes(pickle.dumps([plan for plan, _ in PLANS.values()]))
     return root
 
 
@@ -150,3 +169,18 @@ def test_what_the_classes_are_given(found, model):
     }  # fmt: skip
     widths = [norm["hidden_size"] for norm in made["RMSNorm"]]
     assert widths == ([16, 16] * 2 if model == "qwen3" else []) + [64]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_budget_of_the_local_layers_is_enough(found, models, name):
+    """Every tensor that TransformerEngine's source makes and keeps (tests/support/te_memory.py), against the budget."""
+    traces = pickle.loads((models / "traces.pickle").read_bytes())
+    plan, less = PLANS[name]
+    memory, budget = TracedMemory(**traces[tuple(PLANS).index(name)]), actor_memory(plan)
+    assert memory.saved == pytest.approx(budget.kept - less, rel=1e-3)
+    assert learn_of_trace(memory) <= learn_of_budget(budget)
+    assert memory.gather_buffer + memory.score <= budget.gather_buffer + budget.forward
+    assert memory.update == pytest.approx(budget.step, rel=2e-3)
