@@ -18,9 +18,11 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes, refusals
@@ -190,6 +192,7 @@ def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Pa
         found = read_checkpoint(branch)
     if found is None:
         return None
+    found = replace(found, config=completed(found.config))
     if lines := list(refusals(changes(found.config, plain(config)), accept)):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
     for name, digest in model_digests(config).items():
@@ -207,6 +210,17 @@ def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Pa
 def plain(config: Config) -> dict[str, Any]:
     """The resolved configuration as a checkpoint keeps it."""
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def completed(table: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration, as `plain` gives one, with the keys that its version did not have.
+
+    They are at their defaults, with which a run does what it did before there were such keys.
+    """
+    try:
+        return plain(Config.model_validate(table))
+    except ValidationError:  # a key that is gone since: `changes` names it
+        return table
 
 
 def model_digests(config: Config) -> dict[str, str]:

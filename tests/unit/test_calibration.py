@@ -31,7 +31,7 @@ def step(cpu_s: float, peak: float) -> MeasuredStep:
     """Every phase takes a rank `cpu_s`; 8 answers of 16 tokens to prompts of 8, 16 trained."""
     seconds = {**dict.fromkeys(COMPARED, cpu_s), "write": cpu_s, "capability": cpu_s, "wait": cpu_s}
     peaks = {"start": 100 * MIB, "learn": peak}
-    agent = AgentStep({}, 0.0, 8.0, 8 * 16.0, 16.0, 16 * 16.0, 8.0, cpu_highest_s=seconds, peak_bytes=peaks)
+    agent = AgentStep({}, 0.0, 8.0, 8 * 16.0, 16.0, 16 * 16.0, 8.0, 8.0, cpu_highest_s=seconds, peak_bytes=peaks)
     return MeasuredStep(9.0, {"a": agent, "b": agent})
 
 

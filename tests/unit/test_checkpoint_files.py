@@ -17,6 +17,7 @@ from hacpo_mega.checkpoint import (
     FileState,
     commit,
     committed_steps,
+    completed,
     file_sha256,
     find_start,
     folder_of,
@@ -329,3 +330,13 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path):
     assert complaint(config) == (
         f"{folder} is of another model: the config.json of agents.llama.model is not what it was"
     )
+
+
+def test_keys_that_are_newer_than_a_checkpoint_are_no_change_at_their_defaults():
+    config = config_in(Path("run"), "rollout.biased_cut_after=0.9")
+    now, before = plain(config), plain(config)
+    del before["rollout"]["biased_cut_after"], before["training"]["pack_by"], before["agents"][0]["offload"]
+    assert [str(change) for change in changes(completed(before), now)] == ["rollout.biased_cut_after was 1.0, is 0.9"]
+    assert completed(now) == now
+    gone = plain(config) | {"a_key_of_before": 1}
+    assert [str(change) for change in changes(completed(gone), now)] == ["a_key_of_before was 1, is not given"]

@@ -60,7 +60,7 @@ def step_metrics() -> StepMetrics:
     for name in ("a", "b"):
         values |= {f"agent/{name}/{key}": value for key, value in
                    {"num_answers": 8.0, "answer_tokens_mean": 5.0, "num_trained_answers": 16.0,
-                    "num_trained_tokens": 80.0, "prompt_tokens_mean": 3.0}.items()}  # fmt: skip
+                    "num_trained_tokens": 80.0, "prompt_tokens_mean": 3.0, "num_scored": 4.0}.items()}  # fmt: skip
     timing = {"time_unix_s": 0.0, "agent/a/cpu/learn_s": 0.8, "agent/a/cpu_highest/learn_s": 0.9,
               "agent/a/peak/learn_bytes": 64.0, "agent/a/sent/exchange/lane_bytes": 32.0,
               "agent/a/phase/roll_out_s": 2.0, "agent/a/phase/learn_s": 1.0,
@@ -217,7 +217,7 @@ def test_what_scaling_tells_is_of_a_rank_a_leader_and_a_core_second(config_file)
         "two": ({"learn": 1.0}, {"write/job": 7.0, "publish/engine": 400.0}),
     }
     agents = {
-        name: AgentStep({}, 0.0, 8.0, 8.0, 50.0, 8.0, 3.0, cpu_s=cpu_s, sent_bytes=sent)
+        name: AgentStep({}, 0.0, 8.0, 8.0, 50.0, 8.0, 3.0, 8.0, cpu_s=cpu_s, sent_bytes=sent)
         for name, (cpu_s, sent) in did.items()
     }
     (row,) = scaling_rows([block], {block.name: [[MeasuredStep(9.0, agents)]]})
