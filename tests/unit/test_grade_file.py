@@ -49,7 +49,7 @@ def test_every_row_has_its_line(tmp_path):
         (5, None, "invalid JSON"),
         (6, "gold", "is empty"),
         (9, "pred", "is a list, needs text"),
-        (10, "stop", "is 'tired', needs one of eos, length, abort"),
+        (10, "stop", "is 'tired', needs one of eos, length, abort, cut"),
     ]
     assert found.counts.num_answers == 5
     assert "CPU seconds per 1,000 answers" in found.speed and found.unjudged is None
