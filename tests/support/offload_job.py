@@ -12,8 +12,9 @@ from job import play_command
 
 from hacpo_mega.agent import Agent
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.scoring import Scoring
 
-METHODS = ("roll_out", "answer_greedily", "score", "diagnose", "learn", "publish_weights", "verify_weights", "save")
+METHODS = ("roll_out", "answer_greedily", "diagnose", "learn", "publish_weights", "verify_weights", "save")
 
 
 def main(config: Path, folder: Path, *overrides: str) -> None:
@@ -21,13 +22,19 @@ def main(config: Path, folder: Path, *overrides: str) -> None:
     rank, noted, agents = os.environ["RANK"], [], []
     for name in METHODS:
         setattr(Agent, name, noting(name, noted, agents))
-    wake = Engine.wake
+    wake, before_learning = Engine.wake, Scoring.before_learning
 
     def noted_wake(engine: Engine, *, cache: bool = True) -> None:
         noted.append(("wake", "cache" if cache else "weights", agents[-1].offload.where.name))
         wake(engine, cache=cache)
 
-    Engine.wake = noted_wake
+    def noted_score(scoring: Scoring, *asked) -> list:
+        before = agents[-1].offload.where.name
+        scores = before_learning(scoring, *asked)
+        noted.append(("score", before, agents[-1].offload.where.name))
+        return scores
+
+    Engine.wake, Scoring.before_learning = noted_wake, noted_score
     play_command("train", str(config), *overrides)
     (folder / f"{rank}.json").write_text(json.dumps(noted))
 
