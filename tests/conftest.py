@@ -8,6 +8,7 @@ import importlib
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
@@ -42,6 +43,13 @@ if not torch.cuda.is_available():
         importlib.import_module(module)
     if before is None:
         del os.environ["TRITON_INTERPRET"]
+
+
+# No test is about speed: drawn examples take longer on a crowded machine, and that is no finding.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 
 class ByFile(LoadScopeScheduling):

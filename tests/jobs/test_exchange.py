@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from job import run_job
 
@@ -54,7 +54,7 @@ def bits(t: Trajectory) -> tuple:
     return t.agent, r.prompt_index, r.rollout_index, ids, r.text, r.stop, t.verdict, floats, t.num_scored, weight
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(st.lists(trajectories(), max_size=5))
 def test_what_arrives_is_what_was_sent(sent):
     assert [bits(t) for t in decode(encode(sent), SENDER)] == [bits(t) for t in sent]
@@ -78,7 +78,6 @@ def test_layout_with_logprobs_by_hand():
     assert wire.encode(table) == header + b"\0\0" + counts + b"\x02\x01\x00\x00" + struct.pack("<f", -2.5) + b"\xc3\xa9"
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=4), st.booleans())
 def test_logprobs_arrive_as_they_were_sent_or_not_at_all(sent, travel):
     """Also where no record has a token: nothing to send and nothing known are different answers."""
@@ -143,7 +142,7 @@ def test_a_damaged_message_is_refused_with_its_sender(message, complaint):
     assert complaint in str(error.value)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=40), st.integers(0, 400), st.booleans())
 def test_no_noise_brings_anything_but_a_value_error(noise, offset, whole):
     """Whatever bytes are changed, decoding gives trajectories or the documented error, never another one."""

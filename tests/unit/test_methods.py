@@ -312,7 +312,7 @@ def test_borders_of_the_rivals(method, log_s, weight, A):
 
 @pytest.mark.parametrize("method", SEQUENCE_METHODS)
 @given(seed=st.integers(0, 2**16))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_an_agent_alone_is_gspo_bit_for_bit(method, seed):
     rewards = cube(seed, 1)
     ours, gspo = (advantages_of(rewards, torch.tensor([0.37]), 0, config_of(which)) for which in (method, "gspo"))
