@@ -174,11 +174,11 @@ def test_trained_tokens_and_length(codecs, eos_in_loss, ratio_length):
     pool = one_prompt(*by_agent)
     rules = rules_of(codecs, eos_in_loss=eos_in_loss, ratio_length=ratio_length)
     samples, _ = learner_view(pool, constant(pool), 0, codecs[0], rules)
-    ended = 6 if eos_in_loss else 5
-    assert [s.num_trained for s in samples] == [ended, 5, 5] * 2
-    source = 4 if eos_in_loss else 3
-    assert [s.length for s in samples[:3]] == [ended, 5, 5]
-    assert [s.length for s in samples[3:]] == ([ended, 5, 5] if ratio_length == "own" else [source, 3, 3])
+    others = len(Stop) - 1
+    own = [6 if eos_in_loss else 5, *[5] * others]
+    source = [4 if eos_in_loss else 3, *[3] * others]
+    assert [s.num_trained for s in samples] == own * 2
+    assert [s.length for s in samples] == own + (own if ratio_length == "own" else source)
 
 
 def test_unjudged_answers_are_counted_and_teach_nothing(codecs):
