@@ -30,6 +30,8 @@ def engine_defaults(
         # vLLM would fuse it on Hopper and later where nvcc and ninja are on PATH, by compiling at the start: what an
         # engine computes would depend on the shell that started it.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+        # Else graphs would stay on the device while the actor learns. vLLM brings them back when the engine wakes.
+        "sleep_mode_offload_cudagraph": True,
     }
     if tensor_parallel_size > 1 and (visible_devices == 1 or expandable_segments):
         # Its peers' devices are asked for by number, which a process that is shown only its own cannot. And it hands

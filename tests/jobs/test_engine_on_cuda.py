@@ -42,6 +42,11 @@ def test_vllm_takes_the_decision_about_fusion(saw):
     assert saw["fused"] is False
 
 
+def test_graphs_leave_the_device_with_the_engine_asleep(saw):
+    is_told, kept = saw["graphs"]
+    assert is_told and "cudagraph" in kept and "weights" not in kept
+
+
 def test_a_model_of_garbage_is_whole_after_publishing(saw):
     """Level-2 sleep keeps buffers alone: after publishing, log-probs and answers are those of before, bit for bit."""
     seen = saw["level 2"]

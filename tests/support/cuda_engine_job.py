@@ -14,7 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from vllm import device_allocator
 from vllm.config import CompilationConfig
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import Platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
@@ -107,6 +110,16 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     return {"before": before, "after": after, "filled": filled, "handed on": handed_on, "published": list(weights)}
 
 
+def what_graphs_do() -> tuple[bool, tuple[str, ...]]:
+    """Whether vLLM is told to let graphs leave the device, and what its allocator keeps in host memory at level 2."""
+    kept = []
+    device_allocator.get_mem_allocator_instance = lambda: SimpleNamespace(
+        sleep=lambda offload_tags: kept.append(offload_tags)
+    )
+    CuMemBackend().suspend(level=2)
+    return EngineArgs(**defaults(1)).sleep_mode_offload_cudagraph, kept[0]
+
+
 def visit(folder: Path) -> dict[str, object]:
     level_two = sleep_at_level_two(folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
@@ -117,5 +130,6 @@ def visit(folder: Path) -> dict[str, object]:
         "alone": error_of(lambda: fall_asleep(0, measured=True)),
         "shared": error_of(lambda: fall_asleep(2 * GIB, measured=True)),
         "shared, unmeasured": error_of(lambda: fall_asleep(2 * GIB, measured=False)),
+        "graphs": what_graphs_do(),
         "fused": CompilationConfig(**defaults(1)["compilation_config"]).pass_config.fuse_allreduce_rms,
     }
