@@ -110,14 +110,14 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     return {"before": before, "after": after, "filled": filled, "handed on": handed_on, "published": list(weights)}
 
 
-def what_graphs_do() -> tuple[bool, tuple[str, ...]]:
+def what_graphs_do(folder: Path) -> tuple[bool, tuple[str, ...]]:
     """Whether vLLM is told to let graphs leave the device, and what its allocator keeps in host memory at level 2."""
     kept = []
     device_allocator.get_mem_allocator_instance = lambda: SimpleNamespace(
         sleep=lambda offload_tags: kept.append(offload_tags)
     )
     CuMemBackend().suspend(level=2)
-    return EngineArgs(**defaults(1)).sleep_mode_offload_cudagraph, kept[0]
+    return EngineArgs(model=str(folder), **defaults(1)).sleep_mode_offload_cudagraph, kept[0]
 
 
 def visit(folder: Path) -> dict[str, object]:
@@ -130,6 +130,6 @@ def visit(folder: Path) -> dict[str, object]:
         "alone": error_of(lambda: fall_asleep(0, measured=True)),
         "shared": error_of(lambda: fall_asleep(2 * GIB, measured=True)),
         "shared, unmeasured": error_of(lambda: fall_asleep(2 * GIB, measured=False)),
-        "graphs": what_graphs_do(),
+        "graphs": what_graphs_do(folder),
         "fused": CompilationConfig(**defaults(1)["compilation_config"]).pass_config.fuse_allreduce_rms,
     }
