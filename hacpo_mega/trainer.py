@@ -203,18 +203,22 @@ class Trainer:
             self._calibrate(self.band, updates)
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
+        self._examine()
+        if self.config.training.score_in_first_update:  # what was not scored before has been by now
+            scores = self.agent.scoring.after_learning(rollouts, scores, updates)
+            trajectories = trajectories_of(self.place, rollouts, judgements, scores)
+        judged = self.judge.take_report()
+        self.report.add(trajectories, scores, capability_N, views, updates, judged, self.agent.asleep_bytes)
+        reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
+        self.report.warn(reduced)
+        self._end_step(reduced)
+
+    def _examine(self) -> None:
+        """What is asked of the new weights, when it is due: whether the engine has them, and how well they answer."""
         if self._falls_due(self.config.training.verify_weights_every):
             self._verify_weights()
         if self._evaluation_is_due():
             self.evaluate()
-        scores = self.agent.scoring.after_learning(rollouts, scores, updates)  # with what the first update scored
-        trajectories = trajectories_of(self.place, rollouts, judgements, scores)
-        self.report.add(
-            trajectories, scores, capability_N, views, updates, self.judge.take_report(), self.agent.asleep_bytes
-        )
-        reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
-        self.report.warn(reduced)
-        self._end_step(reduced)
 
     def _end_step(self, reduced: StepMetrics) -> None:
         """What makes a step one that was done: it is counted, kept when it is due, and shown."""
