@@ -46,7 +46,7 @@ def bench(
         bool, typer.Option("--scaling", help="Takes steps of 1, 2 and 3 agents, and of 1, 2 and 4 lanes, instead.")
     ] = False,
 ) -> None:
-    """Time the same work under every schedule, in turns on this machine: its method, gspo_x2, gspo."""
+    """Time the same work under every schedule on this machine: its method, agents in turns, gspo_x2, gspo."""
     if inside_a_job():
         raise ValueError("bench starts its ranks itself, on this machine: call it outside torchrun and srun")
     with tempfile.TemporaryDirectory(prefix="hacpo_bench_") as folder:
@@ -78,7 +78,7 @@ def _blocks(file: Path, overrides: Sequence[str], work: Path, num_steps: int, wo
     from hacpo_mega.config import load_config
     from hacpo_mega.throughput.bench import Block
     from hacpo_mega.throughput.scaling import scaling_blocks
-    from hacpo_mega.throughput.schedules import Schedule, load_schedule, schedules_of, with_and_without
+    from hacpo_mega.throughput.schedules import IN_TURNS, Schedule, load_schedule, schedules_of, with_and_without
 
     config = load_config(file, overrides)
     if unmixed is not None and scaling:
@@ -86,10 +86,17 @@ def _blocks(file: Path, overrides: Sequence[str], work: Path, num_steps: int, wo
     if workload.steps and (unmixed is not None or scaling):
         raise ValueError("--replay has the prompts and rewards of its run: leave it out with --scaling and --unmixed")
     if unmixed is None and not scaling:
-        return [
-            Block(schedule.name, load_schedule(file, overrides, schedule, work / "run", num_steps), workload)
-            for schedule in schedules_of(config)
-        ]
+        found = []
+        for schedule in schedules_of(config):
+            try:
+                loaded = load_schedule(file, overrides, schedule, work / "run", num_steps)
+            except ValueError as error:
+                if schedule.name != IN_TURNS:  # what may not fit is its agents' memory on the same devices
+                    raise
+                print(f"left out: {error}", flush=True)
+            else:
+                found.append(Block(schedule.name, loaded, workload))
+        return found
     alone = load_schedule(file, overrides, Schedule(config.algorithm.method), work / "run", num_steps)
     return scaling_blocks(alone, workload) if scaling else with_and_without(alone, workload, unmixed)
 
@@ -117,7 +124,9 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     from hacpo_mega.throughput.table import to_csv, to_json, to_markdown
 
     models = {agent.name: Architecture.from_folder(agent.model) for agent in run.blocks[0].config.agents}
-    summaries = [summarize(name, rounds, models) for name, rounds in run_blocks(run).items()]
+    shared = {block.name for block in run.blocks if block.config.placement == "shared"}
+    found = run_blocks(run)
+    summaries = [summarize(name, rounds, models, takes_turns=name in shared) for name, rounds in found.items()]
     markdown = to_markdown(facts, summaries)
     for name, text in (("md", markdown), ("csv", to_csv(summaries)), ("json", to_json(facts, summaries))):
         (out / f"bench.{name}").write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ class AgentSummary:
     """One agent under one schedule, means over its steps.
 
     phases_s            seconds of its slowest rank, by phase
-    idle_share          of the step's wall time, in which it waited
+    idle_share          of the step's wall time, in which it waited; None where its phases hold waiting for its turn
     generated_per_s, trained_per_s   tokens of answers per second of the step
     trained_answers     in a step
     seconds_per_1000    seconds of the step for 1,000 trained answers of this learner
@@ -26,7 +26,7 @@ class AgentSummary:
     """
 
     phases_s: Mapping[str, float]
-    idle_share: float
+    idle_share: float | None
     generated_per_s: float
     trained_per_s: float
     trained_answers: float
@@ -44,7 +44,8 @@ class Summary:
 
     wall_s, p50_s, p95_s   seconds of a step: mean, median, 95th percentile
     by_round_s             mean seconds of a step in each round
-    together               how many times faster than one agent after the other on devices that make none faster
+    together               how many times faster than one agent after the other on devices that make none faster;
+                           None for one agent after the other
     """
 
     name: str
@@ -53,7 +54,7 @@ class Summary:
     p50_s: float
     p95_s: float
     by_round_s: tuple[float, ...]
-    together: float
+    together: float | None
     agents: Mapping[str, AgentSummary]
 
     def table(self) -> dict[str, Any]:
@@ -61,8 +62,14 @@ class Summary:
         return asdict(self)
 
 
-def summarize(name: str, rounds: Sequence[Sequence[MeasuredStep]], models: Mapping[str, Architecture]) -> Summary:
-    """All measured steps of a schedule. `models` are the agents', by name."""
+def summarize(
+    name: str,
+    rounds: Sequence[Sequence[MeasuredStep]],
+    models: Mapping[str, Architecture],
+    *,
+    takes_turns: bool = False,
+) -> Summary:
+    """All measured steps of a schedule. `models` are the agents', by name; `takes_turns`: they share devices."""
     steps = [step for block in rounds for step in block]
     walls = [step.wall_s for step in steps]
     return Summary(
@@ -72,12 +79,12 @@ def summarize(name: str, rounds: Sequence[Sequence[MeasuredStep]], models: Mappi
         p50_s=percentile(walls, 0.5),
         p95_s=percentile(walls, 0.95),
         by_round_s=tuple(fmean(step.wall_s for step in block) for block in rounds),
-        together=sum(step.one_after_the_other_s for step in steps) / sum(walls),
-        agents={agent: _of_agent(agent, steps, model) for agent, model in models.items()},
+        together=None if takes_turns else sum(step.one_after_the_other_s for step in steps) / sum(walls),
+        agents={agent: _of_agent(agent, steps, model, takes_turns) for agent, model in models.items()},
     )
 
 
-def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture) -> AgentSummary:
+def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture, takes_turns: bool) -> AgentSummary:
     wall_s = fmean(step.wall_s for step in steps)
     mine = [step.agents[agent] for step in steps]
     answers, trained = fmean(step.answers for step in mine), fmean(step.trained_answers for step in mine)
@@ -92,7 +99,7 @@ def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture) ->
     )
     return AgentSummary(
         phases_s=phases_s,
-        idle_share=1.0 - fmean(step.busy_s for step in mine) / wall_s,
+        idle_share=None if takes_turns else 1.0 - fmean(step.busy_s for step in mine) / wall_s,
         generated_per_s=tokens / wall_s,
         trained_per_s=trained_tokens / wall_s,
         trained_answers=trained,

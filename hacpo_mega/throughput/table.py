@@ -55,7 +55,7 @@ def _steps(summaries: Sequence[Summary]) -> list[str]:
             f"{summary.p95_s:.2f}",
             " ".join(f"{seconds:.2f}" for seconds in summary.by_round_s),
             f"{first.wall_s / summary.wall_s:.2f}",
-            f"{summary.together:.2f}",
+            "" if summary.together is None else f"{summary.together:.2f}",
         )
         for summary in summaries
     ]
@@ -76,7 +76,7 @@ def _agents(summaries: Sequence[Summary]) -> list[str]:
                     f"{found.seconds_per_1000:.2f}",
                     f"{found.generated_per_s:.0f}",
                     f"{found.trained_per_s:.0f}",
-                    f"{found.idle_share:.0%}",
+                    "" if found.idle_share is None else f"{found.idle_share:.0%}",
                     flops,
                 )
             )

@@ -33,23 +33,24 @@ def test_every_schedule_does_the_work_that_was_asked_for(done):
     folder, process = done
     assert process.returncode == 0, process.stderr[-4000:]
     schedules = json.loads((folder / "out/bench.json").read_text())["schedules"]
-    assert [schedule["name"] for schedule in schedules] == ["hacpo", "gspo_x2", "gspo"]
+    assert [schedule["name"] for schedule in schedules] == ["hacpo", "in turns", "gspo_x2", "gspo"]
     # Of each other's answers the agents leave out those that read differently in their own tokens.
-    trained = (range(33, 65), range(64, 65), range(32, 33))
-    for schedule, num_answers, num_trained in zip(schedules, (32, 64, 32), trained, strict=True):
+    trained = (range(33, 65), range(33, 65), range(64, 65), range(32, 33))
+    for schedule, num_answers, num_trained in zip(schedules, (32, 32, 64, 32), trained, strict=True):
         for agent, found in schedule["agents"].items():
             tokens = found["generated_per_s"] * schedule["wall_s"]
             assert tokens == pytest.approx(TOKENS * num_answers), (schedule["name"], agent)
             assert found["trained_answers"] in num_trained, (schedule["name"], agent)
-            # a step and its phases are timed apart, and agree to 3 %
-            assert -0.03 <= found["idle_share"] < 1.0
+            # a step and its phases are timed apart, and agree to 3 %; in turns they hold waiting
+            assert (found["idle_share"] is None) if schedule["name"] == "in turns" else -0.03 <= found["idle_share"] < 1
             assert found["seconds_per_1000"] == pytest.approx(1000 * schedule["wall_s"] / found["trained_answers"])
 
 
 def test_memory_processor_seconds_and_bytes_are_those_of_the_work(done):
     folder, _ = done
     schedules = json.loads((folder / "out/bench.json").read_text())["schedules"]
-    for schedule, num_answers in zip(schedules, (32, 64, 32), strict=True):
+    at_once = [schedule for schedule in schedules if schedule["name"] != "in turns"]
+    for schedule, num_answers in zip(at_once, (32, 64, 32), strict=True):
         for agent, found in schedule["agents"].items():
             assert found["cpu_s"].keys() >= {"roll_out", "judge", "score", "exchange", "capability", "learn", "other"}
             assert all(0.0 <= found["cpu_s"][phase] <= found["cpu_highest_s"][phase] for phase in found["cpu_s"])

@@ -177,13 +177,35 @@ def test_what_cannot_be_replayed_is_said_in_a_line(tmp_path, config_file):
 def test_all_schedules_have_as_many_answers_in_an_update(tmp_path, config_file):
     config = load_config(config_file)
     schedules = schedules_of(config)
-    assert [schedule.name for schedule in schedules] == ["hacpo", "gspo_x2", "gspo"]
+    assert [schedule.name for schedule in schedules] == ["hacpo", "in turns", "gspo_x2", "gspo"]
     loaded = [load_schedule(config_file, (), schedule, tmp_path, 3) for schedule in schedules]
-    sources = (2, 1, 1)  # whose answers an update has
+    sources = (2, 2, 1, 1)  # whose answers an update has
     in_update = [c.prompts_per_update * c.answers_per_prompt * n for c, n in zip(loaded, sources)]
-    assert in_update == [32, 32, 32]
-    assert [c.training.prompts_per_step * c.answers_per_prompt * n for c, n in zip(loaded, sources)] == [64, 64, 32]
+    assert in_update == [32, 32, 32, 32]
+    assert [c.training.prompts_per_step * c.answers_per_prompt * n for c, n in zip(loaded, sources)] == [64, 64, 64, 32]
     assert all(c.num_steps > 3 and not c.checkpoint.every_steps for c in loaded)
+
+
+def test_in_turns_every_agent_has_the_devices_of_all(tmp_path, config_file):
+    """Of 6 devices an agent of tp 2 takes 4 in 2 cells, not 3 cells, among which 4 prompts cannot be shared."""
+    for overrides, cells in (([], (2, 2)), (["agents.two.tp=2"], (2, 1)), (["agents.two.tp=4", "lanes=2"], (2, 1))):
+        schedule = schedules_of(load_config(config_file, overrides))[1]
+        found = load_schedule(config_file, overrides, schedule, tmp_path, 3)
+        assert found.placement == "shared"
+        assert tuple(agent.cells_per_lane for agent in found.agents) == cells, overrides
+    assert [s.name for s in schedules_of(load_config(config_file, ["placement=shared"]))] == [
+        "hacpo",
+        "gspo_x2",
+        "gspo",
+    ]
+
+
+def test_waiting_for_a_turn_is_not_told_as_work():
+    small = public_architecture("Qwen/Qwen3-1.7B")
+    steps = [measured_step(5.0, step_metrics(), ["a", "b"])]
+    summary = summarize("in turns", [steps], {"a": small, "b": small}, takes_turns=True)
+    assert (summary.together, summary.agents["a"].idle_share, summary.wall_s) == (None, None, 5.0)
+    assert "| in turns | 5.00 | 5.00 | 5.00 | 5.00 | 1.00 |  |" in to_markdown({"machine": "m"}, [summary])
 
 
 def test_prompts_that_nobody_learns_from_lie_evenly_among_the_others(config_file):
