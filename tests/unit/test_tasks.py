@@ -102,7 +102,7 @@ def test_answers_have_the_length_that_the_ratio_needs():
     assert {len(e.prompt) for e in SKILLS["sum"]()} == {12}
 
 
-@pytest.mark.parametrize("name", ["quickstart", "evidence_gap"])
+@pytest.mark.parametrize("name", ["quickstart", "gap"])
 def test_every_prompt_and_gold_answer_fits_its_configuration(name):
     """A token has at least one character, so characters and the EOS bound the tokens of every agent."""
     config = load_config(ROOT / "configs" / f"{name}.toml")
