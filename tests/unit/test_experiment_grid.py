@@ -4,8 +4,11 @@ import pytest
 from experiment_cases import grid_file, make_grid
 from repository import ROOT
 
+from hacpo_mega.experiments.evidence import evidence_of
 from hacpo_mega.experiments.grid import Cell, config_of_cell, load_grid, overrides_of
-from hacpo_mega.experiments.order import Part, num_cells, pending_cells, reported_cells, tuned, tuning_cells
+from hacpo_mega.experiments.order import Part, num_cells, num_done, pending_cells, reported_cells, tuned, tuning_cells
+from hacpo_mega.experiments.table import to_markdown
+from hacpo_mega.experiments.trust import read_results
 
 # Final accuracy by rate: shared is best at 4e-4, alone is as good at both.
 SCORES = {("alone", 2e-4): 0.5, ("alone", 4e-4): 0.5, ("shared", 2e-4): 0.6, ("shared", 4e-4): 0.7}
@@ -149,10 +152,27 @@ def test_all_complaints_come_at_once(tmp_path):
     assert len(str(refused.value).split("\n")) == 3
 
 
-def test_the_shipped_grid_is_sound_in_every_cell(monkeypatch, tmp_path):
+# Cells of tuning, of all seeds, of ablations.
+SHIPPED = {"evidence": ("skills", 9 * 3 * 2 + 9 * 6 + 6 * 3), "evidence_gap": ("gap", 8 * 3 * 1 + 8 * 6 + 3 * 3)}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_grid_is_sound_in_every_cell(monkeypatch, tmp_path, name):
     monkeypatch.chdir(ROOT)
-    grid = load_grid(ROOT / "configs/evidence.toml")
-    assert num_cells(grid) == 9 * 3 * 2 + 9 * 6 + 6 * 3
-    configs = {m: config_of_cell(grid, Cell("skills", m, 2e-4, 1, "reported"), tmp_path / "run") for m in grid.methods}
+    grid, (regime, cells) = load_grid(ROOT / f"configs/{name}.toml"), SHIPPED[name]
+    assert num_cells(grid) == cells
+    configs = {m: config_of_cell(grid, Cell(regime, m, 2e-4, 1, "reported"), tmp_path / "run") for m in grid.methods}
     assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(grid.methods)
     assert {agent.optimizer.lr for config in configs.values() for agent in config.agents} == {2e-4}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_tables_in_the_repository_are_those_of_its_results(monkeypatch, name):
+    """Beside the results of a grid lie its tables, as --table-only makes them of what is there."""
+    monkeypatch.chdir(ROOT)
+    grid = load_grid(ROOT / f"configs/{name}.toml")
+    results, strangers = read_results(grid)
+    assert results and not strangers
+    used = num_done(grid, {cell: result.score for cell, result in results.items()})
+    made = to_markdown(grid, evidence_of(grid, results), used, num_cells(grid) - used)
+    assert (grid.results / "README.md").read_text(encoding="utf-8") == made
