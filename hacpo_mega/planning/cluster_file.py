@@ -81,6 +81,8 @@ class RatesTable(Section):
     """Seconds of the host to unpack an answer of the lane, whoever learns from it."""
     view_s: PositiveOrZero
     """Seconds of the host to turn an answer into what a learner trains on."""
+    view_token_s: PositiveOrZero
+    """Seconds of the host for every token of another agent's answer that a learner cuts into its own tokens."""
     publish_s: PositiveOrZero
     """Seconds of a publication beside its bytes."""
     tensor_s: PositiveOrZero

@@ -38,6 +38,7 @@ _GPU_RATES: Mapping[str, float] = {
     "batch_s": 0.0,  # hidden behind the device's work
     "pool_s": 0.0,
     "view_s": 0.001,
+    "view_token_s": 0.000002,
     "publish_s": 0.5,
     "tensor_s": 0.0,
     "step_s": 1.0,
@@ -59,7 +60,8 @@ _CPU_RATES: Mapping[str, float] = {
     "answer_s": 0.000017,
     "batch_s": 0.022,
     "pool_s": 0.00005,
-    "view_s": 0.00015,
+    "view_s": 0.00011,
+    "view_token_s": 0.0000065,
     "publish_s": 0.0,
     "tensor_s": 0.001,
     "step_s": 0.065,

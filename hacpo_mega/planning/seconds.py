@@ -119,7 +119,9 @@ def _judge(demand: Demand, cluster: Cluster) -> float:
 def _exchange(demand: Demand, cluster: Cluster) -> float:
     """Every rank unpacks all answers of its lane, and turns into samples those that its cell learns from."""
     work, rates = demand.work, cluster.rates
-    return rates.pool_s * work.pool / demand.lanes + rates.view_s * work.trained / demand.budget.actor.dp
+    others_tokens = work.trained * (1.0 - 1.0 / work.sources) * work.answer_tokens
+    views_s = rates.view_s * work.trained + rates.view_token_s * others_tokens
+    return rates.pool_s * work.pool / demand.lanes + views_s / demand.budget.actor.dp
 
 
 def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:

@@ -27,7 +27,7 @@ CLUSTER: dict[str, Any] = {
     "rates": {
         "learn": 0.5, "score": 0.25, "prefill": 0.5, "decode": 0.5, "memory": 1.0, "link": 1.0, "learn_passes": 0.0,
         "score_passes": 0.0, "round_s": 0.01, "request_s": 0.0, "token_s": 0.001, "answer_s": 0.1, "batch_s": 0.0,
-        "pool_s": 0.0, "view_s": 0.01, "publish_s": 0.5, "tensor_s": 0.0, "step_s": 1.0,
+        "pool_s": 0.0, "view_s": 0.01, "view_token_s": 0.0, "publish_s": 0.5, "tensor_s": 0.0, "step_s": 1.0,
     },
 }  # fmt: skip
 

@@ -73,11 +73,11 @@ def test_activations_pass_through_memory(tmp_path):
 
 def test_what_the_host_does_for_answers_micro_batches_and_tensors(tmp_path):
     """8 answers of a pool of 16, all learnt from; 3 micro-batches are scored, 3 of own and 3 of others' learnt."""
-    host = {"batch_s": 0.25, "pool_s": 0.5, "request_s": 0.125, "tensor_s": 2.0}
+    host = {"batch_s": 0.25, "pool_s": 0.5, "view_token_s": 0.25, "request_s": 0.125, "tensor_s": 2.0}
     agent = plan_of(tmp_path, {**CLUSTER, "rates": {**CLUSTER["rates"], **host}}).agents[0]
     assert agent.phases["score"]["host"] == 3 * 0.25
     assert agent.phases["learn"]["host"] == 2 * (3 + 3) * 0.25
-    assert agent.phases["exchange"]["host"] == pytest.approx(16 * 0.5 + 16 * 0.01)
+    assert agent.phases["exchange"]["host"] == pytest.approx(16 * 0.5 + 16 * 0.01 + 8 * 16 * 0.25)
     assert agent.phases["publish"]["host"] == 0.5 + (2 * 9 + 3) * 2.0
     without = plan_of(tmp_path).agents[0].phases["roll_out"]["host"]
     assert agent.phases["roll_out"]["host"] == pytest.approx(without + 8 * 0.125)
