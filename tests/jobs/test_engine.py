@@ -225,7 +225,10 @@ def test_an_engine_in_a_thread_gives_the_same_answers_and_touches_no_generator_b
 
 @pytest.mark.parametrize("agent, rank", RANKS)
 def test_answers_that_nobody_wants_any_more_are_cut_after_a_step(saw, agent, rank):
-    assert all(len(ids) <= 1 and stop is Stop.CUT for ids, stop, _ in saw[agent, rank]["unwanted"])
+    answers = saw[agent, rank]["unwanted"]
+    assert all(len(ids) <= 1 for ids, _, _ in answers)
+    assert all(stop is Stop.CUT or ids.tolist() == [EOS] for ids, stop, _ in answers)
+    assert any(stop is Stop.CUT for _, stop, _ in answers)
 
 
 def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
