@@ -58,6 +58,8 @@ class AnswersNow:
 class AnswersAhead(AnswersNow):
     """The same, each step's generated while the one before it is judged, exchanged and learnt."""
 
+    _asked: tuple[Prompt, ...] = ()  # by the engine, at present
+
     def take_up(self, start: Checkpoint) -> None:
         """Nothing where another seed or [rollout] table would have sampled other answers, or another number of them."""
         now, key = plain(self._config), ("seed", "rollout")
