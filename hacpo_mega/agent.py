@@ -8,7 +8,9 @@ Not here: other agents (trainer.py exchanges with them) and what an advantage is
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
-from hacpo_mega.device_use import OwnDevices, SharedDevices
+from hacpo_mega.device_use import BusyDevices, OwnDevices, SharedDevices
 from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
@@ -39,10 +41,13 @@ from hacpo_mega.records import (
     UpdateStats,
 )
 from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine_thread import EngineThread, Generate
 from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.samples.packing import plan_updates
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
-from hacpo_mega.scoring import Scoring
+from hacpo_mega.scoring import Scoring, WritersScoring
+
+AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
 
 
 class Agent:
@@ -65,7 +70,9 @@ class Agent:
         self._prompts_per_update = config.prompts_per_update
         self._answers_per_prompt = config.answers_per_prompt
         self._cells = config.lanes * spec.cells_per_lane
-        self._engines_per_cell = place.rank_map.agents[place.agent].engines_per_cell
+        # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
+        self._share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
+        self.ahead = EngineThread()
         # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
         self.answer_lengths: Callable[[int, int, int], int] | None = None
         budget = agent_budget(config, spec, architecture_of(spec))
@@ -83,9 +90,11 @@ class Agent:
         if not shares:
             with in_turn(place, agents_on_device > 1):
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
-                self.devices = OwnDevices(place, self.actor, self.engine)
+                kind = BusyDevices if config.rollout.one_step_off else OwnDevices
+                self.devices = kind(place, self.actor, self.engine)
                 self.publish_weights()
-        self.scoring = Scoring(self.actor, self.devices, self.codec, config, self._cells)
+        scoring = WritersScoring if config.rollout.one_step_off else Scoring
+        self.scoring = scoring(self.actor, self.devices, self.codec, config, self._cells)
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -96,8 +105,8 @@ class Agent:
         return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
 
     @property
-    def asleep_bytes(self) -> int:
-        """What was not free on this rank's device when its engine had last fallen asleep."""
+    def asleep_bytes(self) -> int | None:
+        """What was not free on this rank's device when its engine had last fallen asleep; None: it never has."""
         return self.devices.asleep_bytes
 
     def roll_out(
@@ -108,66 +117,75 @@ class Agent:
         `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
         Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
-        places = [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
+        places = self._places(prompts)
+        generate = self._sampling(places, step)
+
+        def told(place: int, completion: Completion) -> None:
+            answered = places[self._share][place]
+            on_answer(answered[0], self._rollout_of(answered, completion))
+
+        with self.devices.rolling_out():
+            completions = generate(on_answer=None if on_answer is None else told)
+            return self._rollouts(places, share_completions(completions, self.place, len(places)))
+
+    def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
+        """Begins the answers of a step to come, on the weights that the engine has now, beside what is done meanwhile.
+
+        Until `finish_ahead` the engine answers nothing else and takes no weights.
+        """
+        self.ahead.begin(self._sampling(self._places(prompts), step))
+
+    def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """Waits for them; `rollouts_of` has them as `roll_out` would. Collective over the cell."""
+        return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
+
+    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
+        """One most likely answer per prompt: the agent as it would be deployed."""
+        places = [(prompt, 0) for prompt in prompts]
+        with self.devices.answering():
+            completions = self._generate(places, [0] * len(prompts), max_tokens, temperature=0.0)()
+            return self._rollouts(places, share_completions(completions, self.place, len(places)))
+
+    def rollouts_of(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
+        """The cell's answers to `prompts`, by prompt, then by rollout, as records with their text."""
+        return self._rollouts(self._places(prompts), completions)
+
+    def _places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
+        return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
+
+    def _sampling(self, places: Sequence[AnswerPlace], step: int) -> Generate:
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
         lengths = None
         if self.answer_lengths is not None:
-            lengths = [self.answer_lengths(step, prompt.index, g) for prompt, g in places]
-        # Their log-probs come with them at no cost: what the trainer says of the same tokens is held against them.
-        with self.devices.rolling_out():
-            return self._answer(
-                places,
-                seeds,
-                self._rollout.max_answer_tokens,
-                self._rollout.temperature,
-                return_logprobs=True,
-                lengths=lengths,
-                cut_after=self._rollout.biased_cut_after,
-                on_answer=on_answer,
-            )
-
-    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
-        """One most likely answer per prompt: the agent as it would be deployed."""
-        with self.devices.answering():
-            return self._answer([(prompt, 0) for prompt in prompts], [0] * len(prompts), max_tokens, temperature=0.0)
-
-    def _answer(
-        self,
-        places: list[tuple[Prompt, int]],
-        seeds: list[int],
-        max_tokens: int,
-        temperature: float,
-        return_logprobs: bool = False,
-        lengths: Sequence[int] | None = None,
-        cut_after: float = 1.0,
-        on_answer: Callable[[Prompt, Rollout], None] | None = None,
-    ) -> list[Rollout]:
-        # Every engine of the cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
-        mine = slice(self.place.coordinate.engine, None, self._engines_per_cell)
-
-        def told(place: int, completion: Completion) -> None:
-            prompt, g = places[mine][place]
-            on_answer(prompt, self._rollout_of(prompt, g, completion))
-
-        completions = self.engine.generate(
-            [self.codec.encode_prompt(prompt.text) for prompt, _ in places[mine]],
-            seeds[mine],
-            max_tokens=max_tokens,
-            temperature=temperature,
-            return_logprobs=return_logprobs,
-            lengths=None if lengths is None else lengths[mine],
-            cut_after=cut_after,
-            on_answer=None if on_answer is None else told,
+            lengths = [self.answer_lengths(step, prompt.index, g) for prompt, g in places][self._share]
+        return self._generate(
+            places,
+            seeds,
+            self._rollout.max_answer_tokens,
+            self._rollout.temperature,
+            # At no cost: what the trainer says of the same tokens is held against them, or they are the scores.
+            return_logprobs=True,
+            lengths=lengths,
+            cut_after=self._rollout.biased_cut_after,
         )
-        shared = share_completions(completions, self.place, len(places))
-        return [self._rollout_of(prompt, g, completion) for (prompt, g), completion in zip(places, shared)]
 
-    def _rollout_of(self, prompt: Prompt, rollout_index: int, completion: Completion) -> Rollout:
-        ended = completion.stop is Stop.EOS
+    def _generate(
+        self, places: Sequence[AnswerPlace], seeds: Sequence[int], max_tokens: int, temperature: float, **options: Any
+    ) -> Generate:
+        """The call of this rank's engine for its share of `places`."""
+        asked = [self.codec.encode_prompt(prompt.text) for prompt, _ in places[self._share]]
+        how = {"max_tokens": max_tokens, "temperature": temperature} | options
+        return partial(self.engine.generate, asked, seeds[self._share], **how)
+
+    def _rollouts(self, places: Sequence[AnswerPlace], completions: Sequence[Completion]) -> list[Rollout]:
+        return [self._rollout_of(place, completion) for place, completion in zip(places, completions, strict=True)]
+
+    def _rollout_of(self, place: AnswerPlace, completion: Completion) -> Rollout:
+        (prompt, g), ended = place, completion.stop is Stop.EOS
         # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
-        return Rollout(prompt.index, rollout_index, completion.token_ids, text, completion.stop, completion.logprobs)
+        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs)
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """This cell's samples, split into the updates of the step."""
@@ -265,7 +283,8 @@ class Agent:
             self.actor.save_hf(folder)
 
     def close(self) -> None:
-        """Shuts the engine down, while the process groups it uses still exist."""
+        """Shuts the engine down, while the process groups it uses still exist; what it still answers is dropped."""
+        self.ahead.stop()
         self.engine.close()
 
 

@@ -3,6 +3,8 @@
     placement   the actor                              the engine                       weights reach the engine
     split       always there; its optimizer's state    awake but between roll-out and   when they are published
                 is away while the engine is awake      publishing
+    the same,   always there                           always awake                     when they are published
+    one step off
     shared      there in its agent's turns, to score,  awake in its agent's turns,      when it wakes
                 to learn, to hand out its weights      when the actor has left
 
@@ -27,7 +29,7 @@ from hacpo_mega.rollout.engine import Engine
 class OwnDevices:
     """Of an agent that has its devices to itself. Every rank of a cell calls every method; `turn`s are the job's.
 
-    asleep_bytes   what was not free on this rank's device when its engine had last fallen asleep
+    asleep_bytes   what was not free on this rank's device when its engine had last fallen asleep; None: it never has
     """
 
     def __init__(self, place: Place, actor: Actor, engine: Engine) -> None:
@@ -35,7 +37,7 @@ class OwnDevices:
         self._place, self._actor, self._engine = place, actor, engine
         self._state = actor.optimizer.offload
         self._engine_sleeps = False
-        self.asleep_bytes = 0
+        self.asleep_bytes: int | None = None
 
     def publish(self) -> None:
         """Lets the engine answer with the actor's weights from now on; it is awake afterwards.
@@ -84,6 +86,12 @@ class OwnDevices:
             self._place.progress()
             self._place.spans.sent("engine", tensor.nbytes)
             yield name, tensor
+
+
+class BusyDevices(OwnDevices):
+    """Of an agent that has its devices to itself, and whose engine answers while the actor learns: it never sleeps."""
+
+    rolling_out = OwnDevices.answering
 
 
 class SharedDevices(OwnDevices):

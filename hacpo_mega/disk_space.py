@@ -17,6 +17,8 @@ from hacpo_mega.models.segments import all_sources
 # Main weight and both moments in float32, and the index.
 CHECKPOINT_BYTES_PER_PARAMETER = 13
 EXPORT_BYTES_PER_PARAMETER = 4  # float32; bf16 has half
+# A token's id and log-prob, in answers that are ready for the next step (rollout/ready_answers.py).
+BYTES_PER_READY_TOKEN = 8
 PROBE_BYTES = 1 << 12
 
 
@@ -26,12 +28,19 @@ def num_parameters(agent: AgentConfig) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Of the next checkpoint: as many as the newest one has, else by the number of parameters."""
+    """Of the next checkpoint: as many as the newest one has, else by the number of parameters.
+
+    Beside that come answers to the next step, all of them as long as they may be, with rollout.one_step_off.
+    """
+    ready = 0
+    if config.rollout.one_step_off:
+        answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
+        ready = answers * config.rollout.max_answer_tokens * BYTES_PER_READY_TOKEN
     steps = committed_steps(config.run_dir)
     if steps:
         newest = folder_of(config.run_dir, steps[-1])
-        return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-    return CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
+        return ready + sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+    return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
 
 
 def export_bytes(config: Config) -> int:

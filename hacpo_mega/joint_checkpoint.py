@@ -44,6 +44,7 @@ from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, requir
 from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.provenance import installed_versions
 from hacpo_mega.megatron.stored_state import NotWritten
+from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
 
 # What a rank has written: path in the checkpoint, FileState as plain values.
 Files = dict[str, dict[str, int | str]]
@@ -78,6 +79,7 @@ class RunState:
     capability, band   the state of their trackers; no band where the configuration fixes it
     num_skipped        of the agent's last updates, how many in a row were skipped
     alarms             StepReport's state
+    ready              answers to the next step's prompts, with rollout.one_step_off
     """
 
     steps_done: int
@@ -86,6 +88,7 @@ class RunState:
     band: dict[str, list[float]] | None
     num_skipped: int
     alarms: dict[str, Any]
+    ready: ReadyAnswers | None
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class JointCheckpoint:
             self._disk.attempt(self._make_folders, writing)
             self._disk.attempt(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank))
         counts, write = self._agent.save(writing / self._agent.name, copies=self._config.checkpoint.asynchronous)
-        files = self._writer.submit(self._write, write, writing)
+        files = self._writer.submit(self._write, write, writing, self._state.ready)
         self._pending = _Pending(self._state, folder, writing, counts, files)
         self._last = time.monotonic()
 
@@ -242,7 +245,7 @@ class JointCheckpoint:
             for agent in self._config.agents:
                 (writing / agent.name).mkdir(parents=True)
 
-    def _write(self, write: Callable[[], None], writing: Path) -> Files:
+    def _write(self, write: Callable[[], None], writing: Path, ready: ReadyAnswers | None) -> Files:
         """In a thread: writes this rank's shards, and reads them once more for what the record says of them."""
         try:
             write()
@@ -250,6 +253,8 @@ class JointCheckpoint:
             raise
         except OSError as error:  # this rank's alone: the others of its agent still wait for it, so the job must end
             raise RuntimeError(f"{writing}: {error}") from error
+        if ready is not None and self._place.is_leader:
+            ready.write(writing / self._agent.name / f"__{self._place.coordinate.agent_rank}{SUFFIX}")
         return self._states_of(writing, self._is_own_shard)
 
     def _finish(self, pending: _Pending, said: dict[str, Any]) -> None:

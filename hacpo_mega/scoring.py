@@ -4,6 +4,8 @@ They are scored before the step's first update, as the updates will pack them. W
 those that the first update trains are not: that update computes the same log-probs, of the same weights and in the same
 micro-batches, so they are taken from its report and are the same numbers to the last bit. Only where nobody else waits
 for them: another agent needs an answer's score before it learns from it, engine_correction before an advantage is made.
+With `rollout.one_step_off` the actor is asked for none: what wrote the answers is an older policy, whose log-probs
+came with them from the engine.
 Not here: the forward pass itself (megatron/actor.py) and the ratios that the scores are for (policy_loss.py).
 """
 
@@ -91,3 +93,22 @@ class Scoring:
 
     def _num_trained(self, rollout: Rollout) -> int:
         return trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._eos_in_loss)
+
+
+class WritersScoring(Scoring):
+    """The same scores by the policy that wrote the answers, as its engine gave them with these."""
+
+    def before_learning(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
+    ) -> list[Score | None]:
+        """Of the answers that somebody trains on; nothing is computed and nobody is waited for."""
+        asked_B = own_P.repeat_interleave(self._answers_per_prompt) | wanted_PG.flatten()
+        return [
+            self._writers_score(rollout) if asked else None
+            for rollout, asked in zip(rollouts, asked_B.tolist(), strict=True)
+        ]
+
+    def _writers_score(self, rollout: Rollout) -> Score:
+        logprobs = rollout.logprobs[: self._num_trained(rollout)]
+        mean = np.float32(logprobs.mean(dtype=np.float64)) if len(logprobs) else 0.0
+        return Score(float(mean), logprobs)

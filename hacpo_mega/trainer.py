@@ -46,6 +46,7 @@ from hacpo_mega.records import Judgement, Pool, Prompt, Rollout, Sample, UpdateS
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import ViewRules, learner_view, scores_by_answer
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
+from hacpo_mega.step_answers import step_answers
 
 
 class Trainer:
@@ -54,7 +55,7 @@ class Trainer:
     config       what was asked, nobody writes to it
     place        this process's seat: agent, lane, cell, and the groups it speaks in
     agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
-    sampler      the prompts of every step, a pure function of seed and step; `held_out` those of the evaluation
+    answers      prompts of every step, a pure function of seed and step, and answers; `held_out` those of evaluation
     judge        text and gold in, verdict and reward out; `rollout_judge` gives it answers, also while others come
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
@@ -90,7 +91,7 @@ class Trainer:
             with self._phase("load", f"before step {self.steps_done + 1}"):
                 codecs = agent_codecs(config.agents)
                 num_tokens = longest_encodings(codecs)
-                self.sampler, num_dropped = training_sampler(config, num_tokens)
+                sampler, num_dropped = training_sampler(config, num_tokens)
                 self.held_out = held_out_prompts(config, num_tokens)
                 # every other key of [reward] is an argument of the judge
                 reward = config.reward.model_dump(exclude={"max_unjudged_share", "while_sampling"})
@@ -98,6 +99,7 @@ class Trainer:
                 beside = config.reward.while_sampling and self.place.is_leader
                 self.rollout_judge = stack.enter_context(RolloutJudge(self.judge, while_sampling=beside))
                 self.agent = Agent(config.agents[self.place.agent], self.place, config, start)
+            self.answers = step_answers(sampler, self.agent, self.place, config, self.metrics)
             layers = [said.decode() for said in self.place.gather_to_first(self.agent.layers_said.encode())]
             self.console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
             if num_dropped:
@@ -156,11 +158,10 @@ class Trainer:
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
-        prompts = self.sampler.at(self.steps_done, self.place.lane, self.config.lanes)
-        my_share = self.place.rank_map.share_of_lane(self.place.coordinate)  # of the lane's prompts, this cell's
-        mine = prompts[my_share]
+        prompts, my_share = self.answers.prompts_of(self.steps_done), self.answers.my_share
+        mine = prompts[my_share]  # of the lane's prompts, this cell's
         with self._phase("roll_out"):
-            rollouts = self.agent.roll_out(mine, self.steps_done, self.rollout_judge.on_answer)
+            rollouts = self.answers.take(self.steps_done, self.rollout_judge.on_answer)
         self._leave_if_told()
         with self._phase("judge"):
             judgements = self._judge(mine, rollouts)
@@ -189,7 +190,7 @@ class Trainer:
                 scores_by_answer(rollouts, scores),
             )
         self._leave_if_told()  # what is learnt cannot be taken back: from here on the step is finished first
-        # The engine sleeps from here on (roll_out put it to bed): its memory is what the actor learns in.
+        # The engine sleeps, unless one step off (roll_out put it to bed): its memory is what the actor learns in.
         low_N = None if self.band is None else self.band.values()
         updates = []
         with self.agent.devices.learning(self._phase):
@@ -201,6 +202,7 @@ class Trainer:
                     self.skips.see(self.steps_done + 1, m, update, updates[-1])
         if self.band is not None:
             self._calibrate(self.band, updates)
+        self.answers.finish(self._phase)  # those of the next step, with rollout.one_step_off
         with self._phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights()
         self._examine()
@@ -253,14 +255,15 @@ class Trainer:
         if self.band is not None and agent.band is not None:  # None: the user has accepted another algorithm.band
             self.band.load_state_dict(agent.band)
         self.skips.go_on(agent.num_skipped)
+        self.answers.take_up(start)
         # Another number of cells deals them out again.
         self.report.load_state_dict(agent.alarms[self.place.coordinate.cell % len(agent.alarms)])
 
     def _state(self, accuracy: float | None) -> RunState:
         """What a checkpoint holds beside the agents' own state; `_take_up` is its inverse."""
         band = None if self.band is None else self.band.state_dict()
-        alarms, num_skipped = self.report.state_dict(), self.skips.num_in_row
-        return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, num_skipped, alarms)
+        rest = self.skips.num_in_row, self.report.state_dict(), self.answers.ready
+        return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, *rest)
 
     def _leave_if_told(self) -> None:
         """Ends the run at its last whole step if a signal has asked any rank for it. Collective over the job."""

@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 FOUR_RANKS = {
     "test_actor",
+    "test_answers_ahead",
     "test_checkpoint",
     "test_exchange",
     "test_failure",

@@ -30,6 +30,7 @@ TOP_FILES = {
     "stored_agent.py": "checkpoint",
     "disk_space.py": "checkpoint",
     "joint_checkpoint.py": "trainer",
+    "step_answers.py": "trainer",
     "joint_disk.py": "trainer",
     "trainer.py": "trainer",
     "cli.py": "cli",

@@ -33,7 +33,7 @@ def find_problems(config: Config) -> list[str]:
 
 def batch_problems(config: Config) -> list[str]:
     """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
-    return [*_names(config), *_method(config), *_scoring(config), *_batches(config)]
+    return [*_names(config), *_method(config), *_scoring(config), *_one_step_off(config), *_batches(config)]
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -69,6 +69,43 @@ def _scoring(config: Config) -> Iterator[str]:
             f"training.score_in_first_update: rollout.engine_correction = {config.rollout.engine_correction!r} needs "
             "the scores before an update. Nearest: false"
         )
+
+
+def _one_step_off(config: Config) -> Iterator[str]:
+    """Whether an engine can answer while its actor learns."""
+    if not config.rollout.one_step_off:
+        return
+    if config.placement == "shared":
+        yield (
+            "rollout.one_step_off: with placement = 'shared' nothing of an agent is on the device while another has "
+            "its turn. Nearest: placement = 'split', or one_step_off = false"
+        )
+    if config.rollout.engine_correction != "none":
+        yield (
+            f"rollout.engine_correction: {config.rollout.engine_correction!r} corrects the ratio to the trainer's "
+            "log-probs; with rollout.one_step_off it is to those of the engine already. Nearest: 'none'"
+        )
+    if config.training.score_in_first_update:
+        yield (
+            "training.score_in_first_update: with rollout.one_step_off the first update learns from another policy "
+            "than wrote the answers, and none is scored. Nearest: false"
+        )
+    if config.reward.while_sampling:
+        yield (
+            "reward.while_sampling: with rollout.one_step_off the answers that are sampled are not those of the step "
+            "that is judged. Nearest: false"
+        )
+    for agent in config.agents:
+        if (engine_tp := agent.engine_tensor_parallel) > 1:
+            yield (
+                f"rollout.one_step_off: an engine of agent {agent.name} is over {engine_tp} ranks, whose collectives "
+                "and those of learning could meet in two orders. Nearest: engine_tp = 1"
+            )
+        if agent.offload == "optimizer":
+            yield (
+                f"agents.{agent.name}.offload: with rollout.one_step_off the engine is awake while the agent learns, "
+                "so nothing is ever away. Nearest: 'none'"
+            )
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -108,7 +108,10 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         share = hundredths / 100
         smaller = replace(engine, memory_share=share)
         yield f"vllm.gpu_memory_utilization = {share:g}", fullest_stage(lightest, smaller, most)
-    if not actor.offloads:
+    if engine.stays_awake:
+        asleep = replace(engine, stays_awake=False)
+        yield "rollout.one_step_off = false", fullest_stage(lightest, asleep, most)
+    elif not actor.offloads:
         yield "offload = 'optimizer'", fullest_stage(replace(lightest, offloads=True), engine, most)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     tokens = actor.num_tokens // 2
@@ -118,10 +121,11 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
     for tp in range(agent.tp + 1, 65):
-        layout = replace(actor.layout, tp=tp, engine_tp=tp * agent.pp)
+        engine_tp = engine.tp if engine.stays_awake else tp * agent.pp
+        layout = replace(actor.layout, tp=tp, engine_tp=engine_tp)
         if not layout_problems(actor.architecture, layout) and actor.num_tokens % tp == 0:
-            wider = replace(engine, tp=tp * agent.pp)
-            yield f"tp = {tp}", fullest_stage(replace(lightest, layout=layout), wider, most)
+            wider, words = replace(engine, tp=engine_tp), ", engine_tp = 1" if engine.stays_awake else ""
+            yield f"tp = {tp}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
@@ -155,6 +159,7 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
         memory_share=options.get("gpu_memory_utilization") if cache is None else None,
         cache_bytes=cache or 0,
         keeps_graphs=not options.get("enforce_eager", False),
+        stays_awake=config.rollout.one_step_off,
     )
 
 

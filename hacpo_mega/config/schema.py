@@ -73,6 +73,9 @@ class RolloutConfig(Section):
     biased_cut_after: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
     """Share of an engine's answers of a step after whose end the others are cut where they are, which favours short
     answers; a cut answer is judged as it is, or counts as none with reward.require_stop; 1 cuts none."""
+    one_step_off: Flag = False
+    """Whether the answers of the next step are generated while this one is judged, exchanged and learnt, by the weights
+    of before, and learnt with the ratio against the policy that wrote them; needs engine_tp = 1."""
     train_changed_reencodings: bool = False
     """Train on another agent's answer although it reads differently in the learner's tokens; its verdict was given to
     the original text, so by default it is left out and counted."""

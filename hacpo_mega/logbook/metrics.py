@@ -17,6 +17,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/num_trained_answers, num_trained_tokens                                      and what it read
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     agent/<name>/judge_hidden_s                                       mean leader, with while_sampling alone
+    agent/<name>/roll_out_hidden_s, staleness_steps                   mean leader, with one_step_off alone
     agent/<name>/step_s                                                                       mean rank, whole step
     agent/<name>/wait/<phase>_s                                       seconds in which a rank waited for others, mean
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device

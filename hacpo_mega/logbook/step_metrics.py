@@ -86,13 +86,14 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
                 metrics.gauge(f"omega/{learner}/{source}", omega_NN[k, j].item())
 
 
-def add_host(metrics: Metrics, name: str, waits: Mapping[str, float], asleep_bytes: int) -> None:
+def add_host(metrics: Metrics, name: str, waits: Mapping[str, float], asleep_bytes: int | None) -> None:
     """What a rank says of its process: memory, and seconds in which it waited for others, by phase (mean over ranks).
 
     Host memory is what the process has in RAM now, device memory the most that torch had since the last step;
-    `asleep_bytes` is what `held_bytes` said as the engine had fallen asleep.
+    `asleep_bytes` is what `held_bytes` said as the engine had fallen asleep, None where it never does.
     """
-    metrics.highest(f"agent/{name}/asleep_bytes", asleep_bytes)
+    if asleep_bytes is not None:
+        metrics.highest(f"agent/{name}/asleep_bytes", asleep_bytes)
     metrics.highest(f"agent/{name}/rss_bytes", resident_bytes())
     if torch.cuda.is_available():
         metrics.highest(f"agent/{name}/device_bytes", torch.cuda.max_memory_allocated())
@@ -163,6 +164,7 @@ def add_update(
     learner: int,
     names: Sequence[str],
     config: AlgorithmConfig,
+    is_on_policy: bool = True,
 ) -> None:
     """Adds what one update did to the metrics: own answers together, others' answers per source.
 
@@ -170,7 +172,8 @@ def add_update(
     maximum and effective sample size of the weights s c^alpha. `positive_share`, of own answers and of each source's,
     is sum |w A| over A > 0 by sum |w A| (d loss / d mean log-prob = -w A): what share of all pull on mean log-probs
     comes from answers that are made likelier; the rest makes answers less likely. An answer counts as trained when it
-    was run forward and backward, though its weight may be 0.
+    was run forward and backward, though its weight may be 0. `is_on_policy`: the first update of a step is one of the
+    policy that its own answers were scored by, so that their ratios are 1.
     """
     prefix = f"agent/{names[learner]}"
     metrics.add(f"{prefix}/grad_norm", result.grad_norm, 1)
@@ -191,7 +194,7 @@ def add_update(
         metrics.add(f"{prefix}/cross_coefficient_share", cross, own + cross)
         if config.kl_coef > 0.0:
             metrics.add(f"{prefix}/kl", *report.kl.tolist())
-        if update_index == 0 and stats.ratio_self[1] > 0:
+        if is_on_policy and update_index == 0 and stats.ratio_self[1] > 0:
             metrics.highest(f"{prefix}/self/first_ratio_error", _error_of_one(stats))
         source_B = report.key_B3[:, 1]
         for source in sorted(set(source_B.tolist()) - {learner}):

@@ -78,11 +78,11 @@ class StepReport:
         views: Sequence[ViewCounts],
         updates: Sequence[UpdateStats],
         judged: JudgeReport,
-        asleep_bytes: int,
+        asleep_bytes: int | None,
     ) -> None:
         """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers.
 
-        asleep_bytes   what was held on this rank's device when its engine had fallen asleep
+        asleep_bytes   what was held on this rank's device when its engine had fallen asleep; None: it never does
         RunStopped where the grader has failed for too long.
         """
         add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), asleep_bytes)
@@ -108,12 +108,14 @@ class StepReport:
         name, learner = self._names[self._place.agent], self._place.agent
         add_answers(self._metrics, name, trajectories)
         scored = [(t.rollout, score) for t, score in zip(trajectories, scores, strict=True) if score is not None]
-        add_engine_gap(self._metrics, name, scored)
+        is_on_policy = not self._rollout.one_step_off
+        if is_on_policy:  # else the scores are the engine's own
+            add_engine_gap(self._metrics, name, scored)
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
         add_view(self._metrics, learner, self._names, views)
         for m, update in enumerate(updates):
-            add_update(self._metrics, update, m, learner, self._names, self._algorithm)
+            add_update(self._metrics, update, m, learner, self._names, self._algorithm, is_on_policy)
         if self._place.coordinate.agent_rank == 0:
             add_skips(self._metrics, name, updates)
 

@@ -58,6 +58,7 @@ class EnginePlan:
     cache_bytes    of its key-value cache
     max_tokens     of the longest prompt and answer: its cache must hold one
     keeps_graphs   whether it captures CUDA graphs
+    stays_awake    whether it answers while the actor learns, so that it never sleeps
     beside         bytes that other agents leave on the device while it is not their turn
     """
 
@@ -66,6 +67,7 @@ class EnginePlan:
     memory_share: float | None
     cache_bytes: int = 0
     keeps_graphs: bool = True
+    stays_awake: bool = False
     beside: int = 0
 
 
@@ -88,7 +90,8 @@ class Budget:
         weights = engine_weights(self.actor, self.engine)
         awake = self._engine_awake(weights)
         cuda = self.actor.device.engine_sleeps
-        asleep = (GRAPHS if self.engine.keeps_graphs else 0) if cuda else awake
+        sleeps = cuda and not self.engine.stays_awake
+        asleep = (GRAPHS if self.engine.keeps_graphs else 0) if sleeps else awake
         return {
             "weights": of_actor.weights,
             "gradients": of_actor.gradients,
@@ -101,7 +104,7 @@ class Budget:
             "step": of_actor.step,
             "fragments": int(FRAGMENTS * (of_actor.kept + of_actor.working)) if cuda else 0,
             "own gradient": of_actor.own_gradient,
-            "engine weights": weights if cuda else 0,
+            "engine weights": weights if sleeps else 0,
             "engine cache": max(0, awake - weights - (WARM_UP if cuda else 0)),
             "engine awake": awake,
             "engine asleep": asleep,

@@ -160,13 +160,14 @@ class Engine:
         lengths: Sequence[int] | None = None,
         cut_after: float = 1.0,
         on_answer: OnAnswer | None = None,
+        is_unwanted: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
         With `lengths` every answer has so many tokens, of which the last one ends it, whatever was drawn there.
         Once a share `cut_after` of them has ended the others are cut where they are, with Stop.CUT; which ones these
-        are depends on the other requests. `on_answer` is told each as it ends.
+        are depends on the other requests. `on_answer` is told each as it ends; all are cut when `is_unwanted`.
         Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
@@ -177,8 +178,8 @@ class Engine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
                     f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
-        eos_id = None if lengths is None else self.eos_ids[0]
-        self._running = RunningAnswers(self._llm, len(prompts), on_answer, cut_after, FinishReason.ABORT, eos_id)
+        ends = FinishReason.ABORT, None if lengths is None else self.eos_ids[0]
+        self._running = RunningAnswers(self._llm, len(prompts), on_answer, cut_after, *ends, is_unwanted)
         outputs = self._run(
             prompts,
             [

@@ -7,9 +7,10 @@ It gets what it needs of vLLM handed in; only engine.py imports vllm.
 import os
 import random
 import secrets
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,14 @@ SHARED_MEMORY = Path("/dev/shm")
 def process_untouched() -> Iterator[None]:
     """Around every call of vLLM: it seeds and draws from the global generators of Python, NumPy and torch.
 
-    On CPU it also replaces torch.set_num_threads.
+    On CPU it also replaces torch.set_num_threads, when it starts.
+    Not in a thread beside training (engine_thread.py): what was put back there would be taken from the main thread.
+    Answers with seeds are drawn from generators of their own; on CPU vLLM draws from torch's global one all the same
+    and drops what it drew. Training draws from none of them, so nobody sees who drew when.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -39,6 +46,26 @@ def process_untouched() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
+
+
+def stream_beside() -> AbstractContextManager[None]:
+    """For a thread: this thread's device and, on it, a stream of its own, which follows all that was asked so far.
+
+    Left, the device has done what the thread asked of it. On the CPU nothing.
+    """
+    if not torch.cuda.is_available():
+        return nullcontext()
+    return _own_stream(torch.cuda.current_device(), torch.cuda.current_stream().record_event())
+
+
+@contextmanager
+def _own_stream(device: int, asked: torch.cuda.Event) -> Iterator[None]:
+    torch.cuda.set_device(device)  # a new thread is on device 0
+    stream = torch.cuda.Stream()
+    stream.wait_event(asked)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 @contextmanager

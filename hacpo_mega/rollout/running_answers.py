@@ -26,6 +26,7 @@ class RunningAnswers:
         cut_after: float,
         cut_reason: Any,
         eos_id: int | None,
+        is_unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Of `num_asked` requests that `llm` is about to be given.
 
@@ -33,8 +34,10 @@ class RunningAnswers:
         cut_after    share of the answers after whose end the others are cut where they are; 1: none is
         cut_reason   how vLLM says that
         eos_id       ends every answer that is not cut, whatever was drawn there; None: it ended by itself
+        is_unwanted  asked after every step whether all that run are cut now
         """
         self._llm, self._on_answer, self._cut_reason, self._eos_id = llm, on_answer, cut_reason, eos_id
+        self._is_unwanted = is_unwanted
         self._first = llm.request_counter.counter
         # Less what rounding may add to a share of a count.
         num_awaited = math.ceil(cut_after * num_asked - 1e-9)
@@ -43,7 +46,7 @@ class RunningAnswers:
     def after_step(self, outputs: list[Any]) -> list[Any]:
         """What a step has finished, and with it what is cut after it."""
         self._num_running -= len(outputs)
-        if 0 < self._num_running <= self._num_left:
+        if self._num_running > 0 and (self._num_running <= self._num_left or self._is_unwanted()):
             outputs = [*outputs, *self._cut()]
         if self._on_answer is not None:
             for output in outputs:

@@ -27,6 +27,7 @@ class AgentStep:
     trained_answers, trained_tokens   that it learnt from; answers alone, prompts not counted
     prompt_tokens  of a prompt, on average, and scored_answers, those scored before learning: 0 where the run did not
                    count them, as only a benchmark does
+    hidden_s       of sampling beside other phases, whose processor seconds then have those of sampling in them
     cpu_s, cpu_highest_s, peak_bytes   by phase, and sent_bytes by "phase/whom": as MeasuredTrainer says; else empty
     """
 
@@ -38,6 +39,7 @@ class AgentStep:
     trained_tokens: float
     prompt_tokens: float
     scored_answers: float
+    hidden_s: float = 0.0
     cpu_s: Mapping[str, float] = field(default_factory=dict)
     cpu_highest_s: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -100,6 +102,7 @@ def _agent_step(metrics: StepMetrics, agent: str, phases_s: dict[str, float], sh
         trained_answers=values.get(f"agent/{agent}/num_trained_answers", 0.0),
         trained_tokens=values.get(f"agent/{agent}/num_trained_tokens", 0.0),
         prompt_tokens=values.get(f"agent/{agent}/prompt_tokens_mean", 0.0),
+        hidden_s=metrics.timing.get(f"agent/{agent}/roll_out_hidden_s", 0.0),
         cpu_s=_by_phase(metrics, f"agent/{agent}/cpu/", "_s"),
         cpu_highest_s=_by_phase(metrics, f"agent/{agent}/cpu_highest/", "_s"),
         peak_bytes=_by_phase(metrics, f"agent/{agent}/peak/", "_bytes"),

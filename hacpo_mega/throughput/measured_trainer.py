@@ -23,7 +23,7 @@ from hacpo_mega.trainer import Trainer
 class MeasuredTrainer(Trainer):
     """Takes steps whose work is known beforehand. Its metrics have more of every agent:
 
-    prompt_tokens_mean          tokens of a prompt      num_scored   answers that were scored before learning
+    prompt_tokens_mean          tokens of a prompt      num_scored   answers that the actor scored before learning
     cpu/<phase>_s, cpu_highest/<phase>_s   processor seconds of a rank, all its threads: mean, and of the busiest one;
                                 the phase `capability` is a part of `exchange`, `other` is outside of all
     peak/<phase>_bytes          the most memory of its fullest rank (memory_peak.py); the phase `start` is before models
@@ -57,7 +57,9 @@ class MeasuredTrainer(Trainer):
     def _score_and_count(self, *asked: Any) -> list[Score | None]:
         scores = self._score(*asked)
         if self.place.is_leader:
-            self.metrics.count(f"agent/{self.agent.name}/num_scored", sum(score is not None for score in scores))
+            is_asked = not self.config.rollout.one_step_off
+            num_scored = sum(score is not None for score in scores) * is_asked
+            self.metrics.count(f"agent/{self.agent.name}/num_scored", num_scored)
         return scores
 
     def _means_over_lanes(self, rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,7 @@ def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture, ta
         num_trained=trained,
         length=mine[0].prompt_tokens + tokens / answers,
     )
+    working_s = phases_s | {"roll_out": phases_s.get("roll_out", 0.0) + fmean(step.hidden_s for step in mine)}
     return AgentSummary(
         phases_s=phases_s,
         idle_share=None if takes_turns else 1.0 - fmean(step.busy_s for step in mine) / wall_s,
@@ -104,7 +105,7 @@ def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture, ta
         trained_per_s=trained_tokens / wall_s,
         trained_answers=trained,
         seconds_per_1000=1000.0 * wall_s / trained if trained else float("inf"),
-        flops_per_s={phase: count / phases_s[phase] for phase, count in flops.items() if phases_s.get(phase)},
+        flops_per_s={phase: count / working_s[phase] for phase, count in flops.items() if working_s.get(phase)},
         cpu_s=means([step.cpu_s for step in mine]),
         cpu_highest_s=means([step.cpu_highest_s for step in mine]),
         peak_bytes=_highest([step.peak_bytes for step in mine]),

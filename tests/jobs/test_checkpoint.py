@@ -5,7 +5,6 @@ whatever a run remembers from step to step is in the comparison.
 """
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -20,12 +19,10 @@ from job import play_command, run_command, run_group, run_here, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from tiny_models import make_model
+from told_job import told_at_call
 
-import hacpo_mega.trainer
-from hacpo_mega.agent import Agent
 from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.cluster.forked_job import wait_for_ranks
-from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
@@ -80,26 +77,6 @@ def resumed(undisturbed) -> Path:
     return run_dir
 
 
-def told_at_call(number: int, name: str, nth: int, *arguments: str) -> None:
-    """`hacpo-mega ARGUMENTS`, in which rank 3 is told to end as it calls a function for the nth time."""
-    owner = Agent if name == "learn" else hacpo_mega.trainer
-    original, calls, watchdogs = getattr(owner, name), [], []
-
-    def telling(*args, **options):
-        calls.append(name)
-        if len(calls) == nth and os.environ["PLACE_IN_JOB"] == "3":
-            os.kill(os.getpid(), number)
-            while not watchdogs[0].told:  # a thread notes it
-                time.sleep(0.001)
-        return original(*args, **options)
-
-    os.environ["PLACE_IN_JOB"] = os.environ["RANK"]  # later on RANK counts inside the agent
-    setattr(owner, name, telling)
-    defer = Watchdog.defer_signals
-    Watchdog.defer_signals = lambda watchdog: watchdogs.append(watchdog) or defer(watchdog)
-    play_command(*arguments)
-
-
 @pytest.fixture(scope="module")
 def told(undisturbed) -> Path:
     """The folder of the same run, told to end before it learns in step 2, again while it learns in step 3."""
@@ -108,7 +85,7 @@ def told(undisturbed) -> Path:
     for number, name, nth, kept in ((signal.SIGTERM, "learner_view", 2, [1]), (signal.SIGUSR1, "learn", 3, [2, 3])):
         logs = undisturbed.parent / f"told_{name}"
         logs.mkdir()
-        ranks = start_ranks(NUM_RANKS, logs, told_at_call, number, name, nth, *arguments)
+        ranks = start_ranks(NUM_RANKS, logs, told_at_call, NUM_RANKS - 1, number, name, nth, *arguments)
         wait_for_ranks(ranks)
         said = [(logs / f"{rank}.err").read_text() for rank in range(NUM_RANKS)]
         assert [rank.exitcode for rank in ranks] == [75] * NUM_RANKS, said

@@ -212,6 +212,25 @@ def test_the_trainers_process_is_left_as_it_was(saw, agent, rank):
     assert after == before
 
 
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_an_engine_in_a_thread_gives_the_same_answers_and_touches_no_generator_but_torchs(saw, agent, rank):
+    """What vLLM draws from that one on the CPU reaches no answer; jobs/test_answers_ahead.py disturbs all of them."""
+    seen = saw[agent, rank]
+    assert tokens_of(seen["beside"]) == tokens_of(seen["here"])
+    for one, other in zip(seen["beside"], seen["here"], strict=True):
+        assert one[2].tolist() == other[2].tolist()
+    before, after = seen["process beside"]
+    assert after[1:] == before[1:]
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_answers_that_nobody_wants_any_more_are_cut_after_a_step(saw, agent, rank):
+    answers = saw[agent, rank]["unwanted"]
+    assert all(len(ids) <= 1 for ids, _, _ in answers)
+    assert all(stop is Stop.CUT or ids.tolist() == [EOS] for ids, stop, _ in answers)
+    assert any(stop is Stop.CUT for _, stop, _ in answers)
+
+
 def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
     """The kernel marks a mapped file without a name as deleted. Of an engine of two ranks each maps both segments."""
     for rank in range(2):

@@ -119,6 +119,31 @@ NAMES = [
             "rollout.engine_correction = 'token' needs the scores before an update. Nearest: false",
         ),
     ),
+    Case(
+        "answers of the next step",
+        (
+            "rollout.one_step_off=true",
+            "placement='shared'",
+            "rollout.engine_correction=token",
+            "training.score_in_first_update=true",
+            "reward.while_sampling=true",
+            "agents.a.offload='optimizer'",
+        ),
+        (
+            "training.score_in_first_update: the 2 agents need each other's scores",
+            "training.score_in_first_update: rollout.engine_correction = 'token' needs the scores",
+            "rollout.one_step_off: with placement = 'shared' nothing of an agent is on the device",
+            "rollout.engine_correction: 'token' corrects the ratio to the trainer's log-probs",
+            "training.score_in_first_update: with rollout.one_step_off the first update learns from another policy",
+            "reward.while_sampling: with rollout.one_step_off the answers that are sampled are not those of the step",
+            "agents.a.offload: with rollout.one_step_off the engine is awake while the agent learns",
+        ),
+    ),
+    Case(
+        "an engine over ranks beside learning",
+        ("rollout.one_step_off=true", "agents.a.tp=2"),
+        ("rollout.one_step_off: an engine of agent a is over 2 ranks, whose collectives and those of learning could",),
+    ),
     one("a schedule", "agents.a.optimizer.schedule='cos'", "agents.a.optimizer.schedule: must be 'constant', 'linear'"),
     one(
         "an agent's name", "agents.a.name='a b'", "name: needs letters, digits, - and _, a letter or digit first, found"

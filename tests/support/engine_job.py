@@ -6,6 +6,7 @@ writes what it saw to OUT/<agent>-<agent rank>.pt; the tests judge it.
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+from hacpo_mega.rollout.engine_thread import EngineThread
 
 RANKS = RankMap(lanes=1, agents=(AgentShape("qwen3", tp=2), AgentShape("llama", tp=2)))
 EOS = 7
@@ -141,6 +143,13 @@ def replicas(models: Path, agent: str) -> dict:
     seen["just fits"] = plain(engine.generate([[1] * 250], [0], max_tokens=6)[0])
     seen["no score"] = message(lambda: engine.logprobs([[1] * MAX_MODEL_LEN]))
     seen["empty"] = engine.generate([], [], max_tokens=6)
+    few = range(8)
+    thread, before = EngineThread(), process_state()
+    thread.begin(partial(draw, engine, few))
+    seen["beside"] = thread.finish()
+    seen["process beside"] = (before, process_state())
+    seen["here"] = draw(engine, few)
+    seen["unwanted"] = draw(engine, few, is_unwanted=lambda: True)
     seeds = [answer_seed(1, 0, 0, rollout, dist.get_rank()) for rollout in range(NUM_DRAWS)]
     seen["draws"] = [c.token_ids[0] for c in engine.generate([sequences()[0]] * NUM_DRAWS, seeds, max_tokens=1)]
     engine.close()

@@ -169,6 +169,25 @@ def test_what_does_not_fit_is_refused_and_its_advice_helps(overrides, advice):
             assert left == [], override
 
 
+def test_an_engine_that_answers_while_the_actor_learns_is_in_every_phase():
+    """Its share of the device beside all that learning takes; where that does not fit, switching it off may."""
+    overrides = ("lanes=1", f"{LARGE}.tp=8", f"{SMALL}.tp=8", "agents.*.engine_tp=1", "agents.*.recompute=full")
+    sleeps, awake = (
+        budgets_of(PAIR, *overrides, "agents.*.vllm.gpu_memory_utilization=0.3", f"rollout.one_step_off={on}")[
+            "qwen-8b-base"
+        ]
+        for on in ("false", "true")
+    )
+    engine = awake.parts["engine awake"]
+    assert engine == sleeps.parts["engine awake"]
+    for phase in awake.phases:
+        rest = {part: awake.parts[part] for part in awake.parts_of(phase) if not part.startswith("engine ")}
+        assert awake.phases[phase] == sum(rest.values()) + engine
+    assert awake.phases["generate"] == sleeps.phases["generate"] and awake.phases["learn"] > sleeps.phases["learn"]
+    lines = complaints(*overrides, "agents.*.vllm.kv_cache_memory_bytes=42949672960", "rollout.one_step_off=true")
+    assert any("Nearest: rollout.one_step_off = false (" in line for line in lines), lines
+
+
 def test_nothing_helps_a_model_that_fits_nowhere():
     lines = complaints("device_memory_gib=4")
     assert len(lines) == 2

@@ -97,6 +97,18 @@ def test_what_only_a_benchmark_counts_is_read_and_told():
     assert "| KB sent | agent | exchange/lane |" in text
 
 
+def test_sampling_beside_other_phases_is_as_fast_as_it_was_there():
+    """Half a second of waiting was left of two: the rate is that of two."""
+    beside, alone = step_metrics(), step_metrics()
+    beside.timing.update({"agent/a/phase/roll_out_s": 0.5, "agent/a/roll_out_hidden_s": 1.5})
+    small = public_architecture("Qwen/Qwen3-1.7B")
+    rates = [
+        summarize("hacpo", [[measured_step(5.0, found, ["a", "b"])]], {"a": small, "b": small}).agents["a"].flops_per_s
+        for found in (beside, alone)
+    ]
+    assert rates[0]["roll_out"] == rates[1]["roll_out"] > 0.0
+
+
 def test_the_peak_is_that_since_the_last_call():
     take_peak()
     before = take_peak()

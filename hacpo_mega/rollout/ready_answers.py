@@ -1,0 +1,62 @@
+"""Answers to the prompts of a step that has not begun, as a checkpoint keeps them (rollout.one_step_off).
+
+One file per cell that wrote them, in the agent's folder, in the byte layout of wire.py. Whoever goes on takes what
+answers its own prompts out of all files of the agent, so that it may have other cells and lanes.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hacpo_mega.records import Completion, Prompt, Stop
+from hacpo_mega.rollout import wire
+
+SUFFIX = "_answers"
+ROW = np.dtype([("prompt_index", "<i8"), ("rollout_index", "<i4"), ("stop", "u1"), ("prompt", "S16")])
+
+
+@dataclass(frozen=True)
+class ReadyAnswers:
+    """A cell's answers to its prompts of a step, by prompt, then by rollout, with the engine's log-probs."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[Completion]
+
+    def write(self, file: Path) -> None:
+        """Writes all of them; syncing is the caller's."""
+        group = len(self.completions) // len(self.prompts)
+        digests = [_digest(prompt) for prompt in self.prompts]
+        rows = np.array(
+            [
+                (self.prompts[n // group].index, n % group, completion.stop, digests[n // group])
+                for n, completion in enumerate(self.completions)
+            ],
+            ROW,
+        )
+        tokens, logprobs = zip(*((found.token_ids, found.logprobs) for found in self.completions))
+        file.write_bytes(wire.encode(wire.Table(rows, list(tokens), [""] * len(rows), list(logprobs))))
+
+
+def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_prompt: int) -> ReadyAnswers | None:
+    """The answers to `prompts` out of those that cells have written; None unless all are there, to these very texts."""
+    wanted = {
+        (prompt.index, g, _digest(prompt)): n * answers_per_prompt + g
+        for n, prompt in enumerate(prompts)
+        for g in range(answers_per_prompt)
+    }
+    found: list[Completion | None] = [None] * len(wanted)
+    for file in files:
+        table = wire.decode(file.read_bytes(), ROW, sender=str(file))
+        for row, ids, logprobs in zip(table.rows, table.tokens, table.logprobs, strict=True):
+            place = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
+            if place is not None:
+                found[place] = Completion(ids, Stop(int(row["stop"])), logprobs)
+    return None if None in found else ReadyAnswers(prompts, found)
+
+
+def _digest(prompt: Prompt) -> bytes:
+    """Of a prompt's text, without zero bytes, which NumPy would cut at the end."""
+    return hashlib.blake2b(prompt.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest().encode()

@@ -1,0 +1,124 @@
+"""A call beside the main thread: what it gives, what it dies of, how it is stopped; answers that are ready, on disk.
+
+jobs/test_engine.py runs a real engine in the thread, jobs/test_answers_ahead.py whole runs.
+"""
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from hacpo_mega.records import Completion, Prompt, Stop
+from hacpo_mega.rollout.engine_thread import EngineThread
+from hacpo_mega.rollout.ready_answers import ReadyAnswers, read_answers
+
+
+def completion(number: int) -> Completion:
+    ids = np.arange(number % 4, dtype=np.int32) + number
+    return Completion(ids, Stop(number % 4), -np.arange(len(ids), dtype=np.float32) / 7)
+
+
+def test_the_answers_of_a_call_come_with_the_seconds_that_nobody_waited_for():
+    thread, may_end = EngineThread(), threading.Event()
+    for number in (1, 2):
+        may_end.clear()
+        answers = [completion(number)]
+        thread.begin(lambda is_unwanted, answers=answers: answers if may_end.wait() else [])
+        assert thread.is_busy
+        may_end.set()
+        assert thread.finish() is answers
+        assert thread.hidden_s >= 0.0 and not thread.is_busy
+
+
+def test_what_a_call_dies_of_is_raised_where_its_answers_are_asked_for():
+    thread = EngineThread()
+    thread.begin(lambda is_unwanted: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        thread.finish()
+
+
+def test_a_call_that_is_stopped_hears_of_it_and_has_ended():
+    thread, ended = EngineThread(), threading.Event()
+
+    def generate(is_unwanted) -> list[Completion]:
+        while not is_unwanted():
+            pass
+        ended.set()
+        return []
+
+    thread.stop()  # nothing runs
+    thread.begin(generate)
+    thread.stop()
+    assert ended.is_set()
+
+
+def test_on_cuda_the_thread_is_on_its_callers_device_behind_all_that_was_asked(monkeypatch):
+    """A faked device; a new thread of torch is on device 0 and its default stream."""
+    done = []
+
+    class Stream:
+        def record_event(self) -> str:
+            return "event of the caller"
+
+        def wait_event(self, event: str) -> None:
+            done.append(event)
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    @contextmanager
+    def on(stream: Stream):
+        done.append("on its stream")
+        yield
+
+    fakes = {
+        "is_available": lambda: True,
+        "current_device": lambda: 3,
+        "current_stream": Stream,
+        "set_device": lambda device: done.append(f"device {device}"),
+        "Stream": Stream,
+        "stream": on,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    thread = EngineThread()
+    thread.begin(lambda is_unwanted: done.append("generate"))
+    thread.finish()
+    assert done == ["device 3", "event of the caller", "on its stream", "generate", "synchronize"]
+
+
+PROMPTS = tuple(Prompt(index, str(index), f"{index}+1=\ud800", "") for index in range(6))
+GROUP = 3
+
+
+@pytest.fixture
+def files(tmp_path):
+    """What two cells have written of two prompts and of four."""
+    written = []
+    for number, prompts in enumerate((PROMPTS[:2], PROMPTS[2:])):
+        completions = [completion(prompt.index * GROUP + g) for prompt in prompts for g in range(GROUP)]
+        written.append(tmp_path / f"__{number}_answers")
+        ReadyAnswers(prompts, completions).write(written[-1])
+    return written
+
+
+def test_answers_are_read_by_any_number_of_cells(files):
+    for share in (PROMPTS, PROMPTS[:3], PROMPTS[3:]):
+        found = read_answers(files, share, GROUP)
+        assert found.prompts == share
+        for number, answer in enumerate(found.completions, start=share[0].index * GROUP):
+            expected = completion(number)
+            assert answer.stop is expected.stop
+            assert answer.token_ids.tolist() == expected.token_ids.tolist()
+            assert answer.logprobs.tolist() == expected.logprobs.tolist()
+    assert len(read_answers(files, PROMPTS, GROUP - 1).completions) == 12
+
+
+def test_answers_to_other_prompts_or_too_few_are_none(files):
+    other = Prompt(1, "1", "1+2=", "")
+    assert read_answers(files, (PROMPTS[0], other), GROUP) is None
+    assert read_answers(files, PROMPTS, GROUP + 1) is None
+    assert read_answers(files[:1], PROMPTS, GROUP) is None
+    assert read_answers([], PROMPTS, GROUP) is None
