@@ -30,16 +30,16 @@ def num_parameters(agent: AgentConfig) -> int:
 def checkpoint_bytes(config: Config) -> int:
     """Of the next checkpoint: as many as the newest one has, else by the number of parameters.
 
-    Beside that come answers to the next step, all of them as long as they may be, with rollout.one_step_off.
+    With rollout.one_step_off there are answers to the next step in it: at first all as long as they may be.
     """
+    steps = committed_steps(config.run_dir)
+    if steps:
+        newest = folder_of(config.run_dir, steps[-1])
+        return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     ready = 0
     if config.rollout.one_step_off:
         answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
         ready = answers * config.rollout.max_answer_tokens * BYTES_PER_READY_TOKEN
-    steps = committed_steps(config.run_dir)
-    if steps:
-        newest = folder_of(config.run_dir, steps[-1])
-        return ready + sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
 
 

@@ -80,9 +80,9 @@ class RatesTable(Section):
     pool_s: PositiveOrZero
     """Seconds of the host to unpack an answer of the lane, whoever learns from it."""
     view_s: PositiveOrZero
-    """Seconds of the host to turn an answer into what a learner trains on."""
+    """Seconds of the host to turn another agent's answer into what a learner trains on, beside its tokens."""
     view_token_s: PositiveOrZero
-    """Seconds of the host for every token of another agent's answer that a learner cuts into its own tokens."""
+    """Seconds of the host for every token of such an answer, which is cut into the learner's own tokens."""
     publish_s: PositiveOrZero
     """Seconds of a publication beside its bytes."""
     tensor_s: PositiveOrZero

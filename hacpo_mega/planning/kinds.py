@@ -44,7 +44,7 @@ _GPU_RATES: Mapping[str, float] = {
     "step_s": 1.0,
 }
 # From processor seconds of the quickstart at 4, 12 and 15 tokens, 256 and 512 answers, and of half its prompts left
-# out; passes from the hacpo rows of docs/throughput.md. Its other rows, and other layouts, are predictions.
+# out; passes from its hacpo step at 8b986cd; of requests, views and tensors from the layouts of docs/planning.md.
 _CPU_RATES: Mapping[str, float] = {
     "learn": 0.6,
     "score": 0.6,
@@ -55,15 +55,15 @@ _CPU_RATES: Mapping[str, float] = {
     "learn_passes": 4.0,
     "score_passes": 1.85,
     "round_s": 0.0105,
-    "request_s": 0.00043,
+    "request_s": 0.00055,
     "token_s": 0.000066,
     "answer_s": 0.000017,
     "batch_s": 0.022,
     "pool_s": 0.00005,
-    "view_s": 0.00011,
-    "view_token_s": 0.0000065,
+    "view_s": 0.00035,
+    "view_token_s": 0.000001,
     "publish_s": 0.0,
-    "tensor_s": 0.001,
+    "tensor_s": 0.0013,
     "step_s": 0.065,
 }
 

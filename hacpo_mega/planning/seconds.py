@@ -117,11 +117,10 @@ def _judge(demand: Demand, cluster: Cluster) -> float:
 
 
 def _exchange(demand: Demand, cluster: Cluster) -> float:
-    """Every rank unpacks all answers of its lane, and turns into samples those that its cell learns from."""
+    """Every rank unpacks its lane's answers, and cuts those of others that its cell learns from into own tokens."""
     work, rates = demand.work, cluster.rates
-    others_tokens = work.trained * (1.0 - 1.0 / work.sources) * work.answer_tokens
-    views_s = rates.view_s * work.trained + rates.view_token_s * others_tokens
-    return rates.pool_s * work.pool / demand.lanes + views_s / demand.budget.actor.dp
+    others = work.trained * (1.0 - 1.0 / work.sources) / demand.budget.actor.dp
+    return rates.pool_s * work.pool / demand.lanes + others * (rates.view_s + rates.view_token_s * work.answer_tokens)
 
 
 def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:

@@ -37,7 +37,7 @@ def test_seconds_of_one_device(tmp_path):
     assert phases["roll_out"] == pytest.approx({"compute": decode + prefill, "host": 64 * 0.01 + 128 * 0.001})
     assert phases["judge"] == pytest.approx({"host": 8 * 0.1 / 2})
     assert phases["score"] == pytest.approx({"compute": 8 * READ / 0.25e9})
-    assert phases["exchange"] == pytest.approx({"host": 16 * 0.01, "link between": 1456 / 0.5e9 + 4e-6})
+    assert phases["exchange"] == pytest.approx({"host": 8 * 0.01, "link between": 1456 / 0.5e9 + 4e-6})
     step = NUMBERS * (4 + 4 + 8 + 16) / 1e9
     assert phases["learn"] == pytest.approx({"compute": 3 * 16 * READ / 0.5e9, "optimizer": step})
     assert phases["publish"] == pytest.approx({"memory": 3 * 4 * NUMBERS / 1e9, "host": 0.5})
@@ -77,7 +77,7 @@ def test_what_the_host_does_for_answers_micro_batches_and_tensors(tmp_path):
     agent = plan_of(tmp_path, {**CLUSTER, "rates": {**CLUSTER["rates"], **host}}).agents[0]
     assert agent.phases["score"]["host"] == 3 * 0.25
     assert agent.phases["learn"]["host"] == 2 * (3 + 3) * 0.25
-    assert agent.phases["exchange"]["host"] == pytest.approx(16 * 0.5 + 16 * 0.01 + 8 * 16 * 0.25)
+    assert agent.phases["exchange"]["host"] == pytest.approx(16 * 0.5 + 8 * 0.01 + 8 * 16 * 0.25)
     assert agent.phases["publish"]["host"] == 0.5 + (2 * 9 + 3) * 2.0
     without = plan_of(tmp_path).agents[0].phases["roll_out"]["host"]
     assert agent.phases["roll_out"]["host"] == pytest.approx(without + 8 * 0.125)
