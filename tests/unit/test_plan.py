@@ -174,7 +174,7 @@ def test_memory_is_that_of_the_traced_model(tmp_path, kind, layout):
 
 
 def test_the_benchmark_of_the_quickstart_is_met():
-    """The constants of `cpu` are from its hacpo rows and from processor seconds; the other schedules are predicted."""
+    """The constants of `cpu` are from an older hacpo step and from processor seconds; these are predictions."""
     measured = dict(
         re.findall(
             r"^\| (hacpo|gspo_x2|gspo) \| (\d+\.\d+) \|", (ROOT / "docs/throughput.md").read_text(), re.MULTILINE

@@ -287,6 +287,16 @@ def test_a_bad_benchmark_is_one_line_before_anything_starts(tmp_path, config_fil
     assert line in str(result.exception) and len(str(result.exception).splitlines()) == 1
 
 
+def test_turns_that_a_configuration_cannot_take_are_left_out_with_the_reason(tmp_path, config_file, monkeypatch):
+    """An engine that answers while its actor learns cannot take turns."""
+    started = []
+    monkeypatch.setattr(cli_bench, "run_blocks", lambda run: started.extend(run.blocks) or {})
+    asked = ["bench", str(config_file), "--out", str(tmp_path / "out"), "rollout.one_step_off=true"]
+    output = CliRunner().invoke(app, asked).output
+    assert [block.name for block in started] == ["hacpo", "gspo_x2", "gspo"]
+    assert output.startswith("left out: under in turns: ") and "with placement = 'shared' nothing of an agent" in output
+
+
 def test_a_benchmark_is_not_started_inside_a_job(config_file, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
