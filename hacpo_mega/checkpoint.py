@@ -183,10 +183,15 @@ def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Pa
 
     fresh    whether what lies in run_dir is left alone
     accept   keys of the configuration that may differ from the run's
-    branch   a committed step of any run, to begin with where run_dir has none
+    branch   a committed step of any run, to begin with where run_dir has none; of another one, if `fresh`
 
     ValueError, one line per problem, when that step cannot be read or the configuration is not the run's.
     """
+    if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):
+        raise ValueError(
+            f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give the branch another run_dir, or "
+            "leave --fresh out and move the later steps away"
+        )
     found = None if fresh else latest_checkpoint(config.run_dir)
     if found is None and branch is not None:
         found = read_checkpoint(branch)

@@ -235,6 +235,7 @@ class ViewCounts:
     num_undecodable      whose text does not show what was sampled: an id without a token, a control token before the
                          end, half a character. Own ones are counted too, and trained on; half a character also
                          where the learner has the source's tokenizer and takes its ids
+    num_not_finite       whose log-prob under their source is none, since the source's weights are broken
     num_zero_advantage   that would change no gradient: neither scored nor trained, own ones too
     `num_compared` answers were read back after they had been encoded; `num_changed` of them reads differently.
     `token_ratio_sum` adds up learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
@@ -254,6 +255,7 @@ class ViewCounts:
     num_compared: int = 0
     num_reencoded: int = 0
     num_changed: int = 0
+    num_not_finite: int = 0
     token_ratio_sum: float = 0.0
 
     def __add__(self, other: "ViewCounts") -> "ViewCounts":

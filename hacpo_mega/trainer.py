@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from hacpo_mega.agent import Agent
-from hacpo_mega.algorithm import (
-    BandTracker,
-    CapabilityTracker,
-    learning_of,
-    reward_tally,
-)
+from hacpo_mega.algorithm import BandTracker, CapabilityTracker, learning_of, reward_tally
 from hacpo_mega.checkpoint import Checkpoint, folder_of, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
@@ -165,6 +160,7 @@ class Trainer:
         self._leave_if_told()
         with self._phase("judge"):
             judgements = self._judge(mine, rollouts)
+            judged = self.judge.take_report()
         with self._phase("exchange"):  # rewards first: they say which answers need a score
             rewards = [judgement.reward for judgement in judgements]
             rewards_PNG = share_rewards(rewards, len(prompts), self.place, self.config.answers_per_prompt)
@@ -209,7 +205,6 @@ class Trainer:
         if self.config.training.score_in_first_update:  # what was not scored before has been by now
             scores = self.agent.scoring.after_learning(rollouts, scores, updates)
             trajectories = trajectories_of(self.place, rollouts, judgements, scores)
-        judged = self.judge.take_report()
         self.report.add(trajectories, scores, capability_N, views, updates, judged, self.agent.asleep_bytes)
         reduced = self._write(pool, advantages_PNG, self.agent.describe(pool.prompts, rollouts, scores, updates))
         self.report.warn(reduced)
@@ -242,6 +237,7 @@ class Trainer:
             judgements = self._judge(mine, answers)
         if self.place.is_leader:
             add_accuracy(self.metrics, self.agent.name, mine, judgements)
+            self.report.warn_of_grader(self.judge.take_report(), "held-out answers")
 
     def _verify_weights(self, when: str = "") -> None:
         """Ends the run where an engine answers with other weights than its actor's. Collective over the cell."""

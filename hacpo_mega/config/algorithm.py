@@ -127,6 +127,15 @@ class AlgorithmConfig(Section):
         return {**chosen, **given}
 
     @model_validator(mode="after")
+    def _a_calibrated_band_is_a_band(self) -> Self:
+        if self.band == "calibrated" and self.cross_clip != "band":
+            raise ValueError(
+                f'band = "calibrated" says where the band begins, cross_clip = "{self.cross_clip}" that there is none: '
+                "leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ordered_bounds(self) -> Self:
         if self.omega_clip and not 0.0 < self.omega_clip[0] <= 1.0 <= self.omega_clip[1]:
             low, high = self.omega_clip

@@ -1,6 +1,6 @@
 """What differs between the configuration that a run was begun with and the one it is to go on with, key by key.
 
-free      changes nothing that is trained: goes through
+free      changes nothing that is trained: goes through (num_steps too, though it moves the rates of a falling schedule)
 asked     would make another run of it: refused, unless the user accepts this key
 fixed     a run cannot have another value
 """

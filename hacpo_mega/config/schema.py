@@ -134,7 +134,7 @@ class CheckpointConfig(Section):
     every_minutes: PositiveOrZero = 30.0
     """Minutes after which a step ends with a checkpoint although its number does not ask for one; 0: never."""
     asynchronous: Flag = True
-    """Whether training goes on while a checkpoint is written, from a copy of the state in host memory (about 16 bytes a
+    """Whether training goes on while a checkpoint is written, from a copy of the state in host memory (about 12 bytes a
     parameter, over the ranks of an agent); it counts from the end of the step in which all have written."""
     keep_last: Count = 2
     """Newest checkpoints that are kept; the one before the newest is there in case the newest is damaged."""

@@ -51,11 +51,15 @@ class JudgeCounts:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """What went wrong since the last report. `errors` has every distinct text with its number, in order of coming."""
+    """What went wrong since the last report. `errors` has every distinct text with its number, in order of coming.
+
+    num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
+    """
 
     num_answers: int
     num_unjudged: int
     num_timeouts: int
+    num_errors: int
     errors: Mapping[str, int]
 
     @property
@@ -130,6 +134,7 @@ class Judge:
             num_answers=now.num_answers - before.num_answers,
             num_unjudged=now.num_unjudged - before.num_unjudged,
             num_timeouts=now.num_timeouts - before.num_timeouts,
+            num_errors=now.num_errors - before.num_errors,
             errors=errors,
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.grading.judge import JudgeReport
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
@@ -78,12 +79,18 @@ class JudgeAlarm:
         """Restores `state_dict()`."""
         self._told = set(state["told"])
 
-    def warnings(self, num_unjudged: int, num_answers: int, first_error: str | None) -> Iterator[str]:
-        """A line when `first_error` is a new one; the numbers are those of the same answers."""
-        if first_error is None or first_error in self._told:
+    def warnings(self, judged: JudgeReport, what: str) -> Iterator[str]:
+        """A line when the first error of a report is a new one; `what` are the answers that it is about."""
+        if judged.first_error is None or judged.first_error in self._told:
             return
-        self._told.add(first_error)
-        yield f"warning: {num_unjudged} of {num_answers} answers unjudged; the grader's first error: {first_error}"
+        self._told.add(judged.first_error)
+        if judged.num_unjudged:
+            number, fate = judged.num_unjudged, "unjudged"
+        else:
+            number, fate = judged.num_errors, "earn 0: the grader fails on them, not on their gold"
+        yield (
+            f"warning: {number} of {judged.num_answers} {what} {fate}; the grader's first error: {judged.first_error}"
+        )
 
 
 class UnjudgedLimit:
@@ -104,13 +111,15 @@ class UnjudgedLimit:
         """Restores `state_dict()`."""
         self._num_steps = state["num_steps"]
 
-    def see(self, num_unjudged: int, num_answers: int, first_error: str | None) -> None:
-        """Counts a step of this cell; RunStopped after the third in a row above the limit."""
-        self._num_steps = self._num_steps + 1 if num_unjudged > self._most * num_answers else 0
+    def see(self, judged: JudgeReport) -> None:
+        """Counts a step's sampled answers in this cell; RunStopped after the third step in a row above the limit."""
+        is_above = judged.num_unjudged > self._most * judged.num_answers
+        self._num_steps = self._num_steps + 1 if is_above else 0
         if self._num_steps == UNJUDGED_STEPS:
+            error = judged.first_error or "it ran out of time"
             raise RunStopped(
                 f"more than {self._most:.0%} of the answers (reward.max_unjudged_share) were left unjudged in "
-                f"{UNJUDGED_STEPS} steps in a row; the grader's first error: {first_error or 'it ran out of time'}"
+                f"{UNJUDGED_STEPS} steps in a row; the grader's first error: {error}"
             )
 
 

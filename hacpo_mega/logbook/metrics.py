@@ -2,19 +2,23 @@
 
 A metric that nobody added in a step is absent from it, not 0. Nothing here knows what a metric means; the names do:
 
-    agent/<name>/reward_mean, answer_tokens_mean, truncated, verdict/<verdict>                about its answers
+    agent/<name>/reward_mean, answer_tokens_mean, truncated, verdict/<verdict>, logprob_mean  about its answers
     agent/<name>/num_answers, num_unjudged                                                    about its answers
     agent/<name>/num_cut                                              of them, with biased_cut_after alone
     agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
+    agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way
     agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
+    agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update
+    agent/<name>/cross_coefficient_share, num_nonfinite, kl                                   its whole loss
+    agent/<learner>/from/<source>/band_low                                        of a calibrated band, before the step
     agent/<learner>/from/<source>/ratio_mean, ratio_min, ratio_max, below, inside, above      others' answers in it
     agent/<learner>/from/<source>/weight_mean, weight_ess, weight_max, positive_share         and what they weigh there
     agent/<learner>/from/<source>/token_ratio, changed                                        and in its own tokens
     agent/<learner>/from/<source>/grad_share, grad_cosine, grad_norm, self/grad_norm          with diagnose_every alone
     agent/<name>/grad_norm, grad_norm_max, lr, num_updates, num_skipped_updates               its optimizer
-    agent/<name>/num_trained_answers, num_trained_tokens                                      and what it read
+    agent/<name>/num_trained_answers, num_trained_tokens, num_microbatches                    and what it read
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     agent/<name>/judge_hidden_s                                       mean leader, with while_sampling alone
     agent/<name>/roll_out_hidden_s, staleness_steps                   mean leader, with one_step_off alone
@@ -24,9 +28,10 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/asleep_bytes                                         and what is held there while its engine sleeps
     capability/<name>, omega/<learner>/<source>                                               the job
 
-Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers; tensor rank 0 of the last
-pipeline stage what the loss saw; the first rank of an agent its optimizer; the job's rank 0 capability and omega; and
-every rank its own phase seconds. What is known to be equal everywhere is a gauge, of which the lowest rank's is taken.
+Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers, what the loss saw of its
+samples and what its updates came to; the first rank of an agent its skipped updates; the job's rank 0 capability and
+omega; and every rank its own phase seconds. What is known to be equal everywhere is a gauge, of which the lowest
+rank's is taken.
 """
 
 import io

@@ -86,7 +86,9 @@ class SkippedUpdates:
             for report in stats.reports
             for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist(), strict=True)
         }
-        shown = [(sample, ratios[sample.prompt_index, sample.source, sample.rollout_index]) for sample in samples]
+        # An answer without a trained token is in no micro-batch (samples/packing.py), so nothing was said of it.
+        keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
+        shown = [(sample, ratios[key]) for sample, key in zip(samples, keys, strict=True) if key in ratios]
         broken = [
             (s, ratio) for s, ratio in shown if not math.isfinite(ratio + s.advantage + (s.source_logprob or 0.0))
         ]

@@ -82,21 +82,26 @@ class StepReport:
     ) -> None:
         """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers.
 
+        judged         what the judge said of these trajectories alone: held-out answers enter no group
         asleep_bytes   what was held on this rank's device when its engine had fallen asleep; None: it never does
         RunStopped where the grader has failed for too long.
         """
         add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), asleep_bytes)
         if self._place.is_leader:
             self._add_cell(trajectories, scores, views, updates)
-            for warning in self._judge_alarm.warnings(judged.num_unjudged, judged.num_answers, judged.first_error):
-                warn(f"{self._place.coordinate}: {warning}")
-            self._unjudged_limit.see(judged.num_unjudged, judged.num_answers, judged.first_error)
+            self.warn_of_grader(judged, "answers")
+            self._unjudged_limit.see(judged)
         if self._place.coordinate.global_rank == 0:
             omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)
             add_capability(self._metrics, self._names, capability_N, omega_NN)
             if self._algorithm.uses_capability:
                 for warning in self._omega_alarm.warnings(omega_NN):
                     self._console.say(warning)
+
+    def warn_of_grader(self, judged: JudgeReport, what: str) -> None:
+        """Says on a leader what its judge failed at, if that is new; `what` are the answers it was given."""
+        for warning in self._judge_alarm.warnings(judged, what):
+            warn(f"{self._place.coordinate}: {warning}")
 
     def _add_cell(
         self,

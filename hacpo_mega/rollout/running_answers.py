@@ -42,6 +42,7 @@ class RunningAnswers:
         # Less what rounding may add to a share of a count.
         num_awaited = math.ceil(cut_after * num_asked - 1e-9)
         self._num_running, self._num_left = num_asked, num_asked - num_awaited
+        self._was_cut: frozenset[str] = frozenset()
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
         """What a step has finished, and with it what is cut after it."""
@@ -59,14 +60,15 @@ class RunningAnswers:
         states = list(engine.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, self._cut_reason, None) for state in states]
         engine.abort_request([state.request_id for state in states], internal=True)
-        self._num_running = 0
+        self._num_running, self._was_cut = 0, frozenset(output.request_id for output in outputs)
         return outputs
 
     def completion(self, output: Any) -> Completion:
         """A vLLM answer as our record. Its finish_reason is "stop" exactly when a token that ends it was sampled."""
         answer = output.outputs[0]
-        stops = {"stop": Stop.EOS, "length": Stop.LENGTH, str(self._cut_reason): Stop.CUT}
-        stop = stops.get(answer.finish_reason, Stop.ABORT)
+        stops = {"stop": Stop.EOS, "length": Stop.LENGTH}
+        # vLLM says "abort" of what was cut here and of what it gave up by itself.
+        stop = Stop.CUT if output.request_id in self._was_cut else stops.get(answer.finish_reason, Stop.ABORT)
         token_ids = np.asarray(answer.token_ids, dtype=np.int32)
         if self._eos_id is not None and stop is not Stop.CUT:
             stop, token_ids[-1] = Stop.EOS, self._eos_id

@@ -9,6 +9,7 @@ a control token, or reads differently).
 Not here: the advantages themselves (algorithm/) and which samples share an update (packing.py).
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ def _answer_ids(
     # when they were scored, and their first ratio would no longer be exactly 1.
     if not trajectory.is_judged and not is_self:
         return None
+    # A source whose weights are broken must not block a sound learner. An own answer like that stays: its update is
+    # skipped, and too many of those end the run (logbook/skipped_updates.py).
+    if not is_self and not _is_finite(trajectory):
+        tally["num_not_finite"] += 1
+        return None
     ids = rollout.token_ids if is_self else _in_own_tokens(trajectory, codec, rules, tally)
     tally["num_undecodable"] += not _is_shown(trajectory, rules) or REPLACEMENT in rollout.text
     if ids is not None:
@@ -122,6 +128,10 @@ def _answer_ids(
         tally["num_empty"] += rollout.text == ""
         tally["num_truncated"] += rollout.stop != Stop.EOS
     return ids
+
+
+def _is_finite(trajectory: Trajectory) -> bool:
+    return trajectory.num_scored == 0 or math.isfinite(trajectory.mean_logprob + trajectory.engine_weight)
 
 
 def _sampled(rollout: Rollout) -> np.ndarray:
@@ -188,9 +198,11 @@ def _sample(
     num_trained = trained_tokens(len(answer_ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
     # an own ratio is only 1 before the first update if both sides average over the same tokens
     assert own is None or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
-    assert np.isfinite(advantage), (prompt, trajectory.agent, rollout.rollout_index)
     is_scored = own is not None or not is_self
-    assert np.isfinite(trajectory.mean_logprob) or not is_scored, (prompt, trajectory.agent, rollout.rollout_index)
+    # Over no token NaN means that nobody was to train on it; over some it is what a broken model says.
+    was_wanted = trajectory.num_scored > 0 or not math.isnan(trajectory.mean_logprob)
+    assert was_wanted or not is_scored, (prompt, trajectory.agent, rollout.rollout_index)
+    assert math.isfinite(advantage) or not _is_finite(trajectory), (prompt, trajectory.agent, rollout.rollout_index)
     length = num_trained if is_self or rules.ratio_length == "own" else trajectory.num_scored
     return Sample(
         source=trajectory.agent,

@@ -62,6 +62,23 @@ def test_a_run_whose_updates_are_all_skipped_stops_with_their_samples(tmp_path):
     assert not (tmp_path / "run" / "agents").exists()
 
 
+def test_a_model_that_broke_in_the_step_before_stops_with_its_samples_too(tmp_path):
+    """Two updates a step: the second of the first step is skipped, and both of the second, whose scores are NaN."""
+    training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
+    reward = {"kind": f"{GRADER}:odd_length"}
+    tables = {"training": training | {"max_skipped_updates": 3}, "reward": reward, "num_steps": 4}
+    statuses, errors, _ = play(write_config(tmp_path, exploding(tmp_path), **tables))
+    assert statuses == [3, 3], errors
+    (line,) = [line for line in errors if not line.startswith("warning")]
+    assert ", up to update 2 of step 2: loss nan" in line, line
+    (file,) = (tmp_path / "run" / "logs").iterdir()
+    updates = json.loads(file.read_text())["updates"]
+    assert [(update["step"], update["update"]) for update in updates] == [(1, 2), (2, 1), (2, 2)]
+    assert {sample["source_logprob"] for sample in updates[1]["samples"] if sample["source"] == 1} == {"nan"}
+    values = read_metrics(tmp_path / "run/metrics.jsonl")[1].values
+    assert values["agent/fine/num_skipped_updates"] == 0
+
+
 def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
     """Its second and last update was skipped by both of its cells: counted once, warned about, and too few to stop."""
     training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
@@ -81,13 +98,13 @@ def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
 
 
 def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):
-    """The first report has the 8 answers of the evaluation, too. What was finished before the third step stays."""
+    """It is quoted for the held-out answers already. What was finished before the third step stays."""
     agents = [agent_table(tmp_path, "one", "qwen3", CHARACTERS), agent_table(tmp_path, "two", "llama", CHARACTERS)]
     config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text"})
     statuses, errors, console = play(config)
     assert statuses == [3, 3], errors
     error = "the grader returned str 'correct', expected a number in [0, 1] or None"
-    warnings = [line for line in errors if "warning: 40 of 40 answers unjudged" in line]
+    warnings = [line for line in errors if "warning: 8 of 8 held-out answers unjudged" in line]
     assert len(warnings) == 2 and all(error in line for line in warnings), errors
     stops = [line for line in errors if line not in warnings]
     assert stops == [

@@ -6,6 +6,11 @@ def share_of_ones(prompt: str, answer: str, gold: str) -> float | None:
     return answer.count("1") / len(answer) if answer else None
 
 
+def odd_length(prompt: str, answer: str, gold: str) -> float:
+    """Whether the answer has an odd number of characters."""
+    return float(len(answer) % 2)
+
+
 def text(prompt: str, answer: str, gold: str) -> str:
     """A broken grader: it returns its verdict as text."""
     return "correct"

@@ -8,6 +8,7 @@ import torch
 
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.alarms import (
     EngineAlarm,
     GradNormAlarm,
@@ -16,6 +17,12 @@ from hacpo_mega.logbook.alarms import (
     ResidueAlarm,
     UnjudgedLimit,
 )
+
+
+def report(num_unjudged: int, error: str | None, num_errors: int | None = None) -> JudgeReport:
+    """Of 64 answers; those that are unjudged are the ones that failed, unless another number is given."""
+    num_errors = num_unjudged if num_errors is None else num_errors
+    return JudgeReport(64, num_unjudged, 0, num_errors, {} if error is None else {error: num_errors})
 
 
 def test_an_agent_without_a_reward_is_named_once_for_every_pair_that_it_breaks():
@@ -42,19 +49,27 @@ def test_a_clipped_omega_raises_no_alarm():
 
 def test_a_grader_that_fails_is_quoted_once_and_another_error_again():
     alarm = JudgeAlarm()
-    assert list(alarm.warnings(0, 64, None)) == []
-    (line,) = alarm.warnings(64, 64, "ValueError: no field 'gold'")
-    assert line == "warning: 64 of 64 answers unjudged; the grader's first error: ValueError: no field 'gold'"
-    assert list(alarm.warnings(60, 64, "ValueError: no field 'gold'")) == []
-    assert len(list(alarm.warnings(1, 64, "returned str"))) == 1
+    assert list(alarm.warnings(report(0, None), "answers")) == []
+    (line,) = alarm.warnings(report(64, "ValueError: no field 'gold'"), "held-out answers")
+    assert line == "warning: 64 of 64 held-out answers unjudged; the grader's first error: ValueError: no field 'gold'"
+    assert list(alarm.warnings(report(60, "ValueError: no field 'gold'"), "answers")) == []
+    assert len(list(alarm.warnings(report(1, "returned str"), "answers"))) == 1
+
+
+def test_answers_that_a_sound_grader_fails_on_are_not_called_unjudged():
+    (line,) = JudgeAlarm().warnings(report(0, "MemoryError", num_errors=3), "answers")
+    assert line == (
+        "warning: 3 of 64 answers earn 0: the grader fails on them, not on their gold; "
+        "the grader's first error: MemoryError"
+    )
 
 
 def test_a_grader_that_fails_three_steps_in_a_row_ends_the_run():
     limit = UnjudgedLimit(0.5)
     for num_unjudged in (33, 64, 32, 33, 64):  # 32 of 64 are not more than half: the row begins again
-        limit.see(num_unjudged, 64, "ValueError: no field")
+        limit.see(report(num_unjudged, "ValueError: no field"))
     with pytest.raises(RunStopped) as stop:
-        limit.see(33, 64, "ValueError: no field")
+        limit.see(report(33, "ValueError: no field"))
     assert str(stop.value) == (
         "more than 50% of the answers (reward.max_unjudged_share) were left unjudged in 3 steps in a row; "
         "the grader's first error: ValueError: no field"
@@ -66,7 +81,7 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
     names, omega_NN = ("a", "b"), capability_ratios(torch.tensor([0.5, 1e-8], dtype=torch.float64), None)
     steps = {
         OmegaAlarm: lambda alarm: list(alarm.warnings(omega_NN)),
-        JudgeAlarm: lambda alarm: list(alarm.warnings(64, 64, "ValueError")),
+        JudgeAlarm: lambda alarm: list(alarm.warnings(report(64, "ValueError"), "answers")),
         EngineAlarm: lambda alarm: list(alarm.warnings([0.5, 1e-6])),
         GradNormAlarm: lambda alarm: list(alarm.warnings([math.inf, 1.0])),
     }
@@ -85,13 +100,13 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
     assert kept == {"calm": [[1.0] * 4, [6.0]], "was_spike": [True, False]}, "a copy: it may be written later"
     limit.load_state_dict({"num_steps": 2})
     with pytest.raises(RunStopped):
-        limit.see(64, 64, None)
+        limit.see(report(64, None))
 
 
 def test_a_share_of_one_never_ends_a_run():
     limit = UnjudgedLimit(1.0)
     for _ in range(9):
-        limit.see(64, 64, "ValueError")
+        limit.see(report(64, "ValueError"))
 
 
 def said(alarm: EngineAlarm, *gaps: float | None) -> list[int]:

@@ -240,6 +240,16 @@ def test_a_run_branches_off_only_where_it_has_no_step_of_its_own(tmp_path):
     assert "is no checkpoint of a run" in complaint(config_in(tmp_path / "three"), branch=tmp_path)
 
 
+def test_a_run_that_is_moved_aside_cannot_begin_with_a_step_of_its_own(tmp_path, monkeypatch):
+    """Else its later checkpoints stayed beside another trajectory, or the step was moved away under its reader."""
+    config = config_in(tmp_path / "one")
+    folder = make_step(config, 2)
+    monkeypatch.chdir(tmp_path)
+    for branch in (folder, folder.relative_to(tmp_path)):
+        (line,) = complaint(config, branch=branch, fresh=True).splitlines()
+        assert line.startswith(f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give "), line
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -88,6 +88,7 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("agents.qwen.megatron.bf16=true", "megatron.bf16 is decided by this project"),
         ("data.files=['none.jsonl']", "exactly one of them"),
         ("algorithm.omega_clip=[2.0, 3.0]", "needs 0 < low <= 1 <= high"),
+        ("algorithm={cross_clip='none',band='calibrated'}", "says where the band begins"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
         ("agents.qwen.init.warm_start.skills.add.share=0.9", "add up to 1.43; they must add up to 1"),
     ],

@@ -100,6 +100,28 @@ def test_an_answer_that_moves_no_gradient_is_left_out_and_counted(codecs):
     assert (counts.num_own, counts.num_cross, counts.num_zero_advantage, counts.num_unjudged) == (0, 1, 2, 1)
 
 
+def test_a_broken_model_blocks_itself_alone(codecs):
+    """Log-probs that are no number: their author trains on them, so its update is skipped; nobody else does."""
+    broken = [replace(trajectory(codecs[1], 1, g, "8"), mean_logprob=math.nan) for g in range(2)]
+    broken[1] = replace(broken[1], mean_logprob=-0.5, engine_weight=math.nan)
+    pool = one_prompt([trajectory(codecs[0], 0, g, "7") for g in range(2)], broken)
+    samples, (_, counts) = view_by_source(pool, constant(pool), 0, codecs[0], rules_of(codecs))
+    assert [(sample.source, sample.rollout_index) for sample in samples] == [(0, 0), (0, 1)]
+    assert (counts.num_cross, counts.num_not_finite, counts.num_reencoded) == (0, 2, 0)
+    weighed = constant(pool) * pool.engine_weights_PNG
+    samples, (_, counts) = view_by_source(pool, weighed, 1, codecs[1], rules_of(codecs))
+    own = [sample for sample in samples if sample.source == 1]
+    assert math.isnan(own[0].source_logprob) and math.isnan(own[1].advantage)
+    assert (counts.num_own, counts.num_not_finite) == (2, 0)
+
+
+def test_an_answer_that_nobody_scored_is_no_broken_one(codecs):
+    unscored = replace(trajectory(codecs[1], 1, 0, "8"), mean_logprob=math.nan, num_scored=0)
+    pool = one_prompt([trajectory(codecs[0], 0, 0, "7")], [unscored])
+    with pytest.raises(AssertionError):
+        learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs))
+
+
 def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
     """Two agents, two prompts, two answers: written out for learner 0, whose tokenizer has single characters."""
     text = "7+5=12,4+8+1=13;132"

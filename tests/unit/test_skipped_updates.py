@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +70,13 @@ def test_only_skips_in_a_row_end_the_run(watch, tmp_path):
         RunStopped, match=text + rf"Their samples are in {tmp_path}/logs/qwen\.cell_\*\.skipped_updates\.json$"
     ):
         watch.see(5, 1, GOOD, stats_of(GOOD, skipped=True))
+
+
+def test_an_answer_without_a_trained_token_is_in_no_record(watch):
+    """No micro-batch has it (an answer of EOS alone with eos_in_loss off), so no report says anything of it."""
+    empty = replace(sample(5), num_trained=0)
+    record = watch._record(1, 0, [*GOOD, empty], stats_of(GOOD, skipped=True))
+    assert [s["rollout"] for s in record["samples"]] == [0, 1]
 
 
 def refuse(constant: str) -> None:

@@ -1,0 +1,46 @@
+"""What an answer of the engine is called by the way it ended; tests/jobs/test_engine.py has it with vLLM itself."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hacpo_mega.records import Stop
+from hacpo_mega.rollout.running_answers import RunningAnswers
+
+
+def ended(request_id: int, reason: str) -> SimpleNamespace:
+    answer = SimpleNamespace(finish_reason=reason, token_ids=[3, 4], logprobs=None)
+    return SimpleNamespace(request_id=str(request_id), outputs=[answer])
+
+
+class TwoRequests:
+    """Two requests that run until they are told to end, as vLLM keeps and names them."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        states = {
+            str(n): SimpleNamespace(request_id=str(n), make_request_output=lambda *a, n=n: ended(n, "abort"))
+            for n in (1, 2)
+        }
+        self.output_processor = SimpleNamespace(request_states=states)
+
+    def abort_request(self, request_ids: list[str], internal: bool) -> None:
+        self.aborted += request_ids
+
+
+def test_only_what_was_cut_here_is_called_cut():
+    engine = TwoRequests()
+    llm = SimpleNamespace(llm_engine=engine, request_counter=SimpleNamespace(counter=0))
+    seen = {}
+    answers = RunningAnswers(llm, 4, lambda place, answer: seen.update({place: answer.stop}), 0.5, "abort", None)
+    assert len(answers.after_step([ended(0, "abort")])) == 1, "vLLM gave it up by itself"
+    assert len(answers.after_step([ended(3, "length")])) == 3
+    assert engine.aborted == ["1", "2"]
+    assert seen == {0: Stop.ABORT, 3: Stop.LENGTH, 1: Stop.CUT, 2: Stop.CUT}
+
+
+@pytest.mark.parametrize(("reason", "stop"), [("stop", Stop.EOS), ("length", Stop.LENGTH), ("error", Stop.ABORT)])
+def test_how_an_answer_ended_by_itself(reason, stop):
+    llm = SimpleNamespace(request_counter=SimpleNamespace(counter=0))
+    answers = RunningAnswers(llm, 1, None, 1.0, "abort", None)
+    assert answers.completion(ended(0, reason)).stop is stop
