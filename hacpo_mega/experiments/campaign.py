@@ -21,7 +21,14 @@ from hacpo_mega.experiments.grid import Cell, Grid, config_of_cell, overrides_of
 from hacpo_mega.experiments.identity import Identity
 from hacpo_mega.experiments.order import EVERYTHING, Part, num_cells, num_done, pending_cells
 from hacpo_mega.experiments.result import Measured, Result, measure, this_machine, write_result
-from hacpo_mega.experiments.trust import Setting, check_cells, check_identities, read_results, require_same
+from hacpo_mega.experiments.trust import (
+    Setting,
+    check_cells,
+    check_identities,
+    read_results,
+    require_same,
+    seeds_begun_elsewhere,
+)
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
 from hacpo_mega.logbook.run_folder import resolved_toml
 from hacpo_mega.logbook.run_lock import RunLock
@@ -54,7 +61,10 @@ def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, pa
             shutil.rmtree(leftover, ignore_errors=True)
         if commit and commit.endswith("+"):
             print("warning: files differ from the commit; every result will say so")
-        if others := read_results(grid)[1]:
+        results, others = read_results(grid)
+        if seeds := seeds_begun_elsewhere(results, identities):
+            print(f"seeds {seeds} began from other warm starts than those here; the tables will name both")
+        if others:
             print(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
         return Queue(grid, identities, commit, JobServer(PRELOAD), train_rank).run(limit, part)
 

@@ -56,16 +56,26 @@ class MethodEvidence:
 
 
 @dataclass(frozen=True)
+class WarmStarts:
+    """What the runs of some seeds began from: the digest of every agent's model folder, by its name."""
+
+    models: Mapping[str, str]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RegimeEvidence:
     """A regime: what all its runs share, and what every method did in it."""
 
     commit: str | None
     machines: tuple[str, ...]
     held_out: str
-    models: Mapping[str, str]
+    warm_starts: tuple[WarmStarts, ...]
+    """Of the reported seeds; those of one seed are the same for every method."""
     agents: tuple[str, ...]
     start: Mapping[str, float]
-    """Accuracy before training, by agent and for ALL_AGENTS: the mean over the runs, which agree on one machine."""
+    """Accuracy before training, by agent and for ALL_AGENTS: the mean over the runs, which agree on one machine and
+    with one set of warm starts."""
     reference: str
     methods: Mapping[str, MethodEvidence]
 
@@ -106,7 +116,7 @@ def _regime(
         commit=every[0].commit,
         machines=tuple(sorted({f"{result.machine.cpu}, {result.machine.cores} cores" for result in every})),
         held_out=every[0].identity.held_out,
-        models=every[0].identity.models,
+        warm_starts=_warm_starts(every),
         agents=agents,
         start={name: fmean(_accuracy(result, name)[0] for result in every) for name in (*agents, ALL_AGENTS)},
         reference=grid.reference_method,
@@ -120,6 +130,14 @@ def _regime(
             for method, results in reported.items()
         },
     )
+
+
+def _warm_starts(results: Sequence[Result]) -> tuple[WarmStarts, ...]:
+    """In the order of their first seeds."""
+    seeds_of: dict[tuple[tuple[str, str], ...], set[int]] = {}
+    for result in sorted(results, key=lambda result: result.seed):
+        seeds_of.setdefault(tuple(result.identity.models.items()), set()).add(result.seed)
+    return tuple(WarmStarts(dict(models), tuple(sorted(seeds))) for models, seeds in seeds_of.items())
 
 
 def _differences(of: str, method: str, reported: Mapping[str, list[Result]]) -> dict[str, Difference]:

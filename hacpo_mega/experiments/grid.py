@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.load import readable_problems
-from hacpo_mega.config.section import Count, FilePath, Flag, Section
+from hacpo_mega.config.section import FilePath, Flag, Section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
@@ -42,8 +42,8 @@ class Method(Section):
     """Overrides key=value, after those of the regime."""
     about: str = ""
     """What it is, in a few words, for the reader of the table."""
-    num_seeds: Count | None = None
-    """How many of the seeds it runs on, the first ones; not given: all."""
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
+    """Those of the grid's seeds that it runs on; not given: all."""
     learning_rate_of: Name | None = None
     """The method whose tuned learning rate it takes instead of being tuned itself, as an ablation does."""
     regimes: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
@@ -81,8 +81,9 @@ class Grid(Section):
         return [name for name, method in self.methods.items() if method.regimes is None or regime in method.regimes]
 
     def seeds_of(self, method: str) -> tuple[int, ...]:
-        """The reported seeds of a method."""
-        return self.seeds[: self.methods[method].num_seeds]
+        """The reported seeds of a method, in the order of the grid."""
+        own = self.methods[method].seeds
+        return self.seeds if own is None else tuple(seed for seed in self.seeds if seed in own)
 
     def tuned_as(self, method: str) -> str:
         """The method whose tuning runs choose this one's learning rate: itself, unless it says another."""
@@ -157,8 +158,10 @@ def _method_problems(grid: Grid) -> Iterator[str]:
         key = f"methods.{name}"
         if unknown := [regime for regime in method.regimes or () if regime not in grid.regimes]:
             yield f"{key}.regimes: {unknown} unknown; there are: {', '.join(grid.regimes)}"
-        if (method.num_seeds or 0) > len(grid.seeds):
-            yield f"{key}.num_seeds ({method.num_seeds}) is more than the {len(grid.seeds)} seeds"
+        if strange := [seed for seed in method.seeds or () if seed not in grid.seeds]:
+            yield f"{key}.seeds: {strange} are none of the grid's seeds {list(grid.seeds)}"
+        if repeated := _repeated(method.seeds or ()):
+            yield f"{key}.seeds: {repeated} is listed more than once. Nearest: {list(dict.fromkeys(method.seeds))}"
         yield from (f"{key}.{line}" for line in _rate_problems(grid, name, method.learning_rate_of))
 
 

@@ -15,7 +15,7 @@ from hacpo_mega.data.prompt_sets import held_out_prompts
 
 
 class Identity(Section):
-    """Equal for two runs of one method; `models` and `held_out` also for two methods of one regime."""
+    """Equal for two runs of one method; `held_out` for two of one regime, `models` for two of one regime and seed."""
 
     config: str
     """Digest of configuration and training files, without run_dir, seed, learning rates, checkpoint and logging."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hacpo_mega.experiments.compare import MIN_PAIRS, Difference, Summary
-from hacpo_mega.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
+from hacpo_mega.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence, WarmStarts
 from hacpo_mega.experiments.grid import Grid
 
 NOTHING = "–"
@@ -43,8 +43,14 @@ def facts_of(regime: RegimeEvidence) -> dict[str, str]:
         "commit": commit.replace("+", " with local changes"),
         "machines": "; ".join(regime.machines),
         "held-out prompts": regime.held_out,
-        "warm starts": ", ".join(f"{name} {digest}" for name, digest in regime.models.items()),
+        "warm starts": "; ".join(_spoken_start(start) for start in regime.warm_starts),
     }
+
+
+def _spoken_start(start: WarmStarts) -> str:
+    """The digests of the model folders, and the seeds that began from them."""
+    models = ", ".join(f"{name} {digest}" for name, digest in start.models.items())
+    return f"{models} (seeds {', '.join(map(str, start.seeds))})"
 
 
 def summary_line(num_used: int, num_missing: int) -> str:
@@ -77,6 +83,11 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
         accuracies = (_mean_sd(found.accuracy[name]) for name in names)
         rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), grid.methods[method].about))
     notes = ["Held-out accuracy at the end of a run: mean over seeds ± sample standard deviation."]
+    if len(regime.warm_starts) > 1:
+        notes.append(
+            f"The seeds began from {len(regime.warm_starts)} sets of warm starts, so methods that ran on other seeds "
+            "are to be compared by the differences below, which are taken within a seed."
+        )
     notes += [
         f"{method}: {found.tuned.learning_rate:g} is the {found.tuned.edge} rate that was tried; a better one may lie "
         "beyond."

@@ -1,5 +1,7 @@
 """Which files of a results folder may stand in one table: same code, same configuration, same models, same prompts.
 
+Differences are taken seed by seed, so it is the runs of one seed that need the same warm starts; those of another seed
+may have others, as another machine makes them, and the tables name them. A begun seed is not finished with others.
 Every complaint is one line that names the file, what was found, what was expected, and what to do.
 """
 
@@ -9,6 +11,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.experiments.grid import Cell, Grid, config_of_cell
 from hacpo_mega.experiments.identity import Identity, identity_of
+from hacpo_mega.experiments.order import pending_cells
 from hacpo_mega.experiments.result import Result, read_result
 
 Setting = tuple[str, str]  # (regime, method)
@@ -61,7 +64,7 @@ def check_identities(configs: Mapping[Setting, Config]) -> dict[Setting, Identit
     for (regime, method), config in configs.items():
         identity = identities[regime, method] = identity_of(config)
         first = next(setting for setting in identities if setting[0] == regime)
-        for what, found, expected in _differences(identity, identities[first]):
+        for what, found, expected in _shared_differences(identity, identities[first]):
             complaints.setdefault(f"{regime} {what}", []).append(
                 f"regimes.{regime}: {what} of methods.{method} ({found}) and methods.{first[1]} ({expected}) differ; "
                 "what they are trained from and measured on must be the same, so set it for the regime"
@@ -73,14 +76,21 @@ def check_identities(configs: Mapping[Setting, Config]) -> dict[Setting, Identit
 def require_same(
     grid: Grid, results: Mapping[Cell, Result], identities: Mapping[Setting, Identity], commit: str | None
 ) -> None:
-    """ValueError for results that this source and this grid would not make again: one line per kind of difference."""
+    """ValueError for results that this source and this grid would not make again: one line per kind of difference.
+
+    Warm starts are looked at where runs are missing: a seed of which all are there may have begun from others.
+    """
     complaints: dict[str, list[str]] = {}
+    unfinished = _unfinished_seeds(grid, results)
     for cell, result in results.items():
         expected = identities[cell.regime, cell.method]
         differences = [("commit", result.commit, commit)] if result.commit != commit else []
         if result.identity.config != expected.config:
             differences.append(("configuration", result.identity.config, expected.config))
-        for what, found, wanted in [*differences, *_differences(result.identity, expected)]:
+        differences += _held_out_difference(result.identity, expected)
+        if (cell.regime, cell.seed) in unfinished:
+            differences += _warm_start_differences(result.identity, expected)
+        for what, found, wanted in differences:
             complaints.setdefault(what, []).append(
                 f"{grid.results / cell.name}.json: {what} {found}, expected {wanted}; {_remedy(what)}, give another "
                 "results folder, or make the table of what is there with --table-only"
@@ -92,12 +102,15 @@ def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
     """ValueError for two results of one regime that must not stand in one table, whatever the present source is."""
     complaints: dict[str, list[str]] = {}
     first_of: dict[str, Result] = {}
+    first_of_seed: dict[tuple[str, int], Result] = {}
     first_of_method: dict[Setting, Result] = {}
     for result in results:
         first = first_of.setdefault(result.regime, result)
+        of_seed = first_of_seed.setdefault((result.regime, result.seed), result)
         same = first_of_method.setdefault((result.regime, result.method), result)
         differences = [("commit", result.commit, first.commit, first)] if result.commit != first.commit else []
-        differences += [(*found, first) for found in _differences(result.identity, first.identity)]
+        differences += [(*found, first) for found in _held_out_difference(result.identity, first.identity)]
+        differences += [(*found, of_seed) for found in _warm_start_differences(result.identity, of_seed.identity)]
         if result.identity.config != same.identity.config:
             differences.append(("configuration", result.identity.config, same.identity.config, same))
         for what, found, wanted, other in differences:
@@ -106,6 +119,12 @@ def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
                 "one table needs results of one source: move those of the other to a folder of their own"
             )
     _refuse(complaints)
+
+
+def seeds_begun_elsewhere(results: Mapping[Cell, Result], identities: Mapping[Setting, Identity]) -> list[int]:
+    """The seeds of results whose warm starts are not those that are here now."""
+    here = {regime: identity.models for (regime, _), identity in identities.items()}
+    return sorted({cell.seed for cell, result in results.items() if result.identity.models != here[cell.regime]})
 
 
 def _refuse(complaints: Mapping[str, list[str]]) -> None:
@@ -139,11 +158,29 @@ def _unfit(config: Config) -> Iterator[str]:
     yield from missing_models(config)
 
 
-def _differences(found: Identity, expected: Identity) -> list[tuple[str, str, str]]:
-    """(what, found, expected) of the digests that all runs of a regime share."""
+def _unfinished_seeds(grid: Grid, results: Mapping[Cell, Result]) -> set[tuple[str, int]]:
+    """(regime, seed) of which runs are missing: every reported one while a rate that some of them need is not known."""
+    pending = pending_cells(grid, {cell: result.score for cell, result in results.items()})
+    in_tuning = {cell.regime for cell in pending if cell.stage == "tuning"}
+    reported = {(regime, seed) for regime in in_tuning for seed in grid.seeds}
+    return reported | {(cell.regime, cell.seed) for cell in pending}
+
+
+Difference = tuple[str, str, str]  # (what, found, expected)
+
+
+def _shared_differences(found: Identity, expected: Identity) -> list[Difference]:
+    """Of the digests that all methods share."""
+    return [*_held_out_difference(found, expected), *_warm_start_differences(found, expected)]
+
+
+def _held_out_difference(found: Identity, expected: Identity) -> list[Difference]:
+    is_same = found.held_out == expected.held_out
+    return [] if is_same else [("held-out data", found.held_out, expected.held_out)]
+
+
+def _warm_start_differences(found: Identity, expected: Identity) -> list[Difference]:
     different = []
-    if found.held_out != expected.held_out:
-        different.append(("held-out data", found.held_out, expected.held_out))
     for name in sorted(found.models.keys() | expected.models.keys()):
         pair = found.models.get(name, "absent"), expected.models.get(name, "absent")
         if pair[0] != pair[1]:

@@ -25,7 +25,7 @@ def grid_file(folder: Path, **changes: Any) -> Path:
         "methods": {
             "alone": {"set": ["algorithm.method=gspo"]},
             "shared": {},
-            "cut": {"set": ["algorithm.alpha=0.0"], "learning_rate_of": "shared", "num_seeds": 2},
+            "cut": {"set": ["algorithm.alpha=0.0"], "learning_rate_of": "shared", "seeds": [2, 1]},
         },
     } | changes
     path = folder / "grid.toml"

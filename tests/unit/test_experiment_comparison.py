@@ -103,6 +103,18 @@ def test_the_table_says_what_it_rests_on_and_what_is_missing(tmp_path):
     assert "16 runs." in text and "a processor, 2 cores" in text and "a" * 40 in text
 
 
+def test_the_table_names_the_seeds_of_every_set_of_warm_starts(tmp_path):
+    grid, results = finished(tmp_path)
+    assert "- warm starts: A start, B start (seeds 1, 2, 3)" in to_markdown(grid, evidence_of(grid, results), 16, 0)
+    for cell, result in results.items():
+        if cell.seed == 2:
+            other = result.identity.model_copy(update={"models": {"A": "x", "B": "y"}})
+            results[cell] = result.model_copy(update={"identity": other})
+    text = to_markdown(grid, evidence_of(grid, results), 16, 0)
+    assert "- warm starts: A start, B start (seeds 1, 3); A x, B y (seeds 2)" in text
+    assert "The seeds began from 2 sets of warm starts" in text
+
+
 def test_evidence_does_not_depend_on_the_order_of_the_runs(tmp_path):
     grid, results = finished(tmp_path)
     turned = dict(reversed(results.items()))

@@ -110,13 +110,20 @@ BAD = {
     "unknown reference": ({"reference": "shard"}, "reference 'shard' is none of the methods: alone, shared, cut"),
     "unknown key": ({"learning_rate": [1e-4]}, "learning_rate: unknown key; did you mean 'learning_rates'?"),
     "unknown key inside": (
-        {"methods": {"a": {"num_seed": 2}}},
-        "methods.a.num_seed: unknown key; did you mean 'num_seeds'?",
+        {"methods": {"a": {"seed": [2]}}},
+        "methods.a.seed: unknown key; did you mean 'seeds'?",
     ),
     "no config": ({"regimes": {"skills": {}}}, "regimes.skills.config: required, not given"),
     "text for a rate": ({"learning_rates": ["1e-4"]}, "learning_rates.0: needs a number, found '1e-4'"),
     "no results": ({"results": None}, "results: required, not given"),
-    "too many seeds": ({"methods": {"a": {"num_seeds": 4}}}, r"methods.a.num_seeds \(4\) is more than the 3 seeds"),
+    "strange seed": (
+        {"methods": {"a": {"seeds": [3, 4]}}},
+        r"methods.a.seeds: \[4\] are none of the grid's seeds \[1, 2, 3\]",
+    ),
+    "repeated seed of a method": (
+        {"methods": {"a": {"seeds": [3, 3]}}},
+        r"methods.a.seeds: 3 is listed more than once. Nearest: \[3\]",
+    ),
     "unknown regime": (
         {"methods": {"a": {"regimes": ["gap"]}}},
         r"methods.a.regimes: \['gap'\] unknown; there are: sk",
@@ -148,12 +155,15 @@ def test_a_bad_grid_is_one_clear_line(tmp_path, case):
 
 def test_all_complaints_come_at_once(tmp_path):
     with pytest.raises(ValueError, match="tuning_seeds") as refused:
-        make_grid(tmp_path, tuning_seeds=[1], reference="x", methods={"a": {"num_seeds": 9}})
+        make_grid(tmp_path, tuning_seeds=[1], reference="x", methods={"a": {"seeds": [9]}})
     assert len(str(refused.value).split("\n")) == 3
 
 
 # Cells of tuning, of all seeds, of ablations.
-SHIPPED = {"evidence": ("skills", 9 * 3 * 2 + 9 * 6 + 6 * 3), "evidence_gap": ("gap", 8 * 3 * 1 + 8 * 6 + 3 * 3)}
+SHIPPED = {
+    "evidence": ("skills", 9 * 3 * 2 + 9 * 6 + 2 * 4 + 4 * 3),
+    "evidence_gap": ("gap", 8 * 3 * 1 + 8 * 6 + 3 * 3),
+}
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -13,7 +13,14 @@ from hacpo_mega.config import load_config
 from hacpo_mega.experiments.grid import Cell, load_grid
 from hacpo_mega.experiments.identity import folder_digest, identity_of
 from hacpo_mega.experiments.result import diagnose, measure, read_result, write_result
-from hacpo_mega.experiments.trust import check_cells, check_identities, read_results, require_agreement, require_same
+from hacpo_mega.experiments.trust import (
+    check_cells,
+    check_identities,
+    read_results,
+    require_agreement,
+    require_same,
+    seeds_begun_elsewhere,
+)
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.run_lock import RunLock
 
@@ -89,11 +96,34 @@ def test_results_of_two_sources_never_stand_in_one_table(tmp_path):
     twin = Cell("skills", "alone", 2e-4, 12, "tuning")
     first = make_result(CELL, (0.5,))
     require_agreement(grid, [first, make_result(twin, (0.4,)), make_result(OTHER, (0.4,))])
-    changes = ({"commit": "b" * 40}, {"held_out": "x"}, {"models": {"A": "x"}}, {"config": "x"})
-    for change in changes:
+    for change in ({"commit": "b" * 40}, {"held_out": "x"}, {"config": "x"}):
         with pytest.raises(ValueError, match=rf"{twin.name}.json: .*, but .* in {CELL.name}.json") as refused:
             require_agreement(grid, [first, make_result(twin, (0.4,), **change)])
         assert "\n" not in str(refused.value)
+
+
+def test_warm_starts_may_differ_between_seeds_and_not_within_one(tmp_path):
+    grid = make_grid(tmp_path)
+    cells = [Cell("skills", method, 4e-4, seed, "reported") for seed in (1, 2) for method in ("alone", "shared")]
+    of_seed = {cell: make_result(cell, (0.5,), models={"A": f"start {cell.seed}"}) for cell in cells}
+    require_agreement(grid, list(of_seed.values()))
+    of_seed[cells[3]] = make_result(cells[3], (0.5,), models={"A": "start 1"})
+    complaint = rf"{cells[3].name}.json: warm start of A start 1, but start 2 in {cells[2].name}.json"
+    with pytest.raises(ValueError, match=complaint):
+        require_agreement(grid, list(of_seed.values()))
+
+
+def test_a_seed_is_not_finished_from_other_warm_starts(tmp_path):
+    """Of a grid with a single rate seed 1 is finished; seed 2 lacks a run, which would begin from what is here now."""
+    grid = make_grid(tmp_path, learning_rates=[4e-4], tuning_seeds=[])
+    cells = [Cell("skills", method, 4e-4, seed, "reported") for seed in (1, 2) for method in grid.methods]
+    here = {(cell.regime, cell.method): make_result(cell, (0.5,)).identity for cell in cells}
+    there = {cell: make_result(cell, (0.5,), models={"A": "there"}) for cell in cells}
+    require_same(grid, {cell: there[cell] for cell in cells[:3]}, here, COMMIT)
+    assert seeds_begun_elsewhere(there, here) == [1, 2]
+    assert seeds_begun_elsewhere({cells[0]: make_result(cells[0], (0.5,)), cells[3]: there[cells[3]]}, here) == [2]
+    with pytest.raises(ValueError, match=rf"{cells[3].name}.json: warm start of A there, expected start"):
+        require_same(grid, {cell: there[cell] for cell in cells[:4]}, here, COMMIT)
 
 
 def test_the_table_of_two_sources_is_refused_by_the_command(tmp_path):
