@@ -50,7 +50,8 @@ def facts_of(regime: RegimeEvidence) -> dict[str, str]:
 def _spoken_start(start: WarmStarts) -> str:
     """The digests of the model folders, and the seeds that began from them."""
     models = ", ".join(f"{name} {digest}" for name, digest in start.models.items())
-    return f"{models} (seeds {', '.join(map(str, start.seeds))})"
+    seeds = ", ".join(map(str, start.seeds))
+    return f"{models} ({'seed' if len(start.seeds) == 1 else 'seeds'} {seeds})"
 
 
 def summary_line(num_used: int, num_missing: int) -> str:

@@ -111,7 +111,7 @@ def test_the_table_names_the_seeds_of_every_set_of_warm_starts(tmp_path):
             other = result.identity.model_copy(update={"models": {"A": "x", "B": "y"}})
             results[cell] = result.model_copy(update={"identity": other})
     text = to_markdown(grid, evidence_of(grid, results), 16, 0)
-    assert "- warm starts: A start, B start (seeds 1, 3); A x, B y (seeds 2)" in text
+    assert "- warm starts: A start, B start (seeds 1, 3); A x, B y (seed 2)" in text
     assert "The seeds began from 2 sets of warm starts" in text
 
 
