@@ -6,6 +6,7 @@ from repository import ROOT
 
 from hacpo_mega.experiments.evidence import evidence_of
 from hacpo_mega.experiments.grid import Cell, config_of_cell, load_grid, overrides_of
+from hacpo_mega.experiments.identity import folder_digest
 from hacpo_mega.experiments.order import Part, num_cells, num_done, pending_cells, reported_cells, tuned, tuning_cells
 from hacpo_mega.experiments.table import to_markdown
 from hacpo_mega.experiments.trust import read_results
@@ -186,3 +187,16 @@ def test_the_tables_in_the_repository_are_those_of_its_results(monkeypatch, name
     used = num_done(grid, {cell: result.score for cell, result in results.items()})
     made = to_markdown(grid, evidence_of(grid, results), used, num_cells(grid) - used)
     assert (grid.results / "README.md").read_text(encoding="utf-8") == made
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_warm_starts_in_the_repository_are_those_that_its_last_seed_began_from(monkeypatch, name):
+    """So whoever goes on with a grid on another processor, which would make others, pairs with what is there."""
+    monkeypatch.chdir(ROOT)
+    grid = load_grid(ROOT / f"configs/{name}.toml")
+    last = max(
+        (result for result in read_results(grid)[0].values() if result.stage == "reported"),
+        key=lambda found: found.seed,
+    )
+    kept = {folder.name: folder_digest(folder) for folder in (grid.results / "warm_starts").iterdir()}
+    assert kept == last.identity.models
