@@ -232,10 +232,15 @@ def test_answers_that_nobody_wants_any_more_are_cut_after_a_step(saw, agent, ran
 
 
 def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
-    """The kernel marks a mapped file without a name as deleted. Of an engine of two ranks each maps both segments."""
+    """The kernel marks a mapped file without a name as deleted. Of an engine of two ranks each maps both segments.
+
+    vLLM's build for processors without AVX-512 has no shared memory: its ranks meet through torch.distributed.
+    tests/unit/test_host_process.py has the names go on every processor.
+    """
     for rank in range(2):
-        segments = [line for line in saw["qwen3", rank]["shared memory"] if "cpushm" in line]
-        assert len(segments) >= 2 and all(line.endswith(" (deleted)") for line in segments), segments
+        segments = saw["qwen3", rank]["shared memory"]
+        assert bool(segments) == saw["qwen3", rank]["has shared memory"]
+        assert len(segments) != 1 and all(line.endswith(" (deleted)") for line in segments), segments
 
 
 def test_gradients_still_work_beside_an_engine(saw):

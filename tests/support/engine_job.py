@@ -110,7 +110,8 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["greedy"] = draw(engine, everyone, temperature=0.0)
     seen["process"] = (before, process_state())
     maps = Path("/proc/self/maps").read_text().splitlines()
-    seen["shared memory"] = [line for line in maps if "/dev/shm/" in line]
+    seen["shared memory"] = [line for line in maps if "/dev/shm/" in line and "cpushm" in line]
+    seen["has shared memory"] = hasattr(torch.ops._C, "init_shm_manager")
     engine.close()
     return seen
 

@@ -1,0 +1,42 @@
+"""What a process does around vLLM's start, whatever the processor; tests/jobs/test_engine.py has the live engine."""
+
+import pytest
+import torch.distributed as dist
+
+from hacpo_mega.rollout import host_process
+
+
+class Launcher:
+    """As vLLM's executor of one process, which asks this method where its process group is."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return "tcp://its-own:1", 0, 0
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_shared_memory_of_this_engine_loses_its_name_and_that_of_others_keeps_it(group_of_one, monkeypatch, tmp_path):
+    monkeypatch.setattr(host_process, "SHARED_MEMORY", tmp_path)
+    others = [tmp_path / "0123456789abcdef-tp:0-[0-1]-cpushm_0", tmp_path / "torch_1_2"]
+    with host_process.joined_to_default_group(Launcher):
+        address, rank, _ = Launcher()._distributed_args()
+        scheme, name = address.rsplit(":", 1)
+        assert (scheme, rank) == ("env://", 0)
+        own = [tmp_path / f"{name}-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
+        for file in own + others:
+            file.touch()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+    assert Launcher()._distributed_args()[0] == "tcp://its-own:1"
+
+
+def test_two_engines_never_meet_under_one_name(group_of_one):
+    def name() -> str:
+        with host_process.joined_to_default_group(Launcher):
+            return Launcher()._distributed_args()[0]
+
+    assert name() != name()
