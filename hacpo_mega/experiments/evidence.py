@@ -74,8 +74,7 @@ class RegimeEvidence:
     """Of the reported seeds; those of one seed are the same for every method."""
     agents: tuple[str, ...]
     start: Mapping[str, float]
-    """Accuracy before training, by agent and for ALL_AGENTS: the mean over the runs, which agree on one machine and
-    with one set of warm starts."""
+    """Accuracy before training, by agent and for ALL_AGENTS: the mean over seeds, each once, whatever ran of it."""
     reference: str
     methods: Mapping[str, MethodEvidence]
 
@@ -118,7 +117,7 @@ def _regime(
         held_out=every[0].identity.held_out,
         warm_starts=_warm_starts(every),
         agents=agents,
-        start={name: fmean(_accuracy(result, name)[0] for result in every) for name in (*agents, ALL_AGENTS)},
+        start={name: _start(every, name) for name in (*agents, ALL_AGENTS)},
         reference=grid.reference_method,
         methods={
             method: _method(
@@ -130,6 +129,13 @@ def _regime(
             for method, results in reported.items()
         },
     )
+
+
+def _start(results: Sequence[Result], name: str) -> float:
+    of_seed: dict[int, list[float]] = {}
+    for result in results:
+        of_seed.setdefault(result.seed, []).append(_accuracy(result, name)[0])
+    return fmean(fmean(accuracies) for accuracies in of_seed.values())
 
 
 def _warm_starts(results: Sequence[Result]) -> tuple[WarmStarts, ...]:

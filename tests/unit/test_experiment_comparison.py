@@ -115,6 +115,17 @@ def test_the_table_names_the_seeds_of_every_set_of_warm_starts(tmp_path):
     assert "The seeds began from 2 sets of warm starts" in text
 
 
+def test_the_start_counts_every_seed_once_whatever_ran_of_it(tmp_path):
+    """Seed 3, of which the ablation did not run, began at .55 and the others at .25."""
+    grid, results = finished(tmp_path)
+    for cell, result in results.items():
+        if cell.seed == 3:
+            curves = result.curves.model_copy(update={"accuracy": {"A": (0.55, 0.7), "B": (0.25, 0.8)}})
+            results[cell] = result.model_copy(update={"curves": curves})
+    start = evidence_of(grid, results)["skills"].start
+    assert start == pytest.approx({"A": 0.35, "B": 0.25, "mean": 0.3})
+
+
 def test_evidence_does_not_depend_on_the_order_of_the_runs(tmp_path):
     grid, results = finished(tmp_path)
     turned = dict(reversed(results.items()))
