@@ -239,8 +239,8 @@ def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
     """
     for rank in range(2):
         segments = saw["qwen3", rank]["shared memory"]
-        assert bool(segments) == saw["qwen3", rank]["has shared memory"]
-        assert len(segments) != 1 and all(line.endswith(" (deleted)") for line in segments), segments
+        assert len(segments) >= 2 if saw["qwen3", rank]["has shared memory"] else not segments
+        assert all(line.endswith(" (deleted)") for line in segments), segments
 
 
 def test_gradients_still_work_beside_an_engine(saw):

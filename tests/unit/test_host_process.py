@@ -1,6 +1,7 @@
 """What a process does around vLLM's start, whatever the processor; tests/jobs/test_engine.py has the live engine."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hacpo_mega.rollout import host_process
@@ -22,6 +23,7 @@ def group_of_one():
 
 def test_shared_memory_of_this_engine_loses_its_name_and_that_of_others_keeps_it(group_of_one, monkeypatch, tmp_path):
     monkeypatch.setattr(host_process, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # beside CUDA there is no such memory
     others = [tmp_path / "0123456789abcdef-tp:0-[0-1]-cpushm_0", tmp_path / "torch_1_2"]
     with host_process.joined_to_default_group(Launcher):
         address, rank, _ = Launcher()._distributed_args()
