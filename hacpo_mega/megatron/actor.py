@@ -200,6 +200,7 @@ class Actor:
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports))
             with self._spans.span("optimizer"):
+                finish_gather(self.model)  # of a cell that had no forward since
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
         return update_stats(batches, loss, reports, step)
@@ -290,8 +291,8 @@ class Actor:
 
     def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
         """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""
+        finish_gather(self.model)  # it would bring weights of before
         load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
-        finish_gather(self.model)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes.

@@ -121,10 +121,10 @@ class ActorOptimizer:
         return ParameterShare(numbers.start, numbers.end, state)
 
     def spread_main_weights(self, model: DistributedDataParallel) -> None:
-        """Rounds the main weights into the model's own, on all ranks, as an update ends. Collective over the agent."""
+        """Rounds the main weights into the model's own, whole on all ranks. Collective over the agent."""
         self.offload.require_home()
         self.part._copy_main_params_to_model_params()
-        model.start_param_sync()
+        model.start_param_sync(force_sync=True)
 
     def set_progress(self, num_updates: int, num_applied: int) -> None:
         """Where the learning rate stands (updates), and Adam's bias correction (those that were applied)."""

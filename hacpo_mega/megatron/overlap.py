@@ -52,20 +52,32 @@ def wait_before_use(model: DistributedDataParallel) -> None:
 def start_gather(model: DistributedDataParallel) -> None:
     """Starts to gather the weights that an optimizer's step has left in shards. Collective over the agent's ranks.
 
-    Without overlap Megatron's step has done so, and waited.
+    Without overlap Megatron's step has done so, and waited. Its `start_param_sync` is not used: it coalesces, and a
+    coalesced gather of gloo corrupts the heap where others are under way (pytorch issue 65231; so in torch 2.13).
     """
     if model.ddp_config.overlap_param_gather:
-        finish_gather(model)  # of a cell that had no forward since
-        model.start_param_sync()
+        for bucket_group in model.bucket_groups:
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            bucket_group.param_gather_handle = [_gather(bucket.param_data, group) for bucket in bucket_group.buckets]
+
+
+def _gather(weights_N: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
+    """Starts to fill the weights of a bucket from the equal shards that every rank has in its place."""
+    shard_N = weights_N.chunk(group.size())[group.rank()]
+    return torch.distributed.all_gather_into_tensor(weights_N, shard_N, group=group, async_op=True)
 
 
 def finish_gather(model: DistributedDataParallel) -> None:
-    """Waits until the weights are whole: for whoever reads or writes them outside the forward of their module."""
+    """Waits until the weights are whole: for whoever reads or writes them outside the forward of their module.
+
+    A write before that would be lost to gloo, which writes this rank's shard too.
+    """
     _wait(tuple(model.bucket_groups))
 
 
 def _wait(bucket_groups: tuple[Any, ...], *_forward: Any) -> None:
     for bucket_group in bucket_groups:
         if bucket_group.param_gather_handle is not None:
-            bucket_group.param_gather_handle.wait()
+            for work in bucket_group.param_gather_handle:
+                work.wait()
             bucket_group.param_gather_handle = None

@@ -12,6 +12,7 @@ from job import run_group
 from tiny_models import make_model
 
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
+from hacpo_mega.megatron.overlap import finish_gather, start_gather
 
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 CHOICES = {
@@ -130,6 +131,23 @@ def test_weights_are_still_gathered_when_learn_returns(by_rank, model):
     for answers in by_rank:
         assert answers[model, "both"]["gathering"] == [True] * len(CELLS)
         assert answers[model, "gradients"]["gathering"] == [False] * len(CELLS)
+
+
+def test_gathers_of_many_buckets_at_once_leave_the_memory_whole(tmp_path):
+    """Hundreds of them: with gloo's coalesced gather every second process died by as many, as its heap was torn."""
+    folder = make_model(tmp_path / "model", family="qwen3", tied=True)
+    assert run_group(2, gather_often, folder) == [9, 9]
+
+
+def gather_often(folder) -> int:
+    buckets = DataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1000)
+    actor = make_actor(folder, communication=buckets)
+    before = full_weights(actor)
+    for _ in range(600):
+        start_gather(actor.model)
+        finish_gather(actor.model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(actor).items())
+    return len(actor.model.bucket_groups)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     ):
         wait_for_ranks(processes)
         statuses = [process.exitcode for process in processes]
-        told = "\n".join((Path(folder) / f"{rank}.err").read_text()[-4000:] for rank in range(num_ranks))
+        by_cause = sorted(range(num_ranks), key=lambda rank: statuses[rank])  # a signal is seldom another's fault
+        told = "\n".join(f"rank {rank}: {(Path(folder) / f'{rank}.err').read_text()[-4000:]}" for rank in by_cause)
         assert statuses == [0] * num_ranks, f"exit statuses {statuses}\n{told}"
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
