@@ -155,10 +155,22 @@ def one_rank(backend: str = "gloo") -> Iterator[None]:
 
 
 def make_actor(folder: Path, *, tp: int = 1, pp: int = 1, optimizer: OptimizerConfig = DESCENT, **options) -> Actor:
-    """An actor in the present default group, whatever layout an earlier one of this process had."""
-    parallel_state.destroy_model_parallel()
+    """An actor in the present default group, whatever layout an earlier one of this process had, which is over."""
+    end_model_parallel()
     options = {"total_updates": 10, "max_tokens_per_microbatch": 60, "temperature": TEMPERATURE, **options}
     return Actor(folder, tp=tp, pp=pp, optimizer=optimizer, **options)
+
+
+def end_model_parallel() -> None:
+    """Forgets Megatron's groups and ends them. Collective over the default group.
+
+    Each has a thread of gloo that wakes a hundred times a second: those of some dozen actors stall a machine.
+    """
+    parallel_state.destroy_model_parallel()
+    dist.barrier()  # nobody speaks in them any more
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def full_weights(actor: Actor) -> dict[str, torch.Tensor]:
