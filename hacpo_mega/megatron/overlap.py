@@ -52,7 +52,7 @@ def wait_before_use(model: DistributedDataParallel) -> None:
 def start_gather(model: DistributedDataParallel) -> None:
     """Starts to gather the weights that an optimizer's step has left in shards. Collective over the agent's ranks.
 
-    Without overlap Megatron's step has done so, and waited. Its `start_param_sync` is not used: it coalesces, and a
+    Without overlap Megatron's step has done so, and waited. Not by its `start_param_sync`: that coalesces, and a
     coalesced gather of gloo corrupts the heap where others are under way (pytorch issue 65231; so in torch 2.13).
     """
     if model.ddp_config.overlap_param_gather:

@@ -134,7 +134,7 @@ def test_weights_are_still_gathered_when_learn_returns(by_rank, model):
 
 
 def test_gathers_of_many_buckets_at_once_leave_the_memory_whole(tmp_path):
-    """Hundreds of them: with gloo's coalesced gather every second process died by as many, as its heap was torn."""
+    """Hundreds of them: with gloo's coalesced gather about every second job died by as many, its heap torn."""
     folder = make_model(tmp_path / "model", family="qwen3", tied=True)
     assert run_group(2, gather_often, folder) == [9, 9]
 
@@ -163,7 +163,7 @@ def learn_in_cells_of_two(folder):
 
 
 def learn_small(folder, tp, pp, choice):
-    """Updates of both cells, of the first alone, and of both; then an actor of the other kind takes up the state."""
+    """Updates of both cells, of the first alone, and of both; then both kinds of actor take up the state."""
     actor = make_actor(folder, tp=tp, pp=pp, optimizer=ADAM, communication=CHOICES[choice])
     seen = []
     for number, cells in enumerate((2, 1, 2)):
@@ -179,6 +179,9 @@ def learn_small(folder, tp, pp, choice):
     other.load(state, **counts)
     taken_up = full_weights(other)
     assert all(torch.equal(taken_up[name], weights[name]) for name in weights)
+    actor.learn(mine, objective)
+    actor.load(state, **counts)  # while the weights of that update may still be gathered
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in full_weights(actor).items())
     return seen, weights, num_buckets
 
 
