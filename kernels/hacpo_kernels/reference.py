@@ -186,11 +186,13 @@ def _cross_objective(
         is_dropped_B = (advantage_B < 0) & (difference_B < -bounds.divergence_limit)
         weight_B = torch.where(is_dropped_B, 0.0, ratio_B.clamp(max=bounds.ratio_cap))
         return -weight_B * advantage_B, weight_B
-    # eq. 50: L = -c sg[c]^alpha (omega A), c = clip(s, low(m), 1)
-    band_B = ratio_B.clamp(min=low_B).clamp(max=bounds.high)
-    factor_B = band_B.pow(bounds.alpha)
-    is_inside_B = (ratio_B >= low_B) & (ratio_B <= bounds.high)
-    return -band_B * factor_B * advantage_B, torch.where(is_inside_B, ratio_B * factor_B, 0.0)
+    if bounds.cross == "band":
+        # eq. 50: L = -c sg[c]^alpha (omega A), c = clip(s, low(m), 1)
+        band_B = ratio_B.clamp(min=low_B).clamp(max=bounds.high)
+        factor_B = band_B.pow(bounds.alpha)
+        is_inside_B = (ratio_B >= low_B) & (ratio_B <= bounds.high)
+        return -band_B * factor_B * advantage_B, torch.where(is_inside_B, ratio_B * factor_B, 0.0)
+    raise ValueError(f"cross is {bounds.cross!r}, an objective that the torch reference does not have")
 
 
 def packed_objective(

@@ -148,6 +148,7 @@ def _objective_kernel(
         cross_weight = tl.where(is_dropped, 0.0, tl.where(ratio > ratio_cap, ratio_cap, ratio))
         cross_loss = -cross_weight * advantage
     else:
+        tl.static_assert(cross == "band", "an objective that the kernel does not have")
         if has_low:
             low = tl.load(low_ptr + sequence, mask=inside, other=0.0)
         cross_loss, cross_weight = _band_objective(ratio, advantage, low, high, alpha)

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import asdict, replace
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
 import torch
 from hacpo_kernels import Bounds, objective_from_mean, objective_stats, packed_objective, segment_sum
+from hacpo_kernels.bounds import CrossObjective
 from kernel_cases import BACKENDS, DEVICE, UNIT, assert_within
 from objective_cases import BOUNDS, make_batch, oracle
+from triton.errors import TritonError
 
 # numpy warns of lanes that Triton masks away afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -327,6 +330,33 @@ def test_bounds_have_no_defaults():
 def test_an_unknown_objective_is_refused():
     with pytest.raises(ValueError, match="cross is 'bands'; expected one of band, own, truncated, likelihood"):
         replace(BOUNDS, cross="bands")
+
+
+def example_of(cross, backend, **changes):
+    """Loss and gradient of three answers of others with this objective: s in and below the band, A of both signs."""
+    tokens = torch.tensor([-0.1, -0.6, -0.4], dtype=torch.float64, device=DEVICE)
+    source, advantage = torch.zeros_like(tokens), torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64, device=DEVICE)
+    bounds = replace(BOUNDS, cross=cross, ratio_cap=0.5, divergence_limit=0.2, **changes)
+    is_self = torch.zeros(3, dtype=torch.bool, device=DEVICE)
+    loss, coefficient, _ = packed_objective(
+        tokens, torch.arange(4), source, advantage, is_self, update_index=0, bounds=bounds, backend=backend
+    )
+    return (*loss.tolist(), *coefficient.tolist())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_objective_differs_from_every_other(backend):
+    """A name that both backends know, but that shares another's branch, would train as that other."""
+    names = get_args(CrossObjective)
+    assert len({example_of(cross, backend) for cross in names}) == len(names)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_objective_that_a_backend_lacks_is_an_error(backend, monkeypatch):
+    """As if a new name had been given to the configuration, and its equation to nobody."""
+    monkeypatch.setattr("hacpo_kernels.bounds.CrossObjective", Literal["band", "signed_band"])
+    with pytest.raises((ValueError, TritonError), match="objective that the"):
+        example_of("signed_band", backend)
 
 
 def test_sequence_level_part_refuses_shapes_that_would_broadcast():
