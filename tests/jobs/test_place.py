@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from job import free_port, launcher_environment, run_job, start_ranks
+from job import free_port, new_job, run_job, start_ranks
 from megatron.core import parallel_state
 
 from hacpo_mega.cluster.place import Place, gather_bytes
@@ -227,7 +227,7 @@ def test_megatron_stands_where_the_map_says():
 def join_under(environments: tuple[dict[str, str], ...]) -> None:
     """Takes a place, told by a launcher that sets other variables than this process was started with."""
     rank = int(os.environ["RANK"])
-    for name in launcher_environment(0, 1, 1):
+    for name in new_job(1)[0]:
         del os.environ[name]
     os.environ.update(environments[rank])
     with Place.join(RankMap(1, (AgentShape("A"), AgentShape("B")))) as place:
@@ -245,7 +245,7 @@ def join(folder: Path, *environments: dict[str, str]) -> list[tuple[int, str, st
 
 def test_a_wrong_number_of_processes_is_refused_with_the_arithmetic(tmp_path):
     """At once and by every process alone: nobody waits for ranks that will never come."""
-    ((status, _, errors),) = join(tmp_path, launcher_environment(0, 3, free_port()))
+    ((status, _, errors),) = join(tmp_path, new_job(3)[0])
     assert status != 0
     assert "this configuration needs 2 ranks (A: 1 lanes x 1 cells x tp 1 x pp 1 = 1; B: " in errors
     assert "found WORLD_SIZE 3" in errors
