@@ -337,18 +337,12 @@ def _is_one_of(world_size: int) -> bool:
 
 
 def main() -> None:
-    """Entry point: a ValueError is the user's to mend, so it is shown without a traceback and exits with 2.
-
-    So is a store that cannot be reached, with 1: it may be, on another start.
-    """
+    """Entry point. What the user can mend is shown without a traceback: his input (2), a store out of reach (1)."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, Unreachable) as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
-    except Unreachable as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from hacpo_mega.cluster.environment import own_caches
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
-from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.seat import Seat, is_on_one_machine
 from hacpo_mega.cluster.secret import Secret, forget_secret
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
@@ -94,6 +94,7 @@ class Place:
         self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size)
         self._job = self._tree("job", rank, rank_map.world_size)
         self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
+        self._has_one_clock = is_on_one_machine()
         self._sockets = SocketFolder()
         self._watchdog.at_end = self._sockets.remove
 
@@ -176,6 +177,8 @@ class Place:
 
     def clock_offset(self) -> ClockOffset:
         """How far this process's clock is from that of rank 0; a collective over the job."""
+        if self._has_one_clock:
+            return ClockOffset(0.0, 0.0)
         me, size = self.coordinate.global_rank, self.rank_map.world_size
         return measure_offset(dist.PrefixStore("clock", self._store), me, size)
 
