@@ -1,4 +1,4 @@
-"""Attacks on the sockets of a job: whoever does not know its secret is not let in, learns nothing, and holds up nobody."""
+"""Attacks on the sockets of a job: who does not know its secret is not let in, learns nothing, and holds up nobody."""
 
 import os
 import socket
@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -202,9 +203,13 @@ def test_a_host_that_does_not_know_the_secret_is_not_believed(speech):
 
 
 def test_a_host_that_says_nothing_is_waited_for_no_longer_than_asked():
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
-        with pytest.raises(Stranger, match="says nothing that a process of this job would"):
-            introduce(caller, RIGHT, PURPOSE, 0.2)
+    said = pytest.raises(Stranger, match="says nothing that a process of this job would")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as caller,
+        said,
+    ):
+        introduce(caller, RIGHT, PURPOSE, 0.2)
 
 
 def test_a_neighbours_door_is_known_by_name_and_secret():
@@ -268,8 +273,8 @@ def test_a_second_user_reaches_neither_the_store_nor_the_secret(tmp_path, monkey
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     with job_folder() as folder:
         told = launcher_environment(0, 1, folder, new_secret())
-        store = told["HACPO_MEGA_STORE"]
-        open(store, "w").write("addresses")
+        store = Path(told["HACPO_MEGA_STORE"])
+        store.write_text("addresses")
         rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=os.environ | told)
         attacks = [
             f"cat {store}",
@@ -285,6 +290,6 @@ def test_a_second_user_reaches_neither_the_store_nor_the_secret(tmp_path, monkey
         for attack in attacks:
             done = subprocess.run(["sh", "-c", attack], user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True)
             assert done.returncode != 0 and done.stdout == b"", attack
-        assert open(store).read() == "addresses" and rank.poll() is None
+        assert store.read_text() == "addresses" and rank.poll() is None
         rank.communicate(b"\n")
     assert not folder.exists()
