@@ -6,10 +6,12 @@ whether they notice by themselves, as they must under srun.
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -284,8 +286,7 @@ def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
         agent_table(tmp_path, "llama", "llama", CHARACTERS + PAIRS),
     ]
     write_config(tmp_path, agents, num_steps=100_000)
-    own = tmp_path / "t"
-    own.mkdir()
+    own = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short enough for sockets
     command, environment = [ROOT / "launch/local.sh", "run.toml"], os.environ | {"TMPDIR": str(own)}
     with (tmp_path / "errors").open("w") as errors:
         job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=errors, stderr=errors)
@@ -307,3 +308,4 @@ def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
     assert len(before) >= 3
     assert {step: after[step] for step in before} == before
     assert not folders_of_job(own)
+    shutil.rmtree(own)
