@@ -34,7 +34,7 @@ from hacpo_mega.cluster.environment import (
 )
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import num_local
+from hacpo_mega.cluster.seat import Unreachable, num_local
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget, memory_table
@@ -152,7 +152,7 @@ def train(
     if not _this_process_is_a_rank(config):
         return
     begin_attempt(config.run_dir)
-    from hacpo_mega.cluster.watchdog import RESUMABLE
+    from hacpo_mega.cluster.exit_status import RESUMABLE
     from hacpo_mega.trainer import Trainer
 
     with Trainer(config, fresh=fresh, accept=accept or [], branch=branch) as trainer:
@@ -337,12 +337,12 @@ def _is_one_of(world_size: int) -> bool:
 
 
 def main() -> None:
-    """Entry point: a ValueError is the user's to mend, so it is shown without a traceback and exits with 2."""
+    """Entry point. What the user can mend is shown without a traceback: his input (2), a store out of reach (1)."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, Unreachable) as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def _write(grid: "Grid") -> None:
 
 def train_rank(config_file: str) -> None:
     """What one rank of a run does, in a process forked from the server: the same as `hacpo-mega train`."""
-    from hacpo_mega.cluster.watchdog import RESUMABLE
+    from hacpo_mega.cluster.exit_status import RESUMABLE
     from hacpo_mega.config import load_config
     from hacpo_mega.trainer import Trainer
 

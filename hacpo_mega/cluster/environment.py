@@ -4,6 +4,7 @@
 (torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 
+import ctypes
 import fcntl
 import logging
 import os
@@ -11,17 +12,12 @@ import re
 import shutil
 import signal
 import socket
-import stat
 import struct
-import tempfile
-import threading
-import time
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 
-from hacpo_mega.cluster.seat import expand_nodes, tasks_of_nodes
+from hacpo_mega.cluster.private_folder import own_folder
+from hacpo_mega.cluster.seat import expand_nodes, is_on_one_machine, tasks_of_nodes
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
@@ -46,14 +42,16 @@ ON_CUDA = {
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-# Compiled code, of Triton and of vLLM, each in a folder of own_caches.
-CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+# Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch loads what it finds under a name in
+# the temporary folder that anybody can take.
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 # What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
 NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
+PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
 LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by local_job.py for the ranks it starts
 
 
@@ -62,8 +60,9 @@ def prepare_environment() -> None:
     under_srun = from_slurm(os.environ) if _is_slurm_task() else {}
     for name, value in {**library_settings(on_cuda=_has_cuda()), **under_srun}.items():
         os.environ.setdefault(name, value)
-    if inside_a_job() and (interface := _interface_towards(os.environ.get("MASTER_ADDR", "localhost"))):
-        # Else a node whose name resolves to loopback would wait there for the other nodes.
+    if inside_a_job() and (interface := _interface_of_job()):
+        # Else a node whose name resolves to loopback would wait there for the other nodes, and a job on one machine
+        # would listen to the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # vLLM reads its level when its first module has already warned.
@@ -88,12 +87,7 @@ def own_caches(agent: str) -> None:
     """
     if not _has_cuda() or all(name in os.environ for name in CACHES):
         return
-    folder = Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ValueError(f"{folder} is not a folder of yours: remove it, or set TMPDIR, or {' and '.join(CACHES)}")
+    folder = own_folder()
     for name, part in CACHES.items():
         os.environ.setdefault(name, str(folder / agent / part))
 
@@ -115,6 +109,12 @@ def from_slurm(task: Mapping[str, str]) -> dict[str, str]:
     share = int(task.get("SLURM_CPUS_ON_NODE", "1")) // num_local
     threads = int(task.get("SLURM_CPUS_PER_TASK", "0")) or max(1, share)
     return {"MASTER_ADDR": expand_nodes(nodes)[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
+
+
+def _interface_of_job() -> str | None:
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    is_here = is_on_one_machine() or host == "localhost" or host.startswith("127.")
+    return "lo" if is_here else _interface_towards(host)
 
 
 def _interface_towards(host: str) -> str | None:
@@ -162,13 +162,9 @@ def end_with_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None:
-        threading.Thread(target=_leave_with, args=(int(launcher),), name="launcher", daemon=True).start()
-
-
-def _leave_with(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os._exit(1)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):  # it was gone before
+            os._exit(1)
 
 
 def _is_slurm_task() -> bool:

@@ -8,17 +8,19 @@ Not here: what the ranks do (the caller's function), and jobs in fresh interpret
 
 import multiprocessing
 import os
-import random
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from hacpo_mega.cluster.local_job import launcher_environment
+from hacpo_mega.cluster.private_folder import job_folder
+from hacpo_mega.cluster.secret import new_secret
 
 # The server's own. One thread: a pool of threads would not survive the fork. And torch would initialise CUDA to say
 # whether there is some, which no child could undo; asked this way it looks at the driver's library alone.
@@ -53,42 +55,20 @@ class JobServer:
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
         threads = self._threads_asked or str(max(1, (os.cpu_count() or 1) // world_size))
-        port = free_port()
+        secret = new_secret()
         processes: list[BaseProcess] = []
-        try:
-            for rank in range(world_size):
-                environment = launcher_environment(rank, world_size, port) | {"OMP_NUM_THREADS": threads}
-                call = (rank, folder, environment, function, arguments)
-                processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
-                processes[-1].start()
-            yield processes
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def free_port() -> int:
-    """A port that nobody listens on; the job's rank 0 takes it a moment later.
-
-    Below the range from which the kernel serves whoever asks for any port, so that nobody is given it in that moment.
-    """
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(min(lowest, 20_000) // 2, lowest)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
-def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a process."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        with job_folder() as private:
+            try:
+                for rank in range(world_size):
+                    told = launcher_environment(rank, world_size, private, secret)
+                    call = (rank, folder, told | {"OMP_NUM_THREADS": threads}, function, arguments)
+                    processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
+                    processes[-1].start()
+                yield processes
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
 
 
 def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:

@@ -1,24 +1,30 @@
-"""A whole job on this machine: torchrun's launcher, one process per rank, ended as soon as one of them fails.
+"""A whole job on this machine: one process per rank, which meet through a file that only their user can read.
 
-What failed says so itself in one line (place.py, watchdog.py); torchrun's own account of it would bury that line.
+Nothing of it listens to the network: torch's own launcher would, for everybody, and runs what it is sent.
+What failed says so itself in one line (place.py, watchdog.py); the launcher adds nothing to it.
 Not here: what the processes need in their environment (environment.py).
 """
 
-import logging
 import os
 import signal
+import subprocess
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from hacpo_mega.cluster.environment import LAUNCHER_PID
-from hacpo_mega.cluster.watchdog import FAILED, SIGNALLED
+from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
+from hacpo_mega.cluster.private_folder import FOLDER, job_folder
+from hacpo_mega.cluster.seat import STORE_FILE
+from hacpo_mega.cluster.secret import SECRET, new_secret
 
-DEFERRED = (signal.SIGTERM, signal.SIGUSR1)
+DEFERRED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end by themselves when the run is on disk
+AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+POLL_S = 0.1
+# After a rank has failed, the ring tells the others, who end by themselves. Then SIGTERM, which watchdog.py heeds when
+# the ring has had its time; and the end of whoever needs longer than that.
+LAST_WORDS_S, PATIENCE_S = 2.0, 30.0
 
 
 def run_on_this_machine(arguments: list[str], world_size: int) -> int:
@@ -26,56 +32,97 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
 
     SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75 (docs/faults.md). A
     rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after which all are gone.
-    The launcher picks a free port, so that two jobs on one machine do not meet.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    os.environ[LAUNCHER_PID] = str(os.getpid())
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
-    launcher = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id="hacpo-mega",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        # The launcher ends the others by SIGTERM, which watchdog.py heeds after the ring has named who failed.
-        monitor_interval=2.0,
-        # Those it does not leave to us it passes on as well, but kills whoever needs more than 30 seconds to end.
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-    )
-    told: list[int] = []
-
-    def pass_on(number: int, _: object) -> None:
-        told.append(number)
-        _send_to_ranks(number)
-
-    for number in DEFERRED:
-        signal.signal(number, pass_on)
-    try:
-        elastic_launch(launcher, sys.executable)("-m", "hacpo_mega.cli", *arguments)
-    except ChildFailedError as error:
-        # A rank that a signal has ended has a negative one: the launcher's, after another failed, or the one passed on.
-        highest = max(failure.exitcode for failure in error.failures.values())
-        return SIGNALLED + told[0] if highest < 0 and told else max(FAILED, highest)
-    except SignalException as ended:
-        return SIGNALLED + ended.sigval
-    return 0
+    ranks = _Ranks()
+    for number in (*DEFERRED, *AT_ONCE):
+        signal.signal(number, ranks.pass_on)
+    with job_folder() as folder:
+        try:
+            secret = new_secret()
+            for rank in range(world_size):
+                told = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
+                ranks.start(["-m", "hacpo_mega.cli", *arguments], told)
+            return ranks.wait()
+        finally:
+            ranks.kill()
 
 
-def _send_to_ranks(number: int) -> None:
-    """Sends a signal to the ranks, the children of this process; without any there is nothing to wait for."""
-    children = [int(status.parent.name) for status in Path("/proc").glob("[0-9]*/stat") if _is_child(status)]
-    if not children:
-        raise SystemExit(SIGNALLED + number)
-    for pid in children:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) -> dict[str, str]:
+    """What a launcher on one machine tells a process; `folder` is the job's private one."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # nobody listens
+        STORE_FILE: str(folder / "store"),
+        FOLDER: str(folder),
+        SECRET: secret,
+    }
 
 
-def _is_child(status: Path) -> bool:
-    with suppress(OSError):  # any process may end while we read
-        return int(status.read_text().rpartition(")")[2].split()[1]) == os.getpid()
-    return False
+class _Ranks:
+    """The processes, each in a session of its own, so that a terminal tells the launcher alone."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen] = []
+        self._told: list[int] = []
+
+    def start(self, arguments: list[str], environment: dict[str, str]) -> None:
+        """One more; none when the job was told to end meanwhile."""
+        if not self._told:
+            command = [sys.executable, *arguments]
+            self._processes.append(subprocess.Popen(command, env=os.environ | environment, start_new_session=True))
+
+    def pass_on(self, number: int, _: object = None) -> None:
+        """Tells all of them."""
+        self._told.append(number)
+        self._send(number)
+
+    def wait(self) -> int:
+        """Until all have ended, with the exit code of the job."""
+        if self._told:  # the last one started may not have heard it
+            self._send(self._told[0])
+        self._until(lambda: self._has_failed or self._ends_at_once is not None)
+        if self._ends_at_once is None:
+            self._until(lambda: self._ends_at_once is not None, LAST_WORDS_S)
+            self._send(signal.SIGTERM)
+        self._until(lambda: False, PATIENCE_S)
+        self.kill()
+        if self._ends_at_once is not None:
+            return SIGNALLED + self._ends_at_once
+        failures = [process.returncode for process in self._processes if process.returncode]
+        if not failures:
+            return SIGNALLED + self._told[0] if self._told and not self._processes else 0
+        # One that a signal has ended has a negative code: ours, after another failed, or the one passed on.
+        return SIGNALLED + self._told[0] if max(failures) < 0 and self._told else max(FAILED, *failures)
+
+    def kill(self) -> None:
+        """Ends those that still run, and what they have started."""
+        for process in self._running:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    @property
+    def _running(self) -> list[subprocess.Popen]:
+        return [process for process in self._processes if process.poll() is None]
+
+    @property
+    def _has_failed(self) -> bool:
+        return any(process.poll() for process in self._processes)
+
+    @property
+    def _ends_at_once(self) -> int | None:
+        return next((number for number in self._told if number in AT_ONCE), None)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _until(self, is_over: Callable[[], bool], limit_s: float = float("inf")) -> None:
+        """Waits until it is over, all have ended, or the time is up."""
+        end = time.monotonic() + limit_s
+        while self._running and not is_over() and time.monotonic() < end:
+            time.sleep(POLL_S)

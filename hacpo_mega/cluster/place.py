@@ -32,8 +32,11 @@ import torch.distributed as dist
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
 from hacpo_mega.cluster.environment import own_caches
+from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher, num_local
+from hacpo_mega.cluster.rendezvous import open_store
+from hacpo_mega.cluster.seat import Seat, is_on_one_machine
+from hacpo_mega.cluster.secret import Secret, forget_secret
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
@@ -59,6 +62,7 @@ class Place:
         store: dist.Store,
         timeout_s: float,
         stall_s: float,
+        secret: Secret,
     ) -> None:
         """Makes the groups; a collective over the job. Users call `Place.join`."""
         self.rank_map = rank_map
@@ -89,7 +93,10 @@ class Place:
             self._row = self._tree(f"row/{my.agent}", my.cell, rank_map.lanes * shape.cells_per_lane)
         self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size)
         self._job = self._tree("job", rank, rank_map.world_size)
-        self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), timeout_s, stall_s)
+        self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
+        self._has_one_clock = is_on_one_machine()
+        self._sockets = SocketFolder()
+        self._watchdog.at_end = self._sockets.remove
 
     @classmethod
     def join(
@@ -105,18 +112,20 @@ class Place:
         bounds joining and every later collective; a process that gives no sign of life for `stall_s` ends the job.
         `store` is the job's, where the caller has it already.
         Raises ValueError when the job was started with another number of processes, on several nodes where agents take
-        turns on one, or without a launcher.
+        turns on one, on several without a secret, or without a launcher; Unreachable when its store is.
         """
-        rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
-        rank_map.require_world_size(world_size)
-        rank_map.require_one_node(num_local(world_size))
-        own_caches(rank_map.coordinate(rank).agent_name)
-        device = rank_device(rank_map.device_number(rank, local_rank))
+        seat = Seat.find()
+        rank_map.require_world_size(seat.world_size)
+        rank_map.require_one_node(seat.num_local)
+        own_caches(rank_map.coordinate(seat.rank).agent_name)
+        device = rank_device(rank_map.device_number(seat.rank, seat.local_rank))
+        secret = Secret.of_job(seat)
         if store is None:
-            allow_connections(world_size)
-            # torchrun keeps the store in its own process; elsewhere the job's rank 0 does.
-            store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
-        place = cls(rank_map, rank, device, dist.PrefixStore("hacpo_mega", store), timeout_s, stall_s)
+            allow_connections(seat.world_size)
+            store = open_store(seat, secret, timeout_s)
+        store = dist.PrefixStore("hacpo_mega", store)
+        place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
+        forget_secret()
         os.environ["RANK"] = str(place.coordinate.agent_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -168,6 +177,8 @@ class Place:
 
     def clock_offset(self) -> ClockOffset:
         """How far this process's clock is from that of rank 0; a collective over the job."""
+        if self._has_one_clock:
+            return ClockOffset(0.0, 0.0)
         me, size = self.coordinate.global_rank, self.rank_map.world_size
         return measure_offset(dist.PrefixStore("clock", self._store), me, size)
 
@@ -250,10 +261,15 @@ class Place:
         """Leaves the job; a collective. What a process does after it is nobody else's concern."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
+        self.end_groups()
+
+    def end_groups(self) -> None:
+        """Without a word to the others, who have come to the same point."""
         if self.lane_group is not None:
             self.lane_group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
         self.lane_group = self.cell_group = self._row = self._job = None
         dist.destroy_process_group()
+        self._sockets.remove()
 
     @contextmanager
     def _waiting(self, whom: str) -> Iterator[None]:

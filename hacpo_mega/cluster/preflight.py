@@ -30,7 +30,9 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.place import Place, allow_connections
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.rendezvous import listen, listening_address, open_store
+from hacpo_mega.cluster.seat import Seat, Unreachable
+from hacpo_mega.cluster.secret import Gate, Secret, introduce
 
 POLL_S = 0.05
 PROBE_S = 5.0  # for one connection between two nodes
@@ -41,21 +43,19 @@ CPU_BYTES, CUDA_BYTES = 4 << 20, 64 << 20  # of a measured collective
 Word = dict[str, Any]
 
 
-class Unreachable(Exception):
-    """The job's store cannot be reached, or rank 0 has not answered in time."""
-
-
 class Meeting:
     """One process's part in the meeting.
 
-    store   of the job; rank 0 keeps it, unless the launcher does
+    store    of the job; rank 0 keeps it, unless the launcher does
+    secret   of the job
     """
 
     def __init__(self, seat: Seat, patience_s: float) -> None:
         """Comes to the meeting; Unreachable when rank 0 has not opened it in time."""
         self._seat, self._patience_s = seat, patience_s
         allow_connections(seat.world_size)
-        self.store = self._connect(seat.rank == 0 and not seat.launcher_keeps_store)
+        self.secret = Secret.of_job(seat)
+        self.store: dist.Store = dist.PrefixStore("preflight", open_store(seat, self.secret, patience_s))
 
     def tell(self, round_name: str, word: Word) -> None:
         """Says this rank's word of a round."""
@@ -112,65 +112,42 @@ class Meeting:
     def second(self) -> "Meeting":
         """The same meeting over a connection of its own, while another thread waits on the first."""
         other = object.__new__(Meeting)
-        other._seat, other._patience_s = self._seat, self._patience_s
-        other.store = other._connect(False)
+        other._seat, other._patience_s, other.secret = self._seat, self._patience_s, self.secret
+        other.store = self.store.clone()
         return other
-
-    def _connect(self, keeps_store: bool) -> dist.Store:
-        seat = self._seat
-        if not keeps_store:
-            _wait_for_port(seat.address, seat.port, self._patience_s)
-        try:
-            store = dist.TCPStore(
-                seat.address,
-                seat.port,
-                world_size=seat.world_size,
-                is_master=keeps_store,
-                timeout=timedelta(seconds=self._patience_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
-            raise Unreachable(_first_line(error)) from error
-        return dist.PrefixStore("preflight", store)
 
 
 class Door:
     """A port of this node on which neighbours ask whether they reach it; open while the context lasts."""
 
-    def __init__(self, node: str) -> None:
-        self._node = node
-        self._server = socket.create_server(("", 0))
-        self.port: int = self._server.getsockname()[1]
+    def __init__(self, node: str, secret: Secret) -> None:
+        server = listen(listening_address(), 0)
+        self.port: int = server.getsockname()[1]
+        self._gate = Gate(server, secret, f"door of {node}")
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 
     def _answer(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # the gate is closed below it
             while True:
-                connection, _ = self._server.accept()
-                with connection, suppress(OSError):
-                    connection.sendall(f"{self._node}\n".encode())
+                self._gate.admit().close()
 
     def __enter__(self) -> "Door":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.close()
+        self._gate.close()
 
 
-def knock(node: str, addresses: Sequence[str], port: int) -> str | None:
-    """Connects to a node's door and hears its name; why not, or None."""
+def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str | None:
+    """Connects to a node's door, which shows the secret as that node's; why not, or None."""
     errors = []
     for address in dict.fromkeys(addresses):
         try:
             with socket.create_connection((address, port), timeout=PROBE_S / len(addresses)) as connection:
-                said = connection.makefile().readline().strip()
+                introduce(connection, secret, f"door of {node}", PROBE_S)
+            return None
         except OSError as error:
             errors.append(f"{address} port {port}: {error}")
-            continue
-        if said == node:
-            return None
-        errors.append(f"{address} port {port} is {said or 'somebody else'}")
     return "; ".join(errors)
 
 
@@ -272,7 +249,7 @@ class GroupTest:
         if rank_map.world_size > 1:
             self._time(Link("job, barrier", "job", rank_map.world_size, 0, my.global_rank == 0), place.barrier)
         self.stage = None
-        dist.destroy_process_group()
+        place.end_groups()
 
     def _time(self, link: "Link", collective: Callable[[], object]) -> None:
         self.stage = (link.kind, link.group)
@@ -311,20 +288,6 @@ def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: 
     else:
         ranks = range(rank_map.world_size)
     return frozenset(node_of[other] for other in ranks)
-
-
-def _wait_for_port(address: str, port: int, patience_s: float) -> None:
-    """Returns when somebody listens there; Unreachable when nobody does in time. torch would print its own stack."""
-    end = time.monotonic() + patience_s
-    while True:
-        left_s = max(POLL_S, end - time.monotonic())
-        try:
-            socket.create_connection((address, port), timeout=min(PROBE_S, left_s)).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise Unreachable(f"{error} for {patience_s:.0f} s") from error
-        time.sleep(4 * POLL_S)
 
 
 def not_in_ring(store: dist.Store, world_size: int) -> list[int]:

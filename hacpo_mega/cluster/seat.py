@@ -7,10 +7,16 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 # torchrun sets the left names; under srun every task has the right ones.
 RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
+STORE_FILE = "HACPO_MEGA_STORE"  # where a launcher of ours on one machine has made the job's store
+
+
+class Unreachable(Exception):
+    """The job's store cannot be reached, or rank 0 has not answered in time."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class Seat:
     nodes        all nodes of the step by name; empty where the launcher does not list them
     address, port          where the job's store is
     launcher_keeps_store   torchrun does; else the job's rank 0 does
+    store_file             the store is a file; then nobody keeps it
     """
 
     rank: int
@@ -32,6 +39,7 @@ class Seat:
     address: str
     port: int
     launcher_keeps_store: bool
+    store_file: Path | None = None
 
     @classmethod
     def find(cls) -> Self:
@@ -51,14 +59,21 @@ class Seat:
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             nodes=expand_nodes(_node_list()),
             address=os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
+            port=_port(os.environ["MASTER_PORT"]),
             launcher_keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            store_file=Path(os.environ[STORE_FILE]) if STORE_FILE in os.environ else None,
         )
 
     @property
     def is_first_of_node(self) -> bool:
         """Whether this process speaks for its node."""
         return self.local_rank == 0
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:
+        raise ValueError(f"MASTER_PORT is {text!r}; give the number of a free port of the job's first node")
+    return int(text)
 
 
 def _node_list() -> str:
@@ -114,3 +129,11 @@ def num_local(world_size: int) -> int:
     counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))
     node = int(os.environ.get("SLURM_NODEID", 0))
     return counts[node] if node < len(counts) else world_size
+
+
+def is_on_one_machine() -> bool:
+    """Whether the launcher says that all processes of the job are on this machine."""
+    world_size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
+    if local := os.environ.get("LOCAL_WORLD_SIZE"):
+        return local == world_size
+    return [str(count) for count in tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))] == [world_size]

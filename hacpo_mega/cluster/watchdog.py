@@ -29,18 +29,21 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
 
+from hacpo_mega.cluster.exit_status import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED
 from hacpo_mega.cluster.progress import Progress
 from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.rendezvous import listen, listening_address, own_address
+from hacpo_mega.cluster.secret import Gate, Secret, introduce
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
-FAILED, REFUSED, STOPPED, STALLED, SIGNALLED = 1, 2, 3, 4, 128  # exit statuses; SIGNALLED + n: ended by signal n
-RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: told to end, the run is on disk, start it again and it goes on
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
 # by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
@@ -64,9 +67,12 @@ class Watchdog:
     told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
     progress   what its main thread is at
+    at_end     what is done last where this process ends at once
     """
 
-    def __init__(self, rank_map: RankMap, rank: int, store: dist.Store, timeout_s: float, stall_s: float) -> None:
+    def __init__(
+        self, rank_map: RankMap, rank: int, store: dist.Store, secret: Secret, timeout_s: float, stall_s: float
+    ) -> None:
         """Joins the ring, a collective; `store` carries the addresses. OSError if a neighbour is out of reach."""
         self._me = rank_map.coordinate(rank)
         self._watched = rank_map.coordinate((rank + 1) % rank_map.world_size)
@@ -82,20 +88,24 @@ class Watchdog:
         self._defers = False
         self._outlook = ""
         self.told, self.is_leaving = 0, False
+        self.at_end: Callable[[], None] = lambda: None
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
         threading.Thread(target=self._heed, args=(_signals(),), name="signals", daemon=True).start()
         if rank_map.world_size == 1:
             return
-        watcher = (rank - 1) % rank_map.world_size
-        with socket.create_server(("", 0)) as server:
-            process = f"{os.getpid()} {_start_of(os.getpid())}"
-            address = f"{own_address()} {socket.gethostname()} {server.getsockname()[1]} {process}"
-            store.set(f"watchdog/{rank}", address)
-            self._address_of_watched = store.get(f"watchdog/{self._watched.global_rank}").decode()
-            from_watched = _connect(self._address_of_watched, rank, timeout_s)
-            self._to_watcher = _accept(server, watcher, timeout_s)
+        watcher, watched = (rank - 1) % rank_map.world_size, self._watched.global_rank
+        server = listen(listening_address(), 0)
+        port = server.getsockname()[1]
+        # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
+        admitted = Gate(server, secret, f"{watcher} watches {rank}").expect(timeout_s)
+        process = f"{os.getpid()} {_start_of(os.getpid())}"
+        store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
+        self._address_of_watched = store.get(f"watchdog/{watched}").decode()
+        from_watched = _connect(self._address_of_watched, secret, f"{rank} watches {watched}", timeout_s)
+        self._to_watcher = admitted.result()
+        _keep_alive(self._to_watcher)
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
         threading.Thread(target=self._beat, args=(stall_s,), name="heartbeat", daemon=True).start()
 
@@ -248,6 +258,7 @@ class Watchdog:
         elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
             _write(f"{cause}{self._outlook}\n")
         # else the reason has been said, and who found it does not matter
+        self.at_end()
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
     def _forget_stack(self) -> None:
@@ -289,20 +300,12 @@ def _start_of(process: int) -> str:
         return "gone"
 
 
-def own_address() -> str:
-    """The address of this host on the way to the job's first node (a host may have many; nothing is sent)."""
-    target = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family, kind, *_, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def _connect(published: str, rank: int, timeout_s: float) -> socket.socket:
-    """A connection to the neighbour that published "address hostname port ...", introduced with the own rank."""
+def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
+    """A connection to the neighbour that published "address hostname port ...", who has shown the job's secret."""
     address, hostname, port, *_ = published.split()
     # Where a node's own name resolves to loopback, the address it published serves that node only.
-    candidates = (address, hostname) if hostname == socket.gethostname() else (hostname, address)
+    is_elsewhere = ip_address(address).is_loopback and hostname != socket.gethostname()
+    candidates = (hostname,) if is_elsewhere else (address, hostname)
     errors = []
     for candidate in candidates:
         try:
@@ -310,25 +313,15 @@ def _connect(published: str, rank: int, timeout_s: float) -> socket.socket:
         except OSError as error:
             errors.append(f"{candidate}: {error}")
             continue
-        connection.settimeout(None)
+        try:
+            introduce(connection, secret, purpose, timeout_s / len(candidates))
+        except OSError as error:
+            connection.close()
+            errors.append(f"{candidate}: {error}")
+            continue
         _keep_alive(connection)
-        connection.sendall(f"{rank}\n".encode())
         return connection
-    raise OSError(f"rank {rank} cannot reach its neighbour on {hostname}, port {port} ({'; '.join(errors)})")
-
-
-def _accept(server: socket.socket, watcher: int, timeout_s: float) -> socket.socket:
-    """The connection of the rank that watches this one; strangers (port scanners) are sent away."""
-    server.settimeout(timeout_s)
-    while True:
-        connection, _ = server.accept()
-        connection.settimeout(5.0)
-        with suppress(OSError):
-            # Read to the last byte: a socket closed with unread data resets, and a reset discards the last phases.
-            if connection.recv(16) == f"{watcher}\n".encode():
-                _keep_alive(connection)
-                return connection
-        connection.close()
+    raise OSError(f"{purpose}, but cannot reach it on {hostname}, port {port} ({'; '.join(errors)})")
 
 
 def _keep_alive(connection: socket.socket) -> None:

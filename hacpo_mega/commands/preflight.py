@@ -27,7 +27,6 @@ from hacpo_mega.cluster.preflight import (
     Door,
     GroupTest,
     Meeting,
-    Unreachable,
     Word,
     group_nodes,
     knock,
@@ -36,8 +35,8 @@ from hacpo_mega.cluster.preflight import (
     see_mark,
 )
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.cluster.watchdog import own_address
+from hacpo_mega.cluster.rendezvous import own_address
+from hacpo_mega.cluster.seat import Seat, Unreachable
 from hacpo_mega.commands.preflight_outcome import NODE_BAD, REFUSED, Outcome, missing_findings, record, table
 
 FILE = "preflight.json"  # in RUN/logs
@@ -64,7 +63,7 @@ class Preflight:
         try:
             self._meeting = Meeting(self._seat, self._patience_s)
             self._token = self._meeting.token()
-            with Door(self._seat.node) as door:
+            with Door(self._seat.node, self._meeting.secret) as door:
                 code = self._arrive(door.port) or self._look() or self._groups()
         except Unreachable as error:
             return self._alone(error, before)
@@ -116,7 +115,7 @@ class Preflight:
         if seat.is_first_of_node:
             clock_s = time.time()
             doors = json.loads(self._meeting.store.get(f"look/whom/{seat.rank}"))
-            errors = {node: knock(node, addresses, port) for node, addresses, port in doors}
+            errors = {node: knock(node, self._meeting.secret, addresses, port) for node, addresses, port in doors}
             unreached = {node: error for node, error in errors.items() if error is not None}
             home = see_mark(self._logs, self._token)
             self._meeting.tell("look", asdict(Look(home, [node for node, *_ in doors], unreached, clock_s)))

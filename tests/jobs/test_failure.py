@@ -6,16 +6,20 @@ whether they notice by themselves, as they must under srun.
 
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import failing_job
 import pytest
 from job import start_ranks
-from processes import descendants, is_running
+from processes import descendants, is_running, listening
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -248,6 +252,32 @@ def rank_of(pid: int) -> int | None:
     return int(variables["RANK"]) if is_rank and "RANK" in variables else None
 
 
+def folders_of_job(temporary: Path) -> list[Path]:
+    """What lies in a job's folder for temporary files, but for the place of torch's compiled code, which stays."""
+    return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def assert_nobody_is_let_in(pids: set[int], temporary: Path) -> None:
+    """A job on one machine, whose first agent's engine spans two of its processes, listens to nobody outside it.
+
+    Not at an address of its own on the network either, if this machine has one.
+    """
+    places = listening(pids)
+    assert places and {address for address, _ in places} == {"127.0.0.1"}, places
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError):  # a machine without a network
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        outside = probe.getsockname()[0]
+    if outside not in ("0.0.0.0", "127.0.0.1"):
+        for _, port in places:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((outside, port), timeout=DEADLINE_S).close()
+    (folder,) = folders_of_job(temporary)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    sockets = {path for path in folder.iterdir() if path.is_socket()}  # the engine's, named by chance
+    assert sockets and {path.name for path in set(folder.iterdir()) - sockets} == {"store"}
+
+
 @pytest.mark.slow
 def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
     """A whole run, started as a user starts it and from another folder; its last rank is killed in the middle."""
@@ -256,14 +286,17 @@ def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
         agent_table(tmp_path, "llama", "llama", CHARACTERS + PAIRS),
     ]
     write_config(tmp_path, agents, num_steps=100_000)
+    own = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short enough for sockets
+    command, environment = [ROOT / "launch/local.sh", "run.toml"], os.environ | {"TMPDIR": str(own)}
     with (tmp_path / "errors").open("w") as errors:
-        job = subprocess.Popen([ROOT / "launch/local.sh", "run.toml"], cwd=tmp_path, stdout=errors, stderr=errors)
+        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=errors, stderr=errors)
     metrics = tmp_path / "run/metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert job.poll() is None, (tmp_path / "errors").read_text()
         time.sleep(0.5)
     before = read_metrics(metrics)
     family = descendants(job.pid)
+    assert_nobody_is_let_in(family | {job.pid}, own)
     victim = next(pid for pid in family if rank_of(pid) == 2)
     os.kill(victim, signal.SIGKILL)
     assert job.wait(timeout=DEADLINE_S) != 0
@@ -274,3 +307,5 @@ def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
     after = read_metrics(metrics)
     assert len(before) >= 3
     assert {step: after[step] for step in before} == before
+    assert not folders_of_job(own)
+    shutil.rmtree(own)

@@ -1,6 +1,7 @@
 """RankMap is a bijection whatever the size, and Place's groups, Megatron's and the arithmetic agree rank by rank."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,11 +12,17 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from job import free_port, launcher_environment, run_job, start_ranks
+from job import TIMEOUT_S, free_port, new_job, run_job, run_ranks, start_ranks
 from megatron.core import parallel_state
 
+import hacpo_mega.cluster.place
 from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.preflight import GroupTest
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.rendezvous import open_store
+from hacpo_mega.cluster.seat import Seat, Unreachable
+from hacpo_mega.cluster.secret import Secret
+from hacpo_mega.cluster.spans import WatchedGroup
 from hacpo_mega.megatron.platform import initialize_parallel
 
 SMALL = st.integers(1, 4)
@@ -227,7 +234,7 @@ def test_megatron_stands_where_the_map_says():
 def join_under(environments: tuple[dict[str, str], ...]) -> None:
     """Takes a place, told by a launcher that sets other variables than this process was started with."""
     rank = int(os.environ["RANK"])
-    for name in launcher_environment(0, 1, 1):
+    for name in new_job(1)[0]:
         del os.environ[name]
     os.environ.update(environments[rank])
     with Place.join(RankMap(1, (AgentShape("A"), AgentShape("B")))) as place:
@@ -245,7 +252,7 @@ def join(folder: Path, *environments: dict[str, str]) -> list[tuple[int, str, st
 
 def test_a_wrong_number_of_processes_is_refused_with_the_arithmetic(tmp_path):
     """At once and by every process alone: nobody waits for ranks that will never come."""
-    ((status, _, errors),) = join(tmp_path, launcher_environment(0, 3, free_port()))
+    ((status, _, errors),) = join(tmp_path, new_job(3)[0])
     assert status != 0
     assert "this configuration needs 2 ranks (A: 1 lanes x 1 cells x tp 1 x pp 1 = 1; B: " in errors
     assert "found WORLD_SIZE 3" in errors
@@ -265,3 +272,49 @@ def test_tasks_of_srun_find_their_place(tmp_path):
     assert [status for status, _, _ in tasks] == [0, 0], tasks
     for rank, name in enumerate("AB"):
         assert tasks[rank][1] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) [b'A', b'B']\n"
+
+
+def join_a_silent_port(port: int) -> None:
+    """One of two tasks of srun, at whose MASTER_PORT another program listens and never answers."""
+    del os.environ["HACPO_MEGA_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+    with pytest.raises(Unreachable) as said:
+        Place.join(RankMap(1, (AgentShape("A"), AgentShape("B"))), timeout_s=3.0)
+    print(said.value)
+
+
+def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path):
+    """torch's own client would wait for an answer for good."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ranks = start_ranks(2, tmp_path, join_a_silent_port, port)
+        for rank in ranks:
+            rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0], [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
+    first, second = [(tmp_path / f"{rank}.out").read_text() for rank in range(2)]
+    where = f"127.0.0.1 port {port}"
+    assert first.startswith(f"rank 0 cannot listen on {where} (MASTER_PORT): Address already in use")
+    assert first.endswith("set MASTER_PORT to a free port of the job's first node\n") and first.count("\n") == 1
+    assert second.startswith(f"no store of this job at {where} for 3 s: who listens there says nothing that a process")
+    assert second.endswith("MASTER_PORT a port that no other program has?\n") and second.count("\n") == 1
+
+
+def end_a_preflight(rank_map: RankMap) -> list[str]:
+    """Which groups this rank shuts down when it has timed them: NCCL's complains, and aborts, where nobody does."""
+    shut = []
+
+    class Recorder(WatchedGroup):
+        def shutdown(self) -> None:
+            shut.append(self._name)
+            self._group.shutdown()
+
+    hacpo_mega.cluster.place.WatchedGroup = Recorder
+    seat = Seat.find()
+    test = GroupTest()
+    test.run(rank_map, open_store(seat, Secret.of_job(seat), TIMEOUT_S), TIMEOUT_S)
+    assert test.stage is None
+    return shut
+
+
+def test_a_preflight_ends_its_lane_as_a_run_does():
+    assert run_ranks(2, end_a_preflight, RankMap(1, (AgentShape("A"), AgentShape("B")))) == [["lane/0"]] * 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import refusing_job
-from job import PROCESSES, free_port, interpreter
+from job import PROCESSES, interpreter, new_job
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -14,9 +14,9 @@ DEADLINE_S = 120.0
 
 def play(folder: Path, phase: str, complaints: dict[int, str]) -> tuple[list[int], list[str]]:
     """The exit status of every rank, and the lines that any of them wrote."""
-    port = free_port()
     ranks = [
-        PROCESSES.Process(target=refusing_job.play, args=(rank, port, folder, phase, complaints)) for rank in range(4)
+        PROCESSES.Process(target=refusing_job.play, args=(rank, told, folder, phase, complaints))
+        for rank, told in enumerate(new_job(4))
     ]
     for process in ranks:
         process.start()

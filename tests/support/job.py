@@ -20,14 +20,16 @@ import importlib
 import io
 import multiprocessing
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,9 +40,11 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.environment import library_settings
-from hacpo_mega.cluster.forked_job import changed_environment, free_port, launcher_environment, wait_for_ranks
+from hacpo_mega.cluster.forked_job import changed_environment, wait_for_ranks
+from hacpo_mega.cluster.local_job import launcher_environment
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.secret import new_secret
 
 # What counts the GPUs of a machine cannot use them after a fork: on CUDA every rank is a fresh interpreter.
 ON_CUDA = torch.cuda.is_available()
@@ -60,15 +64,33 @@ def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arg
     """
     if not ON_CUDA:
         _start_server()
-    port = free_port()
     processes = []
-    for rank in range(num_ranks):
-        environment = launcher_environment(rank, num_ranks, port)
+    for rank, environment in enumerate(new_job(num_ranks)):
         call = (rank, folder, environment, function, arguments)
         processes.append(PROCESSES.Process(target=_play, args=call, name=f"rank {rank}"))
         with changed_environment({**ENVIRONMENT, **environment} if ON_CUDA else {}):
             processes[-1].start()
     return processes
+
+
+def new_job(num_ranks: int) -> list[dict[str, str]]:
+    """What the launcher tells the ranks of one more job, and a port for those who want a server instead of its file."""
+    folder, secret, port = Path(tempfile.mkdtemp(prefix="hacpo_mega-")), new_secret(), free_port()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    told = (launcher_environment(rank, num_ranks, folder, secret) for rank in range(num_ranks))
+    return [environment | {"MASTER_PORT": str(port)} for environment in told]
+
+
+def free_port() -> int:
+    """A port that nobody listens on; the job's rank 0 takes it a moment later.
+
+    Below the range from which the kernel serves whoever asks for any port, so that nobody is given it in that moment.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(min(lowest, 20_000) // 2, lowest)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -147,21 +169,21 @@ def interpreter() -> tuple[str, dict[str, str]]:
     if ON_CUDA:
         return sys.executable, environment
     _start_server()
-    socket = Path(tempfile.mkdtemp(prefix="forked_python")) / "socket"
-    server = PROCESSES.Process(target=_serve_commands, args=(str(socket),), name="forked python")
+    door = Path(tempfile.mkdtemp(prefix="forked_python")) / "socket"
+    server = PROCESSES.Process(target=_serve_commands, args=(str(door),), name="forked python")
     server.start()
-    atexit.register(shutil.rmtree, socket.parent)
+    atexit.register(shutil.rmtree, door.parent)
     atexit.register(server.kill)
-    while not socket.exists():
+    while not door.exists():
         assert server.is_alive(), "the server of forked_python.py has not started"
         time.sleep(0.05)
-    environment |= ENVIRONMENT | {"FORKED_PYTHON": str(socket), "PLAIN_PYTHON": sys.executable}
+    environment |= ENVIRONMENT | {"FORKED_PYTHON": str(door), "PLAIN_PYTHON": sys.executable}
     return forked_python.__file__, environment
 
 
-def _serve_commands(socket: str) -> None:
+def _serve_commands(door: str) -> None:
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(0)), daemon=True).start()
-    forked_python.serve(socket)
+    forked_python.serve(door)
 
 
 def _start_server() -> None:

@@ -16,6 +16,7 @@ def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
     """`hacpo-mega preflight CONFIG` on node n<rank>; ends with its exit status."""
     rank = int(os.environ["RANK"])
     os.environ.update(SLURMD_NODENAME=f"n{rank}", SLURM_STEP_NODELIST="n[0-3]", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    del os.environ["HACPO_MEGA_STORE"]  # nodes share no file
     os.chdir(config.parent)
     fault = faults.get(rank, "")
     if fault == "never comes":
@@ -53,8 +54,8 @@ def _closed_port(folder: Path) -> None:
         closed = server.getsockname()[1]
     start = hacpo_mega.cluster.preflight.Door.__init__
 
-    def start_behind_a_wall(door, node):
-        start(door, node)
+    def start_behind_a_wall(door, node, secret):
+        start(door, node, secret)
         door.port = closed
 
     hacpo_mega.cluster.preflight.Door.__init__ = start_behind_a_wall

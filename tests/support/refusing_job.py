@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import torch
-from job import launcher_environment
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
@@ -24,10 +23,10 @@ def run(phase: str, complaints: dict[int, str]) -> None:
         time.sleep(1000.0)
 
 
-def play(rank: int, port: int, folder: Path, phase: str, complaints: dict[int, str]) -> None:
-    """`run` as a rank that srun started; what it writes goes to the file RANK.err of `folder`."""
+def play(rank: int, told: dict[str, str], folder: Path, phase: str, complaints: dict[int, str]) -> None:
+    """`run` as a rank whose launcher has set these variables; what it writes goes to the file RANK.err of `folder`."""
     for descriptor in (1, 2):
         os.dup2(os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    os.environ.update(launcher_environment(rank, RANK_MAP.world_size, port))
+    os.environ.update(told)
     torch.set_num_threads(1)
     run(phase, complaints)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hacpo_mega.cluster.forked_job import changed_environment, launcher_environment
+from hacpo_mega.cluster.forked_job import changed_environment
 from hacpo_mega.cluster.node_comparison import Look, look_findings, neighbours, report_findings, suspects
 from hacpo_mega.cluster.node_report import NodeReport, size
 from hacpo_mega.cluster.seat import Seat, expand_nodes
@@ -148,7 +148,8 @@ def test_a_task_of_srun_knows_its_seat():
 
 
 def test_torchruns_variables_come_first():
-    told = launcher_environment(0, 2, 99) | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "99"}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     with changed_environment(SLURM | told):
         seat = Seat.find()
     assert (seat.rank, seat.world_size, seat.num_local, seat.port) == (0, 2, 2, 99)

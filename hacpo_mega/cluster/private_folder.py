@@ -1,0 +1,66 @@
+"""Folders that nobody else on the machine can enter: a job's, gone with it, and the user's, which stays.
+
+A job's has the file by which its processes find each other, where a launcher of ours started them on one machine, and
+the sockets of engines that span processes. No torch.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FOLDER = "HACPO_MEGA_FOLDER"  # of the job, made by the launcher of this machine
+SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts its sockets
+# A socket's path has at most 107 bytes in Linux, and vLLM's names have 36.
+LONGEST = 107 - 37
+
+
+@contextmanager
+def job_folder() -> Iterator[Path]:
+    """A new folder of mode 700 under TMPDIR; under /tmp where that is too long a path for sockets."""
+    folder = _make()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # a socket of a killed process may go at the same moment
+
+
+class SocketFolder:
+    """Where this process's engine puts its sockets: the job's folder, the user's choice, or one of its own."""
+
+    def __init__(self) -> None:
+        self._own: Path | None = None
+        if FOLDER in os.environ:
+            os.environ.setdefault(SOCKETS, os.environ[FOLDER])
+        elif SOCKETS not in os.environ:
+            self._own = _make()
+            os.environ[SOCKETS] = str(self._own)
+
+    def remove(self) -> None:
+        """Afterwards nothing is left of what is this process's own."""
+        if self._own is not None:
+            os.environ.pop(SOCKETS, None)
+            shutil.rmtree(self._own, ignore_errors=True)  # it may be done already
+
+
+def own_folder() -> Path:
+    """The user's folder under TMPDIR, for what outlives a job. ValueError where others have made it or may write."""
+    folder = Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise ValueError(f"{folder} is not a folder of yours: remove it, or set TMPDIR")
+    return folder
+
+
+def _make() -> Path:
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        folder = Path(tempfile.mkdtemp(prefix="hacpo_mega-", dir=parent))
+        if len(os.fsencode(folder)) <= LONGEST:
+            return folder
+        folder.rmdir()
+    raise ValueError(f"{folder} is too long a path for sockets: set TMPDIR to a shorter one")

@@ -1,0 +1,138 @@
+"""The store through which the processes of a job find each other, and who can reach it.
+
+    a launcher of ours on one machine    a file in the job's private folder: nothing listens
+    torchrun                             the launcher's own
+    srun                                 a server of rank 0 on the job's interface, at a port that it tells who asks at
+                                         MASTER_PORT and knows the job's secret
+
+torch's client heeds no time limit where somebody listens who never answers. So nobody speaks torch's protocol before
+the other side has shown the secret.
+Not here: the secret itself (secret.py), the groups that are made through the store (place.py).
+"""
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
+from hacpo_mega.cluster.secret import Gate, Secret, introduce
+
+PROBE_S = 5.0  # for one connection
+POLL_S = 0.2
+PURPOSE = "store"
+
+
+def open_store(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
+    """The job's store; Unreachable when there is none within `patience_s`, which also bounds what is asked of it."""
+    if seat.store_file is not None:
+        store = dist.FileStore(str(seat.store_file), -1)  # -1: whoever made the folder removes it
+        store.set_timeout(timedelta(seconds=patience_s))
+        return store
+    if seat.launcher_keeps_store:
+        store = _connect(seat.address, seat.port, seat.world_size, patience_s)
+        # torchrun starts all again with the store of the attempt before.
+        return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if seat.rank == 0:
+        return _serve(seat, secret, patience_s)
+    address = "127.0.0.1" if is_on_one_machine() else seat.address
+    return _connect(address, _ask_port(address, seat.port, secret, patience_s), seat.world_size, patience_s)
+
+
+def _serve(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
+    address = listening_address()
+    try:
+        door = listen(address, seat.port, backlog=seat.world_size)
+    except OSError as error:
+        raise Unreachable(
+            f"rank 0 cannot listen on {address or 'this machine'} port {seat.port} (MASTER_PORT): {error.strerror}. "
+            "Another program has it: set MASTER_PORT to a free port of the job's first node"
+        ) from error
+    server = listen(address, 0, backlog=seat.world_size)
+    port = server.getsockname()[1]
+    store = dist.TCPStore(
+        own_address(),
+        port,
+        world_size=seat.world_size,
+        is_master=True,
+        timeout=timedelta(seconds=patience_s),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    gate = Gate(door, secret, PURPOSE)
+    threading.Thread(target=_tell_port, args=(gate, port), name="store", daemon=True).start()
+    return store
+
+
+def _tell_port(gate: Gate, port: int) -> None:
+    """Until this process ends: preflight comes a second time."""
+    while True:
+        caller = gate.admit()
+        with caller, suppress(OSError):  # it may have gone meanwhile
+            caller.sendall(struct.pack(">H", port))
+
+
+def _ask_port(address: str, port: int, secret: Secret, patience_s: float) -> int:
+    end = time.monotonic() + patience_s
+    while True:
+        left_s = max(POLL_S, end - time.monotonic())
+        try:
+            with socket.create_connection((address, port), timeout=min(PROBE_S, left_s)) as connection:
+                introduce(connection, secret, PURPOSE, left_s)
+                connection.settimeout(left_s)
+                (told,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
+                return told
+        except (OSError, struct.error) as error:
+            if time.monotonic() > end:
+                raise Unreachable(
+                    f"no store of this job at {address} port {port} for {patience_s:.0f} s: {error}. Is rank 0 there, "
+                    "and MASTER_PORT a port that no other program has?"
+                ) from error
+        time.sleep(POLL_S)
+
+
+def _connect(address: str, port: int, world_size: int, patience_s: float) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            world_size=world_size,
+            is_master=False,
+            timeout=timedelta(seconds=patience_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise Unreachable(str(error).strip().split("\n")[0]) from error
+
+
+def listen(address: str, port: int, backlog: int = 128) -> socket.socket:
+    """A server on one address of this machine; "" is all of them."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=backlog)
+
+
+def own_address() -> str:
+    """The address of this host on the way to the job's first node (a host may have many; nothing is sent)."""
+    if is_on_one_machine():
+        return "127.0.0.1"
+    target = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, *_, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def listening_address() -> str:
+    """Where the processes of this job reach this one: its own address; "" (all) where its name leads to itself only."""
+    address, name = own_address(), os.environ["MASTER_ADDR"]
+    if is_on_one_machine() or not ip_address(address).is_loopback:
+        return address
+    with suppress(ValueError):
+        return str(ip_address(name))
+    return ""

@@ -1,0 +1,295 @@
+"""Attacks on the sockets of a job: who does not know its secret is not let in, learns nothing, and holds up nobody."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from hacpo_mega.cluster.forked_job import changed_environment
+from hacpo_mega.cluster.local_job import launcher_environment
+from hacpo_mega.cluster.preflight import Door, knock
+from hacpo_mega.cluster.private_folder import job_folder, own_folder
+from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.secret import MAX_CALLERS, SECRET, Gate, Secret, Stranger, introduce, new_secret
+
+RIGHT, WRONG = Secret(bytes(range(32))), Secret(bytes(32))
+LIMIT_S = 300.0  # of a hang, not of a slow machine
+PURPOSE = "0 watches 1"
+
+
+@pytest.fixture
+def gate():
+    server = socket.create_server(("127.0.0.1", 0))
+    with closing(Gate(server, RIGHT, PURPOSE)) as gate:
+        gate.address = server.getsockname()
+        yield gate
+
+
+def call(gate: Gate) -> socket.socket:
+    connection = socket.create_connection(gate.address)
+    connection.settimeout(LIMIT_S)
+    return connection
+
+
+def assert_lets_in(gate: Gate) -> None:
+    """One who knows the secret, whatever else has happened there."""
+    admitted = []
+    thread = threading.Thread(target=lambda: admitted.append(gate.admit(LIMIT_S)))
+    thread.start()
+    with call(gate) as caller:
+        introduce(caller, RIGHT, PURPOSE, LIMIT_S)
+        thread.join()
+        with admitted[0] as host:
+            caller.sendall(b"phase load\n")
+            host.settimeout(LIMIT_S)
+            assert host.recv(64) == b"phase load\n"  # not a byte of it was taken for the handshake
+
+
+def gate_turns(gate: Gate) -> None:
+    """Lets the gate hear what has been said to it."""
+    with pytest.raises(TimeoutError, match="nobody who knows the job's secret"):
+        gate.admit(0.1)
+
+
+def is_sent_away(gate: Gate, caller: socket.socket) -> bool:
+    """Nothing more comes than the 32 bytes with which everybody is met, and then the connection ends."""
+    heard, end = b"", time.monotonic() + LIMIT_S
+    caller.settimeout(0.1)
+    while time.monotonic() < end:
+        gate_turns(gate)
+        with suppress(TimeoutError):
+            try:
+                more = caller.recv(64)
+            except ConnectionError:
+                more = b""
+            if not more:
+                return len(heard) <= 32
+            heard += more
+    return False
+
+
+def garbage(caller: socket.socket) -> None:
+    caller.sendall(b"\x00\xff" * 48)
+
+
+def a_megabyte_without_a_line(caller: socket.socket) -> None:
+    with suppress(ConnectionError):  # the gate does not read it
+        caller.sendall(b"0" * (1 << 20))
+
+
+def what_was_said_before(caller: socket.socket) -> None:
+    """The rank's number in a line, which was all that a neighbour had to say."""
+    caller.sendall(b"0\n")
+    caller.shutdown(socket.SHUT_WR)
+
+
+def its_own_words(caller: socket.socket) -> None:
+    """What the gate says is said back to it."""
+    caller.sendall(caller.recv(32, socket.MSG_WAITALL) * 3)
+
+
+def an_empty_proof(caller: socket.socket) -> None:
+    caller.sendall(bytes(64))
+
+
+def half_a_proof(caller: socket.socket) -> None:
+    caller.sendall(bytes(63))
+    caller.shutdown(socket.SHUT_WR)
+
+
+def the_proof_of_the_other_role(caller: socket.socket) -> None:
+    challenges = caller.recv(32, socket.MSG_WAITALL) + bytes(32)
+    caller.sendall(bytes(32) + RIGHT.proof("host", PURPOSE, challenges))
+
+
+def the_proof_for_another_place(caller: socket.socket) -> None:
+    challenges = caller.recv(32, socket.MSG_WAITALL) + bytes(32)
+    caller.sendall(bytes(32) + RIGHT.proof("caller", "2 watches 3", challenges))
+
+
+def a_wrong_secret(caller: socket.socket) -> None:
+    challenges = caller.recv(32, socket.MSG_WAITALL) + bytes(32)
+    caller.sendall(bytes(32) + WRONG.proof("caller", PURPOSE, challenges))
+
+
+ATTACKS = [
+    garbage,
+    a_megabyte_without_a_line,
+    what_was_said_before,
+    its_own_words,
+    an_empty_proof,
+    half_a_proof,
+    the_proof_of_the_other_role,
+    the_proof_for_another_place,
+    a_wrong_secret,
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_who_does_not_show_the_secret_is_sent_away(gate, attack):
+    with call(gate) as stranger:
+        attacking = threading.Thread(target=attack, args=(stranger,))
+        attacking.start()
+        assert_lets_in(gate)
+        attacking.join()
+        assert is_sent_away(gate, stranger)
+
+
+def test_a_recorded_handshake_opens_nothing(gate):
+    """Every word of a caller that was let in, said again to the same gate."""
+    words = []
+
+    def listen_in(connection: socket.socket) -> None:
+        words.append(connection.recv(32, socket.MSG_WAITALL))
+        challenges = words[0] + bytes(32)
+        words.append(bytes(32) + RIGHT.proof("caller", PURPOSE, challenges))
+        connection.sendall(words[1])
+
+    with call(gate) as caller:
+        telling = threading.Thread(target=listen_in, args=(caller,))
+        telling.start()
+        gate.admit(LIMIT_S).close()
+        telling.join()
+    with call(gate) as stranger:
+        stranger.sendall(words[1])
+        assert is_sent_away(gate, stranger)
+
+
+@pytest.mark.parametrize("num_silent", [100, MAX_CALLERS + 50])
+def test_silent_strangers_hold_up_nobody(gate, num_silent):
+    silent = []
+    for start in range(0, num_silent, 100):  # as many as a backlog takes
+        silent += [call(gate) for _ in range(min(100, num_silent - start))]
+        gate_turns(gate)
+    assert_lets_in(gate)
+    for stranger in silent:
+        stranger.close()
+
+
+def test_strangers_that_hang_up_or_reset_hold_up_nobody(gate):
+    for _ in range(50):
+        stranger = call(gate)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        stranger.close()
+    assert_lets_in(gate)
+
+
+@pytest.mark.parametrize("speech", [b"", b"x" * 31, b"y" * 64], ids=["hangs up", "too little", "no proof"])
+def test_a_host_that_does_not_know_the_secret_is_not_believed(speech):
+    """As one that took the port of a rank that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            host, _ = server.accept()
+            with host, suppress(OSError):
+                host.sendall(speech)
+                host.shutdown(socket.SHUT_WR)
+                host.recv(1 << 16)
+
+        pretending = threading.Thread(target=pretend)
+        pretending.start()
+        with (
+            socket.create_connection(server.getsockname()) as caller,
+            pytest.raises(OSError, match="who listens there"),
+        ):
+            introduce(caller, RIGHT, PURPOSE, LIMIT_S)
+        pretending.join()
+
+
+def test_a_host_that_says_nothing_is_waited_for_no_longer_than_asked():
+    said = pytest.raises(Stranger, match="says nothing that a process of this job would")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as caller,
+        said,
+    ):
+        introduce(caller, RIGHT, PURPOSE, 0.2)
+
+
+def test_a_neighbours_door_is_known_by_name_and_secret():
+    here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with changed_environment(here), Door("n1", RIGHT) as door:
+        assert knock("n1", RIGHT, ["127.0.0.1"], door.port) is None
+        assert "hangs up" in knock("n2", RIGHT, ["127.0.0.1"], door.port)
+        assert "hangs up" in knock("n1", WRONG, ["127.0.0.1"], door.port)
+
+
+def seat(num_local: int) -> Seat:
+    return Seat(0, 4, 0, num_local, "here", (), "127.0.0.1", 0, launcher_keeps_store=False)
+
+
+def test_a_job_on_several_machines_without_a_secret_is_refused_in_a_line_that_helps(monkeypatch):
+    """The line, said to a shell, is what was missing."""
+    monkeypatch.delenv(SECRET, raising=False)
+    with pytest.raises(ValueError, match="HACPO_MEGA_SECRET is not set") as refused:
+        Secret.of_job(seat(num_local=2))
+    command = str(refused.value).split("`")[1]
+    said = subprocess.run(["bash", "-c", f"{command}; echo ${SECRET}"], capture_output=True, text=True, check=True)
+    monkeypatch.setenv(SECRET, said.stdout.strip())
+    assert Secret.of_job(seat(num_local=2)).key == bytes.fromhex(said.stdout.strip())
+
+
+@pytest.mark.parametrize("said", ["1234", "x" * 64, "0" * 62, "é" * 64])
+def test_a_secret_that_is_none_is_refused_and_not_shown(monkeypatch, said):
+    monkeypatch.setenv(SECRET, said)
+    with pytest.raises(ValueError, match="must be at least 64 hexadecimal digits") as refused:
+        Secret.of_job(seat(num_local=2))
+    assert said not in str(refused.value)
+
+
+def test_a_secret_is_never_shown():
+    secret = Secret(bytes.fromhex(new_secret()))
+    assert secret.key.hex() not in f"{secret!r} {secret}" and str(secret.key) not in f"{secret!r} {secret}"
+
+
+def test_ranks_that_are_started_by_hand_on_one_machine_agree_by_a_file_of_their_user(tmp_path, monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert Secret.of_job(seat(4)) == Secret.of_job(seat(4))
+    (folder,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_a_folder_that_others_may_write_keeps_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own_folder().chmod(0o777)
+    with pytest.raises(ValueError, match="is not a folder of yours"):
+        own_folder()
+
+
+NOBODY = 65534
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can play a second user")
+def test_a_second_user_reaches_neither_the_store_nor_the_secret(tmp_path, monkeypatch):
+    """Whose attacks fail although every folder above is open to him; he learns nothing that a name does not say."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    with job_folder() as folder:
+        told = launcher_environment(0, 1, folder, new_secret())
+        store = Path(told["HACPO_MEGA_STORE"])
+        store.write_text("addresses")
+        rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=os.environ | told)
+        attacks = [
+            f"cat {store}",
+            f"ls {folder}",
+            f"echo x >> {store}",
+            f"rm -rf {folder}/store",
+            f"mv {folder} {folder}.gone",
+            f"ln -sf /etc/passwd {folder}/store",
+            f"cat /proc/{rank.pid}/environ",
+            f"ls /proc/{rank.pid}/fd",
+            f"kill -9 {rank.pid}",
+        ]
+        for attack in attacks:
+            done = subprocess.run(["sh", "-c", attack], user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True)
+            assert done.returncode != 0 and done.stdout == b"", attack
+        assert store.read_text() == "addresses" and rank.poll() is None
+        rank.communicate(b"\n")
+    assert not folder.exists()
