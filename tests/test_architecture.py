@@ -38,6 +38,7 @@ TOP_FILES = {
     "cli_data.py": "cli",
     "cli_bench.py": "cli",
     "cli_experiment.py": "cli",
+    "cli_export.py": "cli",
     "cli_plan.py": "cli",
     "cli_preflight.py": "cli",
     "cli_slurm.py": "cli",
