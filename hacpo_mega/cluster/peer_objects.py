@@ -8,6 +8,7 @@ Not here: vLLM's message queue, which is never made (rollout/host_process.py).
 """
 
 import io
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,12 @@ class _PlainUnpickler:
 
     def load(self) -> Any:
         """The object. ValueError, which ends the job, for any other than is said above."""
+        parts: list[Record] = []
         try:
-            return read_plain(self._data, TENSOR, _tensor)
+            value = read_plain(self._data, TENSOR, partial(_tensor, parts))
+            if parts:
+                raise ValueError("it is a part of a tensor")
+            return value
         except ValueError as error:
             raise ValueError(
                 f"a process of this job has sent an object that is not taken from a peer: {error}. Numbers, texts, "
@@ -48,10 +53,15 @@ class _PlainUnpickler:
             ) from error
 
 
-def _tensor(record: Record) -> torch.Tensor | Record:
-    """A tensor on the CPU, as torch pickles one: its storage by torch.save, and where in it the numbers lie."""
-    if record.name != REBUILD:  # a part of one, which is read with it
+def _tensor(parts: list[Record], record: Record) -> torch.Tensor | Record:
+    """A tensor on the CPU, as torch pickles one: its storage by torch.save, and where in it the numbers lie.
+
+    `parts` are those of tensors that are still to come.
+    """
+    if record.name != REBUILD:
+        parts.append(record)
         return record
+    parts[:] = [part for part in parts if not any(part is argument for argument in record.arguments)]
     try:
         storage, offset, shape, strides = record.arguments[:4]
         (saved,) = storage.arguments
