@@ -262,7 +262,7 @@ def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path
     done = run_here("eval", folder, bench, "--out", tmp_path / "out")
     agents = f"give one of them, {folder}/first, {folder}/second"
     assert (done.returncode, done.stderr) == (2, f"{folder} holds all agents of a run: {agents}\n")
-    arguments = ("eval", f"{folder}/first", str(bench), "--out", f"{tmp_path}/out", "--reward", "exact")
+    arguments = ("eval", f"{folder}/first", str(bench), "--reward", "exact", "--out")
     for harm, said in (
         (flip_a_bit, "first/__0_0.distcp is damaged"),
         (
@@ -271,10 +271,10 @@ def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path
         ),
     ):
         harm(folder)
-        (tmp_path / "0.err").unlink(missing_ok=True)
-        (rank,) = start_ranks(1, tmp_path, play_command, *arguments)
+        (place := tmp_path / harm.__class__.__name__).mkdir()
+        (rank,) = start_ranks(1, place, play_command, *arguments, f"{place}/out")
         rank.join()
-        errors = (tmp_path / "0.err").read_text()
+        errors = (place / "0.err").read_text()
         assert rank.exitcode == 2 and said in errors and errors.count("\n") == 1, errors
     assert not (tmp_path / "touched").exists()
 
