@@ -33,7 +33,7 @@ def test_vllm_still_has_these_variables():
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables"
     )
     keys = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    assert len(OF_VLLM) == 5
+    assert len(OF_VLLM) == 6
     assert set(OF_VLLM) <= keys
 
 
@@ -45,6 +45,7 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     """A rank of a machine with a driver, on which the user has chosen some variables."""
     import triton
     import vllm.envs
+    from torch._inductor.runtime import cache_dir_utils
 
     for name in library_settings(on_cuda=False):
         os.environ.pop(name, None)
@@ -53,7 +54,8 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     prepare_environment()
     with Place.join(RANKS) as place:
         read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
-        return read | {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
+        read |= {"TRITON_CACHE_DIR": triton.knobs.cache.dir, "TORCHINDUCTOR_CACHE_DIR": cache_dir_utils.cache_dir()}
+        return read | {"agent": place.coordinate.agent_name}
 
 
 def ranks_on_cuda(folder: Path, chosen: dict[str, str]) -> list[dict[str, Any]]:
@@ -68,11 +70,13 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
         assert read == {
             "agent": agent,
             "VLLM_ENABLE_V1_MULTIPROCESSING": False,
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
             "VLLM_NO_USAGE_STATS": True,
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_ALLREDUCE_USE_FLASHINFER": False,
             "VLLM_CACHE_ROOT": str(own / agent / "vllm"),
             "TRITON_CACHE_DIR": str(own / agent / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(own / agent / "inductor"),
         }
 
 
