@@ -47,9 +47,8 @@ ON_CUDA = {
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-# Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch unpickles its own, and would take them
-# from /tmp/torchinductor_USER, whoever has made that.
-CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+# Compiled code, of Triton and of vLLM, each in a folder of own_caches.
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 
 # What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")

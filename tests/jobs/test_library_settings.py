@@ -45,7 +45,6 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     """A rank of a machine with a driver, on which the user has chosen some variables."""
     import triton
     import vllm.envs
-    from torch._inductor.runtime import cache_dir_utils
 
     for name in library_settings(on_cuda=False):
         os.environ.pop(name, None)
@@ -54,8 +53,7 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     prepare_environment()
     with Place.join(RANKS) as place:
         read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
-        read |= {"TRITON_CACHE_DIR": triton.knobs.cache.dir, "TORCHINDUCTOR_CACHE_DIR": cache_dir_utils.cache_dir()}
-        return read | {"agent": place.coordinate.agent_name}
+        return read | {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
 
 
 def ranks_on_cuda(folder: Path, chosen: dict[str, str]) -> list[dict[str, Any]]:
@@ -76,7 +74,6 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
             "VLLM_ALLREDUCE_USE_FLASHINFER": False,
             "VLLM_CACHE_ROOT": str(own / agent / "vllm"),
             "TRITON_CACHE_DIR": str(own / agent / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(own / agent / "inductor"),
         }
 
 
