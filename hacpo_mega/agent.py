@@ -29,7 +29,7 @@ from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.models.memory import Recompute
-from hacpo_mega.policy_loss import PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key, scores_of_update
+from hacpo_mega.policy_loss import REPORTS, PolicyLoss, SampleKey, own_token_logprobs, ratios_by_key, scores_of_update
 from hacpo_mega.records import (
     Completion,
     GradientProducts,
@@ -309,6 +309,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         overrides=spec.megatron,
         spans=place.spans,
         on_progress=place.progress,
+        reports=REPORTS,
     )
     if config.algorithm.kl_coef > 0.0:
         actor.keep_reference()

@@ -22,6 +22,7 @@ from hacpo_mega.cli_bench import bench
 from hacpo_mega.cli_chaos import chaos
 from hacpo_mega.cli_data import data_app, grade
 from hacpo_mega.cli_experiment import experiment
+from hacpo_mega.cli_export import Trust, export
 from hacpo_mega.cli_plan import plan
 from hacpo_mega.cli_preflight import preflight
 from hacpo_mega.cli_slurm import begin_attempt, slurm
@@ -220,6 +221,7 @@ def evaluate_model(
     stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
     reward: Annotated[str | None, typer.Option(help="math, math_any, arithmetic, exact, or module:function.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    trust: Trust = False,
     tp: Annotated[int, typer.Option(min=1, help="Processes of one engine.")] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Engines that share the problems.")] = 1,
     judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
@@ -241,6 +243,7 @@ def evaluate_model(
         max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=max_tokens,
         seed=seed,
+        trust=trust,
     )
     if not _is_one_of(tp * engines):
         return
@@ -251,30 +254,7 @@ def evaluate_model(
         print_table(evaluation)
 
 
-@app.command()
-def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A finished run, or RUN/checkpoints/step_N, even while it goes on.")
-    ],
-    out: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
-    agent: Annotated[str | None, typer.Option(help="Its name; a run of one agent needs none.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
-) -> None:
-    """Write an agent of a run as a Hugging Face folder with a model card."""
-    prepare_environment()
-    from hacpo_mega.commands.export import as_folder, export_copy, trained_agent
-
-    chosen = trained_agent(run, agent)
-    if quantize is None:
-        export_copy(chosen, out)
-    else:
-        from hacpo_mega.commands.quantize import export_quantized
-
-        with as_folder(chosen, out) as whole:
-            export_quantized(whole, out, quantize)
-    print(out)
-
-
+app.command()(export)
 app.command()(grade)
 
 

@@ -43,6 +43,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, require_room
 from hacpo_mega.joint_disk import JointDisk
 from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_state import NotWritten
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
 
@@ -68,6 +69,9 @@ def agree_on_start(
     found = Checkpoint.parse(Path(answer[0]), answer[1])
     for problem in found.altered(slice(place.coordinate.global_rank, None, place.rank_map.world_size)):
         raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
+    if place.coordinate.global_rank == 0:
+        for name in found.agents:  # somebody else's is refused before a model is loaded
+            read_index(found.folder / name)
     return found
 
 

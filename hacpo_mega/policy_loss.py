@@ -38,6 +38,9 @@ class BatchReport(NamedTuple):
     mean_logprob_B: Tensor | None = None
 
 
+REPORTS = (BatchReport, SequenceTerms)  # what travels from the last stage of a pipeline to the others
+
+
 class SampleColumns(NamedTuple):
     """What the objective needs of packed samples besides their tokens: float32 and bool, one each per sample."""
 

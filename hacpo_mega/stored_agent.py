@@ -39,6 +39,11 @@ class StoredAgent:
         return self.checkpoint.folder / self.agent.name
 
     @property
+    def file(self) -> Path:
+        """Where its run's configuration stands."""
+        return self.checkpoint.folder / RECORD
+
+    @property
     def dtype(self) -> str:
         """The type of the run's weights, such as "bfloat16"."""
         return self.checkpoint.agents[self.agent.name].dtype

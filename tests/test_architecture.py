@@ -38,6 +38,7 @@ TOP_FILES = {
     "cli_data.py": "cli",
     "cli_bench.py": "cli",
     "cli_experiment.py": "cli",
+    "cli_export.py": "cli",
     "cli_plan.py": "cli",
     "cli_preflight.py": "cli",
     "cli_slurm.py": "cli",
@@ -103,6 +104,25 @@ EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"
 MAX_FILE_LINES = 350
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = ("hacpo_mega/grading/grading_worker.py", "hacpo_mega/logbook/trackers.py")
+# The one place that is given pickles, and reads them without calling anything.
+READS_PICKLES = ("hacpo_mega/cluster/plain_pickle.py",)
+# Modules that run what they read, or say pickles to others. Of torch's checkpoints only `save` and `load` do.
+RUNS_WHAT_IT_READS = (
+    *("pickle.", "_pickle.", "pickletools.", "cloudpickle.", "dill.", "joblib.", "marshal.", "shelve.", "copyreg."),
+    *("multiprocessing.Pipe.", "multiprocessing.Queue.", "multiprocessing.SimpleQueue.", "multiprocessing.managers."),
+    *("multiprocessing.connection.Client.", "multiprocessing.connection.Listener.", "multiprocessing.Manager."),
+    *("torch.distributed.checkpoint.save.", "torch.distributed.checkpoint.load.", "torch.distributed.rpc."),
+    *("torch.load.", "numpy.load.", "yaml.load.", "yaml.unsafe_load.", "code.", "codeop."),
+)
+OBJECT_COLLECTIVES = {
+    *("all_gather_object", "gather_object", "broadcast_object", "broadcast_object_list"),
+    *("scatter_object_list", "send_object_list", "recv_object_list", "read_metadata"),
+}
+MAKES_CODE = (
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.unsafe_load"),
+    *("builtins.eval", "builtins.exec", "checkpoint.save", "checkpoint.load", "torch.hub", "runpy.run_path"),
+    *(".Pipe", ".JoinableQueue", ".Manager", "connection.Listener", "connection.Client"),
+)
 MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
 
@@ -249,10 +269,31 @@ def imports_stand_at_the_top(sources: Sources) -> Complaints:
 
 
 def nothing_is_pickled(sources: Sources) -> Complaints:
+    """What a peer or a file says is bytes of a stated layout, and no text becomes code."""
     for source in sources:
         for line, name in source.imports():
-            if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
+            if f"{name}.".startswith(RUNS_WHAT_IT_READS) and not source.lies_in(READS_PICKLES):
                 yield f"{source.path}:{line}: {name}; what is read back must not run as code"
+        for node in ast.walk(source.tree):
+            if found := _runs_what_it_is_given(node):
+                yield f"{source.path}:{node.lineno}: {found}; what is read back must not run as code"
+
+
+def _runs_what_it_is_given(node: ast.AST) -> str | None:
+    """The words by which a node of the source would unpickle, or make code of a text."""
+    if isinstance(node, ast.Name) and node.id in ("eval", "exec", "compile"):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        name = ast.unparse(node)
+        return name if node.attr in OBJECT_COLLECTIVES or name.endswith(MAKES_CODE) else None
+    if not isinstance(node, ast.Call):
+        return None
+    called = ast.unparse(node.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if called.rpartition(".")[2] == "load" and "torch" in called and given.get("weights_only") != "True":
+        return f"{called}() without weights_only=True"
+    loud = {"shell": "False", "allow_pickle": "False"}
+    return next((f"{key}={given[key]}" for key, quiet in loud.items() if given.get(key, quiet) != quiet), None)
 
 
 def environment_is_read_at_the_start(sources: Sources) -> Complaints:
@@ -387,7 +428,35 @@ def test_the_tree_keeps(rule: Rule) -> None:
     assert complaints == [], "\n" + "\n".join(complaints)
 
 
+def test_what_starts_jobs_and_measures_kernels_makes_no_code_of_what_it_reads() -> None:
+    files = [*(ROOT / "launch").rglob("*.py"), *(ROOT / "kernels" / "bench").rglob("*.py")]
+    sources = [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    assert sources and list(nothing_is_pickled(sources)) == []
+
+
 A = "hacpo_mega/agent.py"
+RUNNING = (
+    "dist.broadcast_object_list(name)",
+    "gather = torch.distributed.all_gather_object",
+    "torch.load(file)",
+    "torch.load(file, weights_only=False)",
+    "torch.serialization.load(file, weights_only=sure)",
+    "torch.distributed.checkpoint.save(state, writer)",
+    "checkpoint.load(state, checkpoint_id=folder)",
+    "reader.read_metadata()",
+    "np.load(file, allow_pickle=True)",
+    "yaml.load(text, Loader)",
+    "eval(text)",
+    "values = map(eval, texts)",
+    "exec(code, {})",
+    "exec_ = builtins.exec",
+    "compile(text, name, 'exec')",
+    "subprocess.run(line, shell=True)",
+    "subprocess.run(line, shell=how)",
+    "os.system(line)",
+    "context.Pipe()",
+    "multiprocessing.connection.Listener(address)",
+)
 BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (every_file_has_a_room, {"hacpo_mega/elsewhere.py": ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.agent import Agent", A: ""}),
@@ -411,6 +480,11 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (imports_stand_at_the_top, {A: "import importlib\nx = importlib.import_module('vllm')"}),
     (nothing_is_pickled, {A: "import pickle"}),
     (nothing_is_pickled, {A: "from marshal import loads"}),
+    (nothing_is_pickled, {A: "import pickletools"}),
+    (nothing_is_pickled, {A: "from torch import load"}),
+    (nothing_is_pickled, {A: "from multiprocessing import Pipe"}),
+    (nothing_is_pickled, {A: "from torch.distributed.checkpoint import FileSystemReader, load"}),
+    *((nothing_is_pickled, {A: line}) for line in RUNNING),
     (environment_is_read_at_the_start, {A: "import os\nx = os.environ['RANK']"}),
     (nothing_is_left_undone, {A: "x = 1  # TODO: two"}),
     (nothing_is_left_undone, {A: "def f():\n    raise NotImplementedError"}),

@@ -22,6 +22,7 @@ from hacpo_mega.cluster.seat import expand_nodes, is_on_one_machine, tasks_of_no
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor that feeds it
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing is sent as a pickle, nor as a function to be run
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes

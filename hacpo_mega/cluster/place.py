@@ -32,6 +32,7 @@ import torch.distributed as dist
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
 from hacpo_mega.cluster.environment import own_caches
+from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
@@ -70,6 +71,7 @@ class Place:
         self.device = device
         my, shape = self.coordinate, rank_map.agents[self.coordinate.agent]
         on_cuda = device.type == "cuda"
+        plain_objects_only()
         self.spans = Spans(my.agent_name, settle=torch.cuda.synchronize if on_cuda else lambda: None)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",

@@ -29,7 +29,7 @@ class Tree:
         """Everyone's payload, by rank, on the root; an empty list on the others."""
         payloads = [payload]
         for group in self._groups:
-            messages = _gather_at_head(group, join(payloads))
+            messages = gather_at_head(group, join(payloads))
             if group.rank() != 0:
                 return []
             payloads = [payload for message in messages for payload in split(message)]
@@ -90,7 +90,7 @@ def split(message: bytes) -> list[bytes]:
     return payloads
 
 
-def _gather_at_head(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+def gather_at_head(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     """Everyone's message on rank 0 of the group; empty on the others. Nobody pads: all send what they have."""
     options = dist.GatherOptions()
     options.rootRank = 0

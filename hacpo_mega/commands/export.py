@@ -46,6 +46,11 @@ class TrainedAgent:
     accuracy_end: float | None
     commit: str | None
 
+    @property
+    def file(self) -> Path:
+        """Where the run's configuration stands."""
+        return self.run_dir / "config.toml" if self.stored is None else self.stored.file
+
 
 def trained_agent(path: Path, name: str | None) -> TrainedAgent:
     """Reads a finished run, or one of its checkpoints. `name` may be None when the run has one agent.

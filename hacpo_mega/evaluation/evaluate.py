@@ -26,6 +26,7 @@ from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.math_grader import plain
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
+from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import check_positions
@@ -148,6 +149,7 @@ class _Run:
         ranks = self.place.rank_map.world_size
         with stored.being_read():
             stored.require_unaltered(slice(self.place.coordinate.global_rank, None, ranks))
+            read_index(stored.folder)
         self.place.barrier()
 
     def _judge_of(self, benchmark: Benchmark) -> Judge:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config import AgentConfig, Config, Prompting, config_of_run
+from hacpo_mega.config.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_MAX_TOKENS,
     PAPER_SUITE,
@@ -76,17 +77,25 @@ class EvaluationSettings:
         }
 
 
-def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSettings:
+def settings_for(
+    model: Path, benchmarks: Sequence[Benchmark], *, reward: str | None = None, trust: bool = False
+) -> EvaluationSettings:
     """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME those of the run, so that an agent is asked and
     judged as in its training.
 
-    ValueError when the run's config.toml is broken, or the checkpoint cannot be used.
+    reward   the grader that the user names himself
+    trust    whether code that the run's configuration names may run: a grader, Python in the model folder, the engine's
+
+    ValueError when the run's configuration is broken or names code that is not trusted, or the checkpoint cannot be
+    used.
     """
     benchmarks = tuple(benchmarks)
     stored = stored_agent_at(model)
-    config, agent = _of_run(model) if stored is None else (stored.config, stored.agent)
+    config, agent, file = _of_run(model) if stored is None else (stored.config, stored.agent, stored.file)
     if agent is None:
         return EvaluationSettings(model, benchmarks)
+    named = (*code_of_reward(config.reward, reward), *code_of_model(agent), *code_of_engine(agent))
+    require_trust(named, file, trusted=trust, instead="--reward names a grader of yours; ")
     return EvaluationSettings(
         model,
         benchmarks,
@@ -103,15 +112,16 @@ def settings_for(model: Path, benchmarks: Sequence[Benchmark]) -> EvaluationSett
     )
 
 
-def _of_run(model: Path) -> tuple[Config, AgentConfig] | tuple[None, None]:
-    """What the run says whose agent RUN/agents/NAME is; nothing for another folder."""
+def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None, None]:
+    """What the run says, and in which file, whose agent RUN/agents/NAME is; nothing for another folder."""
     folder = model.resolve()
     run_dir = folder.parent.parent
-    if folder.parent.name != "agents" or not (run_dir / "config.toml").is_file():
-        return None, None
+    file = run_dir / "config.toml"
+    if folder.parent.name != "agents" or not file.is_file():
+        return None, None, None
     config = config_of_run(run_dir)
     agent = next((agent for agent in config.agents if agent.name == folder.name), None)
-    return (None, None) if agent is None else (config, agent)
+    return (None, None, None) if agent is None else (config, agent, file)
 
 
 def benchmarks_of(
@@ -152,9 +162,10 @@ def ask(
     max_prompt_tokens: int | None,
     max_answer_tokens: int | None,
     seed: int,
+    trust: bool = False,
 ) -> EvaluationSettings:
     """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing."""
-    settings = settings_for(model, benchmarks)
+    settings = settings_for(model, benchmarks, reward=reward, trust=trust)
     worded = {
         "chat_template": chat_template,
         "template_kwargs": dict(map(_template_argument, template_args)) or None,

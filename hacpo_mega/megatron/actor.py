@@ -7,6 +7,7 @@ optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), 
 Shapes: T tokens and R trained rows of a micro-batch, B its samples, H hidden size.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from hacpo_kernels import linear_logprob
+from hacpo_kernels import SequenceTerms, linear_logprob
 from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import mean_logprobs
 from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.installed import VERSION
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
@@ -75,6 +77,7 @@ class Actor:
         spans: Spans | None = None,
         dtype: torch.dtype | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        reports: Sequence[type] = (SequenceTerms,),
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
@@ -85,8 +88,9 @@ class Actor:
         `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
         (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
         fields of Megatron's TransformerConfig; `spans` records the parts of an update, `on_progress` is told every
-        micro-batch. bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16 works on
-        the CPU, too). Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
+        micro-batch, `reports` are the named tuples that a loss function reports. bf16 with fp32 main weights on CUDA,
+        fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
+        folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.temperature = Path(folder), tp, temperature
@@ -95,7 +99,7 @@ class Actor:
         self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp, cost=evened)
         self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
-        self._on_progress = on_progress
+        self._on_progress, self._reports = on_progress, reports
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
@@ -198,7 +202,7 @@ class Actor:
                 seen = self._backward(batches, loss_fn)
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
-            loss, reports = object_from_last_stage((loss, reports))
+            loss, reports = object_from_last_stage((loss, reports), self._reports, self.device)
             with self._spans.span("optimizer"):
                 finish_gather(self.model)  # of a cell that had no forward since
                 step = self.optimizer.step(loss)
@@ -300,12 +304,12 @@ class Actor:
         OSError on every rank when the first one, which writes, cannot.
         """
         finish_gather(self.model)
-        problem: list[str | None] = [None]
+        problem = None
         if parallel_state.get_data_parallel_rank() == 0:
             try:
                 save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
             except OSError as error:
-                problem = [str(error)]
-        torch.distributed.broadcast_object_list(problem)
-        if problem[0] is not None:
-            raise OSError(problem[0])
+                problem = str(error)
+        problem = json.loads(share_bytes(torch.distributed.group.WORLD, json.dumps(problem).encode()))
+        if problem is not None:
+            raise OSError(problem)

@@ -23,9 +23,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.cluster.tree import as_tensor
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model import HiddenStateModel, forward_packed
 from hacpo_mega.megatron.overlap import reduction_inside_backward, wait_before_use
+from hacpo_mega.megatron.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
 
 # (hidden states of the last stage, micro-batch) -> anything; with gradients it is (scalar loss, anything)
@@ -142,11 +144,13 @@ def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def object_from_last_stage(thing: Any) -> Any:
-    """The same for a small picklable object: a broadcast of a few kilobytes."""
+def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.device) -> Any:
+    """The same for what a stage_message.py holds, of a few kilobytes; `records` are the named tuples in it."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return thing
-    box = [thing]
-    source = parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
-    return box[0]
+    is_source = torch.distributed.get_rank() == parallel_state.get_pipeline_model_parallel_last_rank()
+    message = as_tensor(to_bytes(thing) if is_source else b"").to(device)
+    size = tensor_from_last_stage(torch.tensor([len(message)], device=device))
+    message = message if is_source else torch.empty(int(size), dtype=torch.uint8, device=device)
+    tensor_from_last_stage(message)
+    return thing if is_source else from_bytes(message.cpu().numpy().tobytes(), records)

@@ -7,6 +7,7 @@ process without a group can read whole weights.
 Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
+from hacpo_mega.cluster.tree import gather_at_head, share_bytes
+from hacpo_mega.megatron.stored_index import INDEX, read_index
 from hacpo_mega.models.segments import Source
 
 # What is stored of every parameter: the float32 main weight and the moments of Adam, by torch's names.
@@ -52,6 +62,8 @@ class Part:
 
 # The parts that one process has of every stored tensor.
 Parts = Mapping[str, Sequence[Part]]
+# A part on disk, as processes say it in JSON: name, shape, offsets, sizes; where in the file, of so many bytes.
+Written = tuple[str, Sequence[int], Sequence[int], Sequence[int], int, int]
 
 
 def stored_name(kind: str, tensor: str) -> str:
@@ -65,33 +77,90 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
     All processes together must have every number of every tensor once: torch refuses a gap and an overlap. NotWritten
     when one cannot write.
     """
+    # torch's own save would say plans and results to each other as pickles.
+    rank = 0 if group is None else group.rank()
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
-    planner = _WriteParts(flatten_state_dict=False)
     try:
-        checkpoint.save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as failed:  # which torch has told all ranks of the group
-        rank, (error, _) = min(failed.failures.items())
-        raise NotWritten(f"its rank {rank} could not write: {error}") from failed
+        said = {"written": _write_share(writer, parts, rank)}
+    except Exception as error:  # of any kind: the others wait for a word
+        said = {"error": str(error) or type(error).__name__}
+    message = json.dumps(said).encode()
+    messages = [message] if group is None else gather_at_head(group, message)
+    refusal = _finish(writer, messages) if rank == 0 else None
+    if group is not None:
+        refusal = json.loads(share_bytes(group, json.dumps(refusal).encode()))
+    if refusal is not None:
+        raise NotWritten(refusal)
+
+
+def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Written]:
+    """Writes this process's file; what it has written, in the order of the file."""
+    planner = _WriteParts(flatten_state_dict=False)
+    planner.set_up_planner(dict(parts))
+    # For the file's name alone: the one index of all is written under other terms (`_finish`).
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+    plan = planner.finish_plan(writer.prepare_local_plan(planner.create_local_plan()))
+    results = {result.index: result.storage_data for result in writer.write_data(plan, planner).wait()}
+    return [
+        (name, part.shape, part.offsets, tuple(part.data.shape), place.offset, place.length)
+        for name, own in parts.items()
+        for part in own
+        for place in [results[MetadataIndex(name, part.offsets)]]
+    ]
+
+
+def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
+    """Writes the index of what all processes have written, in the order of ranks; why not, where one could not."""
+    said = [json.loads(message) for message in messages]
+    for rank, words in enumerate(said):
+        if "error" in words:
+            return f"its rank {rank} could not write: {words['error']}"
+    plans, results = [], []
+    for rank, words in enumerate(said):
+        plans.append(SavePlan([_write_item(name, *where[:3]) for name, *where in words["written"]]))
+        results.append([_result(f"__{rank}_0.distcp", *written) for written in words["written"]])
+    try:
+        _, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+        writer.set_up_storage_writer(True)
+        writer.finish(index, results)
+    except Exception as error:  # of any kind: the others wait for a word
+        return f"its rank 0 could not write: {error}"
+    return None
 
 
 class StateReader:
-    """A folder that `write_parts` filled. Every process reads for itself what it needs."""
+    """A folder that `write_parts` filled. Every process reads for itself what it needs.
+
+    ValueError for a folder whose index names other things than a state's, or does not fit its files.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files = FileSystemReader(str(folder))
-        self._index = self._files.read_metadata()
+        self._index = read_index(folder)
         self._files.set_up_storage_reader(self._index, is_coordinator=False)
 
     def read(self, parts: Parts) -> None:
         """Fills the data of all parts, on whatever device it is."""
-        items = [
-            item
-            for name, wanted in parts.items()
-            for item in create_read_items_for_chunk_list(
-                name, self._index.state_dict_metadata[name], [part.chunk for part in wanted]
-            )
-        ]
-        self._files.read_data(LoadPlan(items), _ReadParts(parts)).wait()
+        items = [item for name, wanted in parts.items() for part in wanted for item in self._items(name, part)]
+        try:
+            self._files.read_data(LoadPlan(items), _ReadParts(parts)).wait()
+        except OSError:
+            raise
+        except Exception as error:  # whatever torch says of files that are not what their index says
+            line = " ".join(str(error).split())[:200]
+            raise ValueError(f"{self._folder} is damaged: its files are not what {INDEX} says ({line})") from error
+
+    def _items(self, name: str, part: Part) -> list[ReadItem]:
+        """What is read for a part. ValueError unless the index has this tensor, in this shape, and all of the part."""
+        found = self._index.state_dict_metadata.get(name)
+        if found is None or tuple(found.size) != part.shape:
+            there = "not there" if found is None else f"{list(found.size)} there"
+            raise ValueError(f"{self._folder / INDEX}: {name} should be {list(part.shape)} and is {there}")
+        items = create_read_items_for_chunk_list(name, found, [part.chunk])
+        if sum(item.lengths.numel() for item in items) != part.data.numel():
+            raise ValueError(f"{self._folder / INDEX} does not have every number of {name} once")
+        return items
 
 
 def stored_weights(folder: Path, sources: Iterable[Source], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -110,7 +179,14 @@ class _WriteParts(DefaultSavePlanner):
     """torch's planner, which knows whole tensors and its own sharded ones, for our parts."""
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(name, part) for name, parts in self.state_dict.items() for part in parts])
+        assert all(part.data.dtype == torch.float32 for parts in self.state_dict.values() for part in parts)
+        return SavePlan(
+            [
+                _write_item(name, part.shape, part.offsets, tuple(part.data.shape))
+                for name, parts in self.state_dict.items()
+                for part in parts
+            ]
+        )
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return _at(self.state_dict[index.fqn], index)
@@ -131,7 +207,13 @@ def _at(parts: Sequence[Part], index: MetadataIndex) -> Tensor:
     return next(part.data for part in parts if Size(part.offsets) == index.offset)
 
 
-def _write_item(name: str, part: Part) -> WriteItem:
-    properties = TensorProperties.create_from_tensor(part.data)
-    data = TensorWriteData(part.chunk, properties, Size(part.shape))
-    return WriteItem(MetadataIndex(name, part.offsets), WriteItemType.SHARD, tensor_data=data)
+def _write_item(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> WriteItem:
+    chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), Size(shape))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _result(
+    file: str, name: str, _shape: Sequence[int], offsets: Sequence[int], _sizes: Sequence[int], offset: int, length: int
+) -> WriteResult:
+    return WriteResult(MetadataIndex(name, offsets), length, _StorageInfo(file, offset, length))

@@ -45,6 +45,7 @@ from hacpo_mega.rollout.host_process import (
     joined_to_default_group,
     keeping_default_group,
     process_untouched,
+    without_message_queue,
 )
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
@@ -345,3 +346,4 @@ def _check_cpu_attention(model: Path) -> None:
 
 # For good, since it also runs when an engine that nobody closed is collected.
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
+parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hacpo_mega.cluster.tree import share_bytes
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -75,10 +77,9 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
     The name matters on CPU: vLLM's ranks meet in shared memory under the text after the last colon and their rank
     numbers. Two agents of one machine, or two jobs, have equal numbers and would read each other's activations.
     """
-    name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name)
+    name = share_bytes(dist.group.WORLD, secrets.token_hex(8).encode()).decode()
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
-    arguments = (f"env://:{name[0]}", dist.get_rank(), local_rank)
+    arguments = (f"env://:{name}", dist.get_rank(), local_rank)
     with _replaced(launcher, "_distributed_args", lambda executor: arguments):
         yield
     if not torch.cuda.is_available():
@@ -86,7 +87,7 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
         # Once all ranks of all engines have mapped them nobody looks for their names any more, and without a name the
         # kernel frees them with the last process, however that ends.
         dist.barrier()
-        for segment in SHARED_MEMORY.glob(f"{name[0]}-*-cpushm_*"):
+        for segment in SHARED_MEMORY.glob(f"{name}-*-cpushm_*"):
             segment.unlink(missing_ok=True)
 
 
@@ -110,6 +111,20 @@ def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
             teardown()
 
     return destroy_own_groups
+
+
+def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's maker of model-parallel groups, less the queue that a group over several ranks would get.
+
+    It unpickles whatever its sockets bring: of files under the temporary folder on one node, of TCP on all interfaces
+    over several. Where every rank drives its own worker nobody says anything there; the few objects that vLLM has to
+    share go by torch's collectives then, which take plain values alone (cluster/peer_objects.py).
+    """
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        return make_group(*arguments, **options | {"use_message_queue_broadcaster": False})
+
+    return make
 
 
 @contextmanager

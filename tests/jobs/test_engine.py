@@ -243,6 +243,13 @@ def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
         assert all(line.endswith(" (deleted)") for line in segments), segments
 
 
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_an_engine_over_several_ranks_has_no_queue_that_unpickles_and_its_memory_is_its_users(saw, agent, rank):
+    """vLLM's queue would listen on sockets under the temporary folder, and over several nodes on TCP ports."""
+    assert saw[agent, rank]["queue"] is None
+    assert set(saw[agent, rank]["shared memory modes"]) <= {0o600, None}
+
+
 def test_gradients_still_work_beside_an_engine(saw):
     assert saw["qwen3", 0]["gradient"].tolist() == [2.0, 2.0, 2.0]
 

@@ -33,7 +33,7 @@ def test_vllm_still_has_these_variables():
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables"
     )
     keys = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    assert len(OF_VLLM) == 5
+    assert len(OF_VLLM) == 6
     assert set(OF_VLLM) <= keys
 
 
@@ -68,6 +68,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
         assert read == {
             "agent": agent,
             "VLLM_ENABLE_V1_MULTIPROCESSING": False,
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
             "VLLM_NO_USAGE_STATS": True,
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_ALLREDUCE_USE_FLASHINFER": False,

@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from hostile_pickles import Calls
 from hypothesis import given
 from hypothesis import strategies as st
 from job import TIMEOUT_S, free_port, new_job, run_job, run_ranks, start_ranks
@@ -170,6 +172,40 @@ def gather_awkward(place: Place, rank_map: RankMap) -> None:
 
 def test_bytes_arrive_whole_whatever_their_sizes():
     run_job(UNEQUAL, gather_awkward)
+
+
+def hear_objects(file: Path, place: Place, rank_map: RankMap) -> list[str]:
+    """What this rank makes of objects from the agent's rank 0, by each of torch's collectives that bring some."""
+    plain = [(None, False), {"a": ["x", 2.5]}, torch.arange(3)]
+    heard = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, plain)
+    assert all(str(thing) == str(plain) for thing in heard)
+    said = []
+    for speak in (dist.all_gather_object, gather, dist.broadcast_object_list, scatter):
+        hostile = Calls(os.system, f"touch {file}") if dist.get_rank() == 0 else None
+        try:
+            speak(*([heard, hostile] if speak is dist.all_gather_object else [[hostile] * dist.get_world_size()]))
+        except ValueError as error:
+            said.append(str(error))
+        assert not file.exists()
+    return said
+
+
+def gather(things: list) -> None:
+    dist.gather_object(things[0], list(things) if dist.get_rank() == 1 else None, dst=1)
+
+
+def scatter(things: list) -> None:
+    dist.scatter_object_list([None], things if dist.get_rank() == 0 else None)
+
+
+def test_an_object_of_a_peer_runs_nothing(tmp_path):
+    two = RankMap(1, (AgentShape("A", tp=2, engine_tp=2),))
+    zero, one = run_job(two, partial(hear_objects, tmp_path / "touched"))
+    # Of what it says itself, rank 0 reads what is gathered and scattered.
+    assert (len(zero), len(one)) == (2, 4), (zero, one)
+    for line in zero + one:
+        assert line.startswith("a process of this job has sent an object that is not taken from a peer: it names ")
 
 
 ROUNDING = RankMap(3, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B")))

@@ -16,6 +16,7 @@ from job import run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
+from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.platform import megatron_platform
@@ -64,6 +65,7 @@ def seen(folder) -> dict[str, dict]:
 
 
 def visit_layouts(folder: Path) -> dict[str, dict]:
+    plain_objects_only()  # as in a run: a save that says its plan as a pickle fails
     return {name: visit_layouts_of(folder, name) for name in MODELS}
 
 

@@ -6,6 +6,7 @@ writes what it saw to OUT/<agent>-<agent rank>.pt; the tests judge it.
 
 import os
 import random
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from job import TIMEOUT_S
 from safetensors.torch import load_file
+from vllm.distributed import parallel_state
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
@@ -46,6 +48,14 @@ def message(action) -> str:
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def shared_memory_mode(line: str) -> int | None:
+    """Who may open the file of a mapping, by a line of /proc/self/maps; None where that may not be asked."""
+    addresses = (int(address, 16) for address in line.split()[0].split("-"))
+    with suppress(OSError):
+        return os.stat("/proc/self/map_files/{:x}-{:x}".format(*addresses)).st_mode & 0o777
+    return None
 
 
 def weights(folder: Path):
@@ -111,6 +121,8 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["process"] = (before, process_state())
     maps = Path("/proc/self/maps").read_text().splitlines()
     seen["shared memory"] = [line for line in maps if "/dev/shm/" in line and "cpushm" in line]
+    seen["shared memory modes"] = [shared_memory_mode(line) for line in seen["shared memory"]]
+    seen["queue"] = parallel_state.get_tp_group().mq_broadcaster
     seen["has shared memory"] = hasattr(torch.ops._C, "init_shm_manager")
     engine.close()
     return seen

@@ -8,18 +8,20 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
+from hostile_pickles import touching
 from job import play_command, run_command, run_here, start_command, start_ranks
 from repository import ROOT
 from run_cases import train
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.checkpoint import FORMAT, RECORD, FileState, file_sha256, folder_of, remove_old
+from hacpo_mega.checkpoint import FORMAT, RECORD, Checkpoint, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
 from hacpo_mega.commands.export import draft_of, export_copy, trained_agent
 from hacpo_mega.logbook.metrics import read_metrics
@@ -242,7 +244,7 @@ def test_a_checkpoint_is_evaluated_as_what_the_run_exported(run_dir, tmp_path):
     answers = {}
     for model in (run_dir / "agents" / "second", folder_of(run_dir, 1) / "second"):
         out = tmp_path / model.parent.name
-        arguments = ("eval", model, bench, "--out", out, "-k", "2")
+        arguments = ("eval", model, bench, "--out", out, "-k", "2", "--trust")  # its grader is a file
         run_command(1, *arguments)
         (file,) = (out / "answers").iterdir()
         answers[out.name] = file.read_text()
@@ -260,11 +262,43 @@ def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path
     done = run_here("eval", folder, bench, "--out", tmp_path / "out")
     agents = f"give one of them, {folder}/first, {folder}/second"
     assert (done.returncode, done.stderr) == (2, f"{folder} holds all agents of a run: {agents}\n")
-    flip_a_bit(folder)
-    (rank,) = start_ranks(1, tmp_path, play_command, "eval", f"{folder}/first", str(bench), "--out", f"{tmp_path}/out")
-    rank.join()
-    errors = (tmp_path / "0.err").read_text()
-    assert rank.exitcode == 2 and "first/__0_0.distcp is damaged" in errors and errors.count("\n") == 1, errors
+    arguments = ("eval", f"{folder}/first", str(bench), "--reward", "exact", "--out")
+    for harm, said in (
+        (flip_a_bit, "first/__0_0.distcp is damaged"),
+        (
+            partial(be_hostile, tmp_path / "touched"),
+            "first/.metadata is no index of a stored state: it names os.system",
+        ),
+    ):
+        harm(folder)
+        (place := tmp_path / harm.__class__.__name__).mkdir()
+        (rank,) = start_ranks(1, place, play_command, *arguments, f"{place}/out")
+        rank.join()
+        errors = (place / "0.err").read_text()
+        assert rank.exitcode == 2 and said in errors and errors.count("\n") == 1, errors
+    assert not (tmp_path / "touched").exists()
+
+
+def be_hostile(touched: Path, folder: Path) -> None:
+    """Somebody else's checkpoint: its index makes a file when it is unpickled, and every digest is right."""
+    (folder / "first" / ".metadata").write_bytes(touching(touched)["os.system"])
+    record = Checkpoint.parse(folder, (folder / RECORD).read_text())
+    files = {path: FileState((folder / path).stat().st_size, file_sha256(folder / path)) for path in record.files}
+    (folder / RECORD).write_text(replace(record, files=files).text())
+
+
+def test_a_hostile_checkpoint_runs_nothing_where_it_is_exported_or_begun_from(going_on, tmp_path):
+    folder, touched = folder_of(going_on, 1), tmp_path / "touched"
+    be_hostile(touched, folder)
+    said = f"{folder}/first/.metadata is no index of a stored state: it names os.system. Nothing of it was run"
+    assert refused_export(folder, tmp_path) == f"{said}\n"
+    beginning = ("train", f"{tmp_path}/run.toml", "--from", str(folder), f"run_dir={tmp_path}/new")
+    shutil.copy(going_on / "config.toml", tmp_path / "run.toml")
+    ranks = start_ranks(2, tmp_path, play_command, *beginning)
+    for rank in ranks:
+        rank.join()
+    assert ranks[0].exitcode == 2 and (tmp_path / "0.err").read_text() == f"{said}\n"
+    assert not touched.exists()
 
 
 @pytest.fixture(scope="module")

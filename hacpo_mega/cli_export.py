@@ -1,0 +1,36 @@
+"""`hacpo-mega export`, and the flag by which code that lies beside a model may run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.config.named_code import code_of_model, require_trust
+
+Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A finished run, or RUN/checkpoints/step_N, even while it goes on.")
+    ],
+    out: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
+    agent: Annotated[str | None, typer.Option(help="Its name; a run of one agent needs none.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Write an agent of a run as a Hugging Face folder with a model card."""
+    prepare_environment()
+    from hacpo_mega.commands.export import as_folder, export_copy, trained_agent
+
+    chosen = trained_agent(run, agent)
+    if quantize is None:
+        export_copy(chosen, out)
+    else:
+        require_trust(code_of_model(chosen.agent), chosen.file, trusted=trust)
+        from hacpo_mega.commands.quantize import export_quantized
+
+        with as_folder(chosen, out) as whole:
+            export_quantized(whole, out, quantize)
+    print(out)
