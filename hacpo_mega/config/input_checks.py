@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.grader_checks import grader_problem
+from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.folder import tokenizer_problem
 
@@ -60,12 +61,15 @@ def _run_folder(config: Config) -> Iterator[str]:
     named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
     named += [("data.files", file) for file in config.data.files]
     named += [("evaluation.files", file) for file in config.evaluation.files]
-    for key, path in named:
-        if _real(path).is_relative_to(folder):
-            yield (
-                f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
-                f"Nearest: run_dir = '{given}.next'"
-            )
+    inside = [(key, path) for key, path in named if _real(path).is_relative_to(folder)]
+    for key, path in inside:
+        yield (
+            f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
+            f"Nearest: run_dir = '{given}.next'"
+        )
+    if not inside:
+        yield from run_dir_problems(given)
+    yield from long_names(config)
 
 
 def _real(path: Path) -> Path:
