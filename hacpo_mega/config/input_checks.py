@@ -58,6 +58,7 @@ def _run_folder(config: Config) -> Iterator[str]:
     # The folder itself is renamed and made anew, which is written into the folder above it.
     elif not os.access(existing.parent if existing == folder else existing, os.W_OK | os.X_OK):
         yield f"run_dir: {given} cannot be made, since {existing} is not writable; give a folder that you may write"
+        return
     named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
     named += [("data.files", file) for file in config.data.files]
     named += [("evaluation.files", file) for file in config.evaluation.files]

@@ -21,6 +21,7 @@ NO_CONTENT = frozenset({"slurm", "logs", LOCK, "lost+found"})
 # Keys of a line of ours, which tell our files from others of the same name.
 KEYS = {STARTS: {"steps_done", "commit", "packages"}, METRICS: {"step", "values", "timing"}}
 RECORD, RECORD_BYTES = re.compile(rb'\{\s*"format": \d+,\s*"sha256": "[0-9a-f]{64}"'), 256  # checkpoint.py writes it
+OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes a blank in a list
 FIRST_BYTES = 4 << 20
 NAMES_SHOWN = 3
 TOKEN = 32  # characters after a lock's name while it is taken over
@@ -63,11 +64,12 @@ def require_displaceable(run_dir: Path) -> None:
             f"run_dir {run_dir} holds {shown(found)}, and is no run by its {CONFIG} and {STARTS} or {METRICS}: it is "
             "not moved away. Give an empty or a new folder"
         )
-    if os.path.ismount(folder):
-        raise ValueError(
-            f"run_dir {run_dir} is a mount point, and the run in it cannot be moved away from there: give a folder in "
-            f"it, such as {run_dir / 'run'}"
-        )
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted at a real path, also a folder of the same file system."""
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return any(OCTAL.sub(lambda found: bytes([int(found[1], 8)]), line.split()[4]) == bytes(folder) for line in lines)
 
 
 def run_dir_problems(given: Path) -> Iterator[str]:
@@ -76,6 +78,9 @@ def run_dir_problems(given: Path) -> Iterator[str]:
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if above.is_dir() and os.statvfs(above).f_blocks == 0:
         yield f"run_dir: {given} is on a file system that holds no files of a user ({above}). Nearest: runs/run"
+    elif folder == Path.home().resolve() or is_mount_point(folder):
+        what = "a mount point" if is_mount_point(folder) else "your home"
+        yield f"run_dir: {given} is {what}, and a run needs a folder of its own. Nearest: run_dir = '{given / 'run'}'"
     elif folder.is_dir():
         try:
             found = contents(folder)

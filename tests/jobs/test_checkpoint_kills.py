@@ -64,7 +64,7 @@ STAGES = {
     "as the retention begins": Stage(shutil, "rmtree", IS_OLD, False, True),
     "in the retention": Stage(os, "unlink", IS_NO_PROBE, True, True),
 }
-LOGS = SimpleNamespace(unwritten=lambda: None)  # nothing waits to be written
+LOGS = SimpleNamespace(unwritten=lambda: None, misplaced=lambda: None)  # nothing waits to be written
 NUM_STEPS = sum(1 + stage.is_committed for stage in STAGES.values()) + 1
 
 
