@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
@@ -159,11 +160,10 @@ def draft_of(out: Path) -> Iterator[Path]:
         if os.path.lexists(out):
             raise ValueError(f"{out} exists by now: give a new folder for the export")
         draft.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         _remove(draft)
-        raise ValueError(
-            f"{out} is not written ({error.strerror or error}): make room, or give another folder"
-        ) from error
+        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # of the first file that is not copied
+        raise ValueError(f"{out} is not written: {why}. Make room, or give another folder") from error
     except BaseException:
         _remove(draft)
         raise

@@ -122,9 +122,14 @@ class RunFolder:
         return None if error is None else f"logs of {self._path} wait to be written ({error.strerror})"
 
     def finish(self, steps_done: int) -> None:
-        """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job."""
+        """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job.
+
+        OSError, on rank 0, when the folder is not there.
+        """
         self._place.barrier()
         if self._place.coordinate.global_rank == 0:
+            if why := self.misplaced():
+                raise OSError(why)
             record_end(self._path, steps_done)
 
     def __enter__(self) -> Self:
