@@ -52,7 +52,7 @@ def _run_folder(config: Config) -> Iterator[str]:
     if Path.cwd().is_relative_to(folder):
         yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
         return
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir():
         yield f"run_dir: {given} cannot be made, since {existing} is a file. Nearest: {existing}.run"
     # The folder itself is renamed and made anew, which is written into the folder above it.

@@ -26,6 +26,7 @@ FIRST_BYTES = 4 << 20
 NAMES_SHOWN = 3
 TOKEN = 32  # characters after a lock's name while it is taken over
 RANK_DIGITS, TIME_DIGITS = 6, 19
+MODEL_FILE = 64  # characters of a file of a model folder, which may not be on this machine
 
 
 def contents(folder: Path) -> list[str]:
@@ -75,8 +76,10 @@ def is_mount_point(folder: Path) -> bool:
 def run_dir_problems(given: Path) -> Iterator[str]:
     """What is wrong with a run's folder by what lies there, or by where it is; a line each."""
     folder = Path(os.path.realpath(given))
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    if above.is_dir() and os.statvfs(above).f_blocks == 0:
+    above = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if folder.is_symlink():  # although it is where all links lead to
+        yield f"run_dir: {given} is a link that leads in a circle. Nearest: runs/run"
+    elif above.is_dir() and os.statvfs(above).f_blocks == 0:
         yield f"run_dir: {given} is on a file system that holds no files of a user ({above}). Nearest: runs/run"
     elif folder == Path.home().resolve() or is_mount_point(folder):
         what = "a mount point" if is_mount_point(folder) else "your home"
@@ -97,7 +100,7 @@ def run_dir_problems(given: Path) -> Iterator[str]:
 def long_names(config: Config) -> Iterator[str]:
     """A line for every name that would make a file's name, or its path, longer than the file system takes."""
     folder = Path(os.path.realpath(config.run_dir))
-    above = next(path for path in (folder, *folder.parents) if path.is_dir())
+    above = next(path for path in (folder, *folder.parents) if os.path.isdir(path))
     most_name, most_path = os.pathconf(above, "PC_NAME_MAX"), os.pathconf(above, "PC_PATH_MAX") - 1  # with its zero
     names = {f"agents.{agent.name}": (agent.name, _names_of(agent.name)) for agent in config.agents}
     names["run_dir"] = (folder.name, [f".{folder.name}.lock.{'x' * TOKEN}"])
@@ -115,8 +118,7 @@ def long_names(config: Config) -> Iterator[str]:
     below.append(f"tensorboard/events.out.tfevents.{'9' * TIME_DIGITS}.{socket.gethostname()}")
     for agent in config.agents:
         below.append(f"checkpoints/{step}.removing/{agent.name}/__{rank}_answers")
-        inside = os.listdir(agent.model) if agent.model.is_dir() else [CONFIG]
-        below += [f"agents/.{agent.name}.partial/{name}" for name in inside]
+        below.append(f"agents/.{agent.name}.partial/{'x' * MODEL_FILE}")
         below += [f"logs/{name}" for name in _names_of(agent.name)]
     longest = max((f"{folder}/{name}" for name in below), key=_num_bytes)
     if is_short and (number := _num_bytes(longest)) > most_path:

@@ -37,6 +37,7 @@ rank's is taken.
 import io
 import json
 import math
+import operator
 import os
 import socket
 import time
@@ -301,7 +302,7 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
     steps: dict[int, StepMetrics] = {}
     for number, text, line in json_lines(path, METRICS_LINE):
         try:
-            step, values, timing = int(line["step"]), _floats(line["values"]), _floats(line["timing"])
+            step, values, timing = operator.index(line["step"]), _floats(line["values"]), _floats(line["timing"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
         known = steps.get(step, StepMetrics({}, {}))

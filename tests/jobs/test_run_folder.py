@@ -52,9 +52,9 @@ class Job:
         if start is not None:
             counts = start.agents[name]
             self.actor.load(start.folder / name, num_updates=counts.num_updates, num_applied=counts.num_applied)
-        disk = JointDisk(place, self.config, self.folder, self.said.append)
+        self.disk = JointDisk(place, self.config, self.folder, self.said.append)
         state = state_after(self.steps_done)
-        self.checkpoint = JointCheckpoint(place, self.config, agent, disk, state, is_on_disk=start is not None)
+        self.checkpoint = JointCheckpoint(place, self.config, agent, self.disk, state, is_on_disk=start is not None)
 
     def learn(self) -> None:
         """A step up to the begin of its checkpoint."""
@@ -129,6 +129,10 @@ def play_on(config_file: Path) -> None:
         while job.steps_done < 6:
             job.learn()
         job.checkpoint.keep()
+        for impossible in ("n" * 300, "metrics.jsonl/x"):  # waiting would mend neither, and take wait_for_room_s
+            with pytest.raises(OSError, match=r"File name too long|Not a directory"):
+                job.disk.patiently(partial(job.disk.attempt, os.mkdir, job.config.run_dir / impossible))
+        assert not any("waiting" in line for line in job.said)
 
 
 @pytest.fixture(scope="module")

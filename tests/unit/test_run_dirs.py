@@ -113,6 +113,15 @@ def test_a_file_system_that_keeps_nothing_is_refused(run_dir):
     assert line.startswith(f"run_dir: {run_dir} ")
 
 
+def test_a_link_that_leads_nowhere_is_a_new_folder_and_a_circle_is_refused(tmp_path):
+    (tmp_path / "new").symlink_to(tmp_path / "disk/run")
+    (tmp_path / "circle").symlink_to("back")
+    (tmp_path / "back").symlink_to("circle")
+    assert refusals(tmp_path / "new") == []
+    (line,) = refusals(tmp_path / "circle")
+    assert line.startswith(f"run_dir: {tmp_path}/circle is a link that leads in a circle")
+
+
 @pytest.mark.parametrize("path", ["a\nb", "a\x1b[2Jb", "\x7f", "a\u202eb", "~nobody_of_this_name/x"])
 def test_a_path_that_no_line_can_show_is_refused(path):
     (line,) = refusals(path)

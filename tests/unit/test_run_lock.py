@@ -204,6 +204,18 @@ def test_a_planted_link_is_not_followed(tmp_path, target):
     assert (tmp_path / "precious").read_text() == "thesis" and not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.parametrize("planted", ["folder", "pipe"])
+def test_something_else_by_the_name_of_a_lock_is_one_line(planted, tmp_path):
+    (tmp_path / "run").mkdir()
+    make = os.mkdir if planted == "folder" else os.mkfifo
+    make(tmp_path / "run" / LOCK)
+    with pytest.raises(ValueError, match=r"^run_dir .*run cannot be locked \("):
+        RunLock(tmp_path / "run")
+    (tmp_path / "run" / LOCK).rmdir() if planted == "folder" else (tmp_path / "run" / LOCK).unlink()
+    with RunLock(tmp_path / "run"):
+        pass
+
+
 def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^run_dir .* cannot be locked \(File exists: .*file") as refused:
