@@ -132,17 +132,17 @@ def train(
     branch: Annotated[
         Path | None, typer.Option("--from", metavar="STEP", help="RUN/checkpoints/step_N: a new run begins there.")
     ] = None,
-    last_whole: Annotated[
-        bool, typer.Option("--last-whole", help="Go on before damaged checkpoints, which move aside.")
-    ] = False,
+    last_whole: Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")] = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
     config = _load(config_file, overrides, with_models=True)
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
     if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
         from hacpo_mega.data.prompt_files import require_good_files
+        from hacpo_mega.logbook.metrics import require_readable_metrics
 
-        find_start(config, **how)
+        if find_start(config, **how) is not None and committed_steps(config.run_dir) and not fresh:
+            require_readable_metrics(config.run_dir)
         require_room(config, fresh=fresh)
         require_good_files(config)
         require_processes(RankMap.of(config), config.reward.num_workers)
