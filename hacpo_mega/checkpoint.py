@@ -16,16 +16,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from pydantic import ValidationError
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes, refusals
+from hacpo_mega.config.run_dirs import require_displaceable
 
 FORMAT = 2
 RECORD = "step.json"
@@ -151,20 +152,48 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except OSError as error:
         raise ValueError(f"{folder / RECORD} is missing: {folder} is no checkpoint of a run") from error
     found = Checkpoint.parse(folder, text)
+    if (named := COMMITTED.fullmatch(folder.name)) and int(named[1]) != found.step:
+        raise ValueError(f"{folder} is step {found.step} by its {RECORD}: a copy, or renamed")
     for problem in found.misshapen():
         raise ValueError(problem)
     return found
 
 
-def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """The newest committed step, None without one. ValueError, which offers an older step, when it cannot be read."""
-    steps = committed_steps(run_dir)
-    if not steps:
-        return None
-    try:
-        return read_checkpoint(folder_of(run_dir, steps[-1]))
-    except ValueError as error:
-        raise ValueError(f"{error}. {older_step_offered(run_dir, steps[-1])}") from error
+def latest_checkpoint(
+    run_dir: Path, *, last_whole: bool = False, but: Collection[int] = frozenset()
+) -> Checkpoint | None:
+    """The newest committed step, None without one. ValueError, which offers an older step, when it cannot be read.
+
+    With `last_whole` the newest one that can be, and is none of `but`; ValueError only when none is left.
+    """
+    steps = [step for step in committed_steps(run_dir) if step not in but]
+    for step in reversed(steps):
+        try:
+            return read_checkpoint(folder_of(run_dir, step))
+        except ValueError as error:
+            if not last_whole:
+                raise ValueError(f"{error}. {older_step_offered(run_dir, step)}") from error
+    if steps or but:
+        raise ValueError(f"{run_dir}/checkpoints has no step that is whole: start anew with --fresh")
+    return None
+
+
+def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[str]:
+    """Moves the committed steps after one, which are damaged, to names that are no step's; says so, in a line each.
+
+    `known` is what is wrong with some; what it is with the others, reading them shows.
+    """
+    for step in [step for step in committed_steps(run_dir) if step > after]:
+        folder, why = folder_of(run_dir, step), known.get(step)
+        try:
+            read_checkpoint(folder)
+        except ValueError as error:
+            why = str(error)
+        number, aside = 0, folder.with_name(f"damaged_{folder.name}")
+        while os.path.lexists(aside):
+            number, aside = number + 1, folder.with_name(f"damaged_{folder.name}.{number + 1}")
+        folder.rename(aside)
+        yield f"{why}; moved to {aside}"
 
 
 def older_step_offered(run_dir: Path, step: int) -> str:
@@ -172,33 +201,48 @@ def older_step_offered(run_dir: Path, step: int) -> str:
     for older in reversed([older for older in committed_steps(run_dir) if older < step]):
         try:
             if not list(read_checkpoint(folder_of(run_dir, older)).altered()):
-                return f"Step {older} is whole: move {folder_of(run_dir, step)} away to go on from there"
+                move = f"move {folder_of(run_dir, step)} away to go on from there"
+                return f"Step {older} is whole: {move}, or give --last-whole"
         except ValueError:
             continue
     return "No older step is whole: start anew with --fresh"
 
 
-def find_start(config: Config, *, fresh: bool, accept: Sequence[str], branch: Path | None) -> Checkpoint | None:
-    """The step that a run goes on from, None for a new run.
+class StartOptions(TypedDict, total=False):
+    """What a user says of where a run begins.
 
-    fresh    whether what lies in run_dir is left alone
-    accept   keys of the configuration that may differ from the run's
-    branch   a committed step of any run, to begin with where run_dir has none; of another one, if `fresh`
-
-    ValueError, one line per problem, when that step cannot be read or the configuration is not the run's.
+    fresh         whether what lies in run_dir is left alone
+    accept        keys of the configuration that may differ from the run's
+    branch        a committed step of any run, to begin with where run_dir has none; of another one, if `fresh`
+    last_whole    whether damaged steps of run_dir are passed over
     """
+
+    fresh: bool
+    accept: Sequence[str]
+    branch: Path | None
+    last_whole: bool
+
+
+def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]) -> Checkpoint | None:
+    """The step that a run goes on from, None for a new run. Moves nothing.
+
+    `but` are steps that are known as damaged. ValueError, one line per problem, when that step cannot be read, the
+    configuration is not the run's, or what lies in run_dir could not be moved out of a new run's way.
+    """
+    fresh, branch = how.get("fresh", False), how.get("branch")
     if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):
         raise ValueError(
             f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give the branch another run_dir, or "
             "leave --fresh out and move the later steps away"
         )
-    found = None if fresh else latest_checkpoint(config.run_dir)
-    if found is None and branch is not None:
-        found = read_checkpoint(branch)
+    found = None if fresh else latest_checkpoint(config.run_dir, last_whole=how.get("last_whole", False), but=but)
     if found is None:
-        return None
+        require_displaceable(config.run_dir)
+        if branch is None:
+            return None
+        found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
-    if lines := list(refusals(changes(found.config, plain(config)), accept)):
+    if lines := list(refusals(changes(found.config, plain(config)), how.get("accept", ()))):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
     for name, digest in model_digests(config).items():
         if digest != found.models.get(name):

@@ -17,7 +17,7 @@ from typing import Annotated
 import rich
 import typer
 
-from hacpo_mega.checkpoint import committed_steps, find_start
+from hacpo_mega.checkpoint import StartOptions, committed_steps, find_start
 from hacpo_mega.cli_bench import bench
 from hacpo_mega.cli_chaos import chaos
 from hacpo_mega.cli_data import data_app, grade
@@ -41,7 +41,7 @@ from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget, memory_table
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.disk_space import require_room
-from hacpo_mega.logbook.provenance import exported_steps
+from hacpo_mega.logbook.provenance import what_is_finished
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0]
@@ -133,22 +133,23 @@ def train(
     branch: Annotated[
         Path | None, typer.Option("--from", metavar="STEP", help="RUN/checkpoints/step_N: a new run begins there.")
     ] = None,
+    last_whole: Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")] = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
     config = _load(config_file, overrides, with_models=True)
+    how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
     if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
         from hacpo_mega.data.prompt_files import require_good_files
+        from hacpo_mega.logbook.metrics import require_readable_metrics
 
-        find_start(config, fresh=fresh, accept=accept or [], branch=branch)
+        if find_start(config, **how) is not None and committed_steps(config.run_dir) and not fresh:
+            require_readable_metrics(config.run_dir)
         require_room(config, fresh=fresh)
         require_good_files(config)
         require_processes(RankMap.of(config), config.reward.num_workers)
-    if not fresh and committed_steps(config.run_dir)[-1:] == [config.num_steps] == [exported_steps(config.run_dir)]:
+    if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():
-            print(
-                f"{config.run_dir} is finished: {config.num_steps} steps are done, all agents exported. A larger "
-                "num_steps goes on with it, --fresh starts anew"
-            )
+            print(said)
         return
     if not _this_process_is_a_rank(config):
         return
@@ -156,7 +157,7 @@ def train(
     from hacpo_mega.cluster.exit_status import RESUMABLE
     from hacpo_mega.trainer import Trainer
 
-    with Trainer(config, fresh=fresh, accept=accept or [], branch=branch) as trainer:
+    with Trainer(config, **how) as trainer:
         is_done = trainer.fit()
     if not is_done:
         raise typer.Exit(RESUMABLE)

@@ -50,7 +50,7 @@ def export_bytes(config: Config) -> int:
 
 def free_bytes(folder: Path) -> int:
     """That this user may still write on the disk of a folder, or of the first one above it that exists."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))).free
 
 
 def require_bytes(needed: int, folder: Path) -> None:

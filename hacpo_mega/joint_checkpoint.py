@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from hacpo_mega.agent import Agent
 from hacpo_mega.checkpoint import (
@@ -28,6 +28,7 @@ from hacpo_mega.checkpoint import (
     AgentState,
     Checkpoint,
     FileState,
+    StartOptions,
     commit,
     file_sha256,
     find_start,
@@ -36,12 +37,15 @@ from hacpo_mega.checkpoint import (
     older_step_offered,
     plain,
     remove_old,
+    set_aside,
     sync,
 )
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.disk_space import checkpoint_bytes, probe, require_bytes, require_room
-from hacpo_mega.joint_disk import JointDisk
+from hacpo_mega.joint_disk import JointDisk, disk_error
+from hacpo_mega.logbook.console import warn
+from hacpo_mega.logbook.metrics import require_readable_metrics
 from hacpo_mega.logbook.provenance import installed_versions
 from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_state import NotWritten
@@ -51,27 +55,39 @@ from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
 Files = dict[str, dict[str, int | str]]
 
 
-def agree_on_start(
-    place: Place, config: Config, *, fresh: bool = False, accept: Sequence[str] = (), branch: Path | None = None
-) -> Checkpoint | None:
+def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) -> Checkpoint | None:
     """`find_start` for the whole job, with every byte compared to what was written. Collective over the job.
 
-    Rank 0 looks, so that all ranks go on from one step whatever a shared file system shows them; all ranks read.
+    Rank 0 looks, so that all ranks go on from one step whatever a shared file system shows them; all ranks read. With
+    `last_whole` steps that are damaged are passed over and, when a whole one was found, moved aside and named.
     """
-    payload = None
-    if place.coordinate.global_rank == 0:
-        found = find_start(config, fresh=fresh, accept=accept, branch=branch)
-        require_room(config, fresh=fresh)
-        payload = json.dumps(None if found is None else [str(found.folder), found.text()]).encode()
-    answer = json.loads(place.share_in_job(payload))
-    if answer is None:
-        return None
-    found = Checkpoint.parse(Path(answer[0]), answer[1])
-    for problem in found.altered(slice(place.coordinate.global_rank, None, place.rank_map.world_size)):
-        raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
-    if place.coordinate.global_rank == 0:
+    is_first, damaged = place.coordinate.global_rank == 0, dict[int, str]()
+    last_whole = how.get("last_whole", False)
+    while True:
+        payload = None
+        if is_first:
+            found = find_start(config, **how, but=damaged)
+            require_room(config, fresh=how.get("fresh", False))
+            if found is not None and found.folder == folder_of(config.run_dir, found.step):
+                require_readable_metrics(config.run_dir)
+            payload = json.dumps(None if found is None else [str(found.folder), found.text()]).encode()
+        answer = json.loads(place.share_in_job(payload))
+        if answer is None:
+            return None
+        found = Checkpoint.parse(Path(answer[0]), answer[1])
+        share = slice(place.coordinate.global_rank, None, place.rank_map.world_size)
+        is_own = found.folder == folder_of(config.run_dir, found.step)
+        if (problem := place.first_said(next(found.altered(share), None))) is None:
+            break
+        if not (is_own and last_whole):
+            raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
+        damaged[found.step] = problem
+    if is_first:
         for name in found.agents:  # somebody else's is refused before a model is loaded
             read_index(found.folder / name)
+    if is_first and is_own and last_whole:
+        for line in set_aside(config.run_dir, found.step, damaged):
+            warn(line)
     return found
 
 
@@ -114,7 +130,10 @@ class JointCheckpoint:
     """This rank's part in the checkpoints of a run.
 
     safe_step   the step that the run would go on from if it died now; 0 is its start
+    lost        why the run's last step could not be kept, however long it waited; None where it was
     """
+
+    lost: str | None
 
     def __init__(
         self, place: Place, config: Config, agent: Agent, disk: JointDisk, state: RunState, *, is_on_disk: bool
@@ -125,7 +144,7 @@ class JointCheckpoint:
         self._is_first = place.coordinate.global_rank == 0
         self._last = time.monotonic()
         self._state = state
-        self._is_due = False
+        self._is_due, self.lost = False, None
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._set_safe(state.steps_done if is_on_disk else 0)
@@ -154,7 +173,8 @@ class JointCheckpoint:
         if self._is_due and self._is_sound():
             is_last = self._state.steps_done == self._config.num_steps
             at_once = self._begin if self._config.checkpoint.asynchronous else self._save
-            self._try(partial(self._disk.patiently, self._save) if is_last else at_once)
+            problem = self._try(partial(self._disk.patiently, self._save) if is_last else at_once)
+            self.lost = problem if is_last else None
 
     def keep(self) -> None:
         """Returns when the last step that was done is on disk; before the first one there is nothing to keep.
@@ -189,12 +209,14 @@ class JointCheckpoint:
             self._disk.say(f"warning: there is no checkpoint of step {step}: {found}; step {self.safe_step} is safe")
         return not found
 
-    def _try(self, save: Callable[[], None]) -> None:
-        """Training goes on without a checkpoint that the disk refuses; older ones are as they were."""
+    def _try(self, save: Callable[[], None]) -> str | None:
+        """Training goes on without a checkpoint that the disk refuses; what it said. Older ones are as they were."""
         try:
-            save()
+            return save()
         except OSError as problem:
-            self._disk.say(f"warning: {problem}; step {self.safe_step} is safe")
+            text = f"{problem}; {self._disk.outlook(self.safe_step)}"
+            self._disk.say(f"warning: {text}")
+            return text
 
     # What follows raises OSError, on every rank, where the disk refuses it or logs wait to be written.
 
@@ -224,6 +246,7 @@ class JointCheckpoint:
             # Everybody's shards are on disk when nobody has had a problem.
             self._disk.attempt(self._finish, pending, said)
             words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
+            self._disk.require_folder()
             self._disk.attempt(self._seal, pending, words)
         self._set_safe(pending.state.steps_done)
 
@@ -232,11 +255,10 @@ class JointCheckpoint:
         try:
             yield
         except OSError as problem:
-            if self._is_first:
+            if self._is_first and not self._disk.is_away:
                 shutil.rmtree(writing, ignore_errors=True)
-            raise OSError(
-                f"there is no checkpoint of step {int(COMMITTED.match(writing.name)[1])}: {problem}"
-            ) from problem
+            step = int(COMMITTED.match(writing.name)[1])
+            raise disk_error(problem.errno, f"there is no checkpoint of step {step}: {problem}") from problem
 
     def _all_have_written(self, pending: _Pending) -> bool:
         return self._place.highest_in_job(0 if pending.files.done() else 1) == 0
@@ -246,8 +268,10 @@ class JointCheckpoint:
         if self._is_first:
             shutil.rmtree(writing, ignore_errors=True)  # this job's, resumed from a step before it
             require_bytes(checkpoint_bytes(self._config), self._config.run_dir)
+            writing.parent.mkdir(exist_ok=True)  # nothing above it: that is the run's own, or away
+            writing.mkdir()
             for agent in self._config.agents:
-                (writing / agent.name).mkdir(parents=True)
+                (writing / agent.name).mkdir()
 
     def _write(self, write: Callable[[], None], writing: Path, ready: ReadyAnswers | None) -> Files:
         """In a thread: writes this rank's shards, and reads them once more for what the record says of them."""

@@ -8,15 +8,14 @@ import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 import torch
 from torch import Tensor
 
 from hacpo_mega.agent import Agent
 from hacpo_mega.algorithm import BandTracker, CapabilityTracker, learning_of, reward_tally
-from hacpo_mega.checkpoint import Checkpoint, folder_of, plain
+from hacpo_mega.checkpoint import Checkpoint, StartOptions, folder_of, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -59,13 +58,10 @@ class Trainer:
     checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
     """
 
-    def __init__(
-        self, config: Config, *, fresh: bool = False, accept: Sequence[str] = (), branch: Path | None = None
-    ) -> None:
+    def __init__(self, config: Config, **how: Unpack[StartOptions]) -> None:
         """Takes its place in the job, loads the agents as the run left them, opens its folder. Collective over the job.
 
-        A run that `run_dir` holds goes on from its last checkpoint, unless `fresh`. `accept` are keys in which the
-        configuration may differ from the run's, `branch` the checkpoint of another run to begin with.
+        A run that `run_dir` holds goes on from its last checkpoint, unless the options of `how` say otherwise.
         """
         self.config = config
         self.names = tuple(agent.name for agent in config.agents)
@@ -73,9 +69,8 @@ class Trainer:
         with ExitStack() as stack:
             self.place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
             is_first = self.place.coordinate.global_rank == 0
-            if is_first:
-                stack.enter_context(RunLock(config.run_dir))
-            start = agree_on_start(self.place, config, fresh=fresh, accept=accept, branch=branch)
+            lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
+            start = agree_on_start(self.place, config, **how)
             self.steps_done = 0 if start is None else start.step
             self.console = stack.enter_context(Console(config.num_steps, self.steps_done, quiet=not is_first))
             if start is not None:
@@ -105,9 +100,9 @@ class Trainer:
             self.report = StepReport(self.metrics, self.console, self.place, config, self.agent.dtype)
             self.view_rules = ViewRules.of(config.algorithm, config.rollout, codecs)
             goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
-            self.folder = stack.enter_context(RunFolder(config, self.place, self.steps_done, goes_on=goes_on))
+            self.folder = stack.enter_context(RunFolder(config, self.place, lock, self.steps_done, goes_on=goes_on))
             self.trackers = stack.enter_context(Trackers(config, self.console.say, goes_on=goes_on, quiet=not is_first))
-            self.trace = StepTrace(config.logging, self.place, config.run_dir, self.console.say)
+            self.trace = StepTrace(config.logging, self.place, config.run_dir, self.console.say, self.folder.misplaced)
             self.disk = JointDisk(self.place, config, self.folder, self.console.say)
             self.place.keep_stack_in(config.run_dir / "logs")
             self.skips = SkippedUpdates(
@@ -137,7 +132,7 @@ class Trainer:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
         with self._phase("export", "after the last step"):
-            self.disk.export(self.agent, self.checkpoint.safe_step)
+            self.disk.export(self.agent, self.checkpoint.safe_step, self.checkpoint.lost)
         return True
 
     def _train(self) -> None:

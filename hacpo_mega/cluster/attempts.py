@@ -26,5 +26,11 @@ def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
     """Whether the last attempts of this job all began where this one does. What this attempt notes is not looked at."""
     path = run_dir / "logs" / "attempts.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    begun = {line["attempt"]: line["step"] for line in map(json.loads, lines) if line["job"] == job}
+    begun = {}
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = json.loads(text)
+            begun |= {line["attempt"]: line["step"]} if line["job"] == job else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not an attempt ({error}): take it out, to go on") from error
     return all(begun.get(attempt - back) == step for back in range(1, MOST_IN_VAIN + 1))

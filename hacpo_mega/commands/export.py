@@ -5,7 +5,10 @@ what was trained is what is served. Smaller number formats are quantize.py's. A 
 never over another one.
 """
 
+import glob
 import json
+import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.logbook.run_lock import is_gone, signature
 from hacpo_mega.megatron.hf_writer import copy_beside_weights, finite, write_weights
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
@@ -25,6 +30,7 @@ from hacpo_mega.models.segments import all_sources
 from hacpo_mega.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 
 CARD = "README.md"
+OURS = ".draft"  # in a folder that an export is making: who makes it
 
 
 @dataclass(frozen=True)
@@ -121,14 +127,12 @@ def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
     if agent.stored is None:
         yield agent
         return
-    folder = out.with_name(f"{out.name}.unquantized")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = _new_draft(out)
     try:
         write_stored(agent.stored, folder)
         yield replace(agent, folder=folder)
     finally:
-        shutil.rmtree(folder)
+        _remove(folder)
 
 
 def write_stored(stored: StoredAgent, folder: Path) -> None:
@@ -151,18 +155,45 @@ def write_stored(stored: StoredAgent, folder: Path) -> None:
 
 @contextmanager
 def draft_of(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the block ends well. ValueError when `out` exists."""
-    if out.exists():
+    """A folder beside `out` that takes its name when the block ends well. ValueError when `out` exists or cannot be."""
+    if os.path.lexists(out):
         raise ValueError(f"{out} exists: give a new folder for the export")
-    draft = out.with_name(f"{out.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft = _new_draft(out)
     try:
         yield draft
+        (draft / OURS).unlink(missing_ok=True)
+        if os.path.lexists(out):
+            raise ValueError(f"{out} exists by now: give a new folder for the export")
+        draft.rename(out)
+    except (OSError, SafetensorError) as error:
+        _remove(draft)
+        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # of the first file that is not copied
+        raise ValueError(f"{out} is not written: {why}. Make room, or give another folder") from error
     except BaseException:
-        shutil.rmtree(draft)
+        _remove(draft)
         raise
-    draft.rename(out)
+
+
+def _new_draft(out: Path) -> Path:
+    """A folder of this process beside `out`; those of exports to `out` that were killed are removed. ValueError."""
+    mark = f".{out.name}.{secrets.token_hex(8)}.partial"
+    draft = out.with_name(mark)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for old in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+            said = old / OURS
+            if said.is_file() and is_gone(said.read_text(encoding="utf-8", errors="replace")):
+                _remove(old)
+        draft.mkdir()
+        (draft / OURS).write_text(signature(mark), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made ({error.strerror}): give a folder that you may write") from error
+    return draft
+
+
+def _remove(draft: Path) -> None:
+    """Removes a draft of ours; what a disk keeps of it is for the next export to the same name."""
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to the run's") -> str:

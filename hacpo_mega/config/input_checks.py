@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.grader_checks import grader_problem
+from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.folder import tokenizer_problem
 
@@ -51,21 +52,25 @@ def _run_folder(config: Config) -> Iterator[str]:
     if Path.cwd().is_relative_to(folder):
         yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
         return
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir():
         yield f"run_dir: {given} cannot be made, since {existing} is a file. Nearest: {existing}.run"
     # The folder itself is renamed and made anew, which is written into the folder above it.
     elif not os.access(existing.parent if existing == folder else existing, os.W_OK | os.X_OK):
         yield f"run_dir: {given} cannot be made, since {existing} is not writable; give a folder that you may write"
+        return
     named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
     named += [("data.files", file) for file in config.data.files]
     named += [("evaluation.files", file) for file in config.evaluation.files]
-    for key, path in named:
-        if _real(path).is_relative_to(folder):
-            yield (
-                f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
-                f"Nearest: run_dir = '{given}.next'"
-            )
+    inside = [(key, path) for key, path in named if _real(path).is_relative_to(folder)]
+    for key, path in inside:
+        yield (
+            f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
+            f"Nearest: run_dir = '{given}.next'"
+        )
+    if not inside:
+        yield from run_dir_problems(given)
+    yield from long_names(config)
 
 
 def _real(path: Path) -> Path:

@@ -166,8 +166,8 @@ class Config(Section):
     """A whole run. Load it with `load_config`; nobody writes to it afterwards."""
 
     run_dir: FilePath
-    """Folder that the run writes, and nothing else; a run in it goes on from its last checkpoint, and without one is
-    renamed to run_dir.1, run_dir.2, ..."""
+    """Folder that the run writes, and nothing else: new, empty, or a run's, which goes on from its last checkpoint, and
+    without one is renamed to run_dir.1, run_dir.2, ..."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 1
     """Decides the order of prompts and every sampled answer, below 2^32; the same on one machine repeats a run."""
     num_steps: Count

@@ -45,10 +45,16 @@ PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 def _openable(path: Path) -> Path:
-    """The path itself. ValueError for one that no file system takes, so that everybody else may simply look at it."""
+    """The path, a leading ~ as the user's home. ValueError for one that no file system takes, or no line can show, so
+    that everybody else may simply look at it."""
     if "\0" in str(path) or len(os.fsencode(path)) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.parts):
         raise ValueError("needs a path of at most 4095 bytes, 255 in each part, without a zero character")
-    return path
+    if not str(path).isprintable():
+        raise ValueError(f"needs a path without line ends and control characters, found {str(path)!r}")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"needs the name of a user after ~, found {str(path)!r}") from error
 
 
 FilePath = Annotated[Path, AfterValidator(_openable)]

@@ -21,6 +21,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Rate = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
 Stage = Literal["tuning", "reported"]
+NAME_MAX, PID_DIGITS = 255, 7
 
 # What the grid itself sets in every run.
 OWN_KEYS = re.compile(r"(run_dir|seed|agents\.[^.]+\.optimizer\.lr)=")
@@ -119,7 +120,7 @@ def load_grid(path: Path) -> Grid:
     except ValidationError as error:
         lines = readable_problems(error, table, Grid)
         raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
-    if problems := [*_seed_problems(grid), *_method_problems(grid), *_own_keys(grid)]:
+    if problems := [*_seed_problems(grid), *_method_problems(grid), *_own_keys(grid), *_long_names(grid)]:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return grid
 
@@ -184,6 +185,20 @@ def _own_keys(grid: Grid) -> Iterator[str]:
         for override in overrides:
             if found := OWN_KEYS.match(override):
                 yield f"{key}.set: {override!r}: {found[1]} is set by the grid (seeds, learning_rates, work_dir)"
+
+
+def _long_names(grid: Grid) -> Iterator[str]:
+    """Names that make a run's folder or file longer than a file system takes."""
+    rate, seed = max(map(repr, grid.learning_rates), key=len), max((*grid.seeds, *grid.tuning_seeds))
+    for regime in grid.regimes:
+        for method in grid.methods_of(regime):
+            name = f".{Cell(regime, method, float(rate), seed, 'reported').name}.json.{'9' * PID_DIGITS}.tmp"
+            if len(name) > NAME_MAX:
+                yield (
+                    f"regimes.{regime} with methods.{method}: names of {len(regime)} and {len(method)} characters "
+                    f"make one of {len(name)} in results, and a file system takes {NAME_MAX}. Nearest: "
+                    f"{len(name) - NAME_MAX} characters less"
+                )
 
 
 def _repeated(values: Sequence[float]) -> str:

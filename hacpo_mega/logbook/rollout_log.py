@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from hacpo_mega.logbook.backlog import Backlog
+from hacpo_mega.logbook.json_lines import json_lines
 from hacpo_mega.logbook.metrics import json_number
 from hacpo_mega.records import Pool, Trajectory
 
@@ -201,16 +202,21 @@ def _finite(value: float) -> float | None:
 
 def logged_steps(run_dir: Path) -> list[int]:
     """The steps that have rollouts on disk, ascending."""
-    return sorted({_place_of(path)[0] for path in (run_dir / "rollouts").glob("step_*.lane_*.jsonl")})
+    return sorted(logged_parts(run_dir))
+
+
+def logged_parts(run_dir: Path) -> dict[int, set[int]]:
+    """The lanes that have rollouts on disk, by step."""
+    lanes: dict[int, set[int]] = {}
+    for path in (run_dir / "rollouts").glob("step_*.lane_*.jsonl"):
+        step, lane = _place_of(path)
+        lanes.setdefault(step, set()).add(lane)
+    return lanes
 
 
 def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The prompts of a step over all lanes, by prompt index. Raises ValueError for a file that is not such a log."""
     prompts = []
     for path in sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
-            try:
-                prompts.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not a logged prompt: {error}") from error
+        prompts += [line for _, _, line in json_lines(path, "a logged prompt")]
     return sorted(prompts, key=lambda prompt: prompt["prompt_index"])

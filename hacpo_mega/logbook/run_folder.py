@@ -5,8 +5,9 @@
     metrics.jsonl, tensorboard/   metrics.py     rollouts/step_*.lane_*.jsonl   rollout_log.py
     agents/<name>/   every agent as a Hugging Face folder, at the end     finished.json   the steps they have learnt
 
-A run never writes over another: what lies at `run_dir` from before is moved to `run_dir.1`, `run_dir.2`, ... first,
-unless it is this run itself, which goes on from a checkpoint.
+A run never writes over another: an older one at `run_dir` is moved to `run_dir.1`, `run_dir.2`, ... first, unless it is
+this run itself, which goes on from a checkpoint. Nor does it write into a folder that has taken the place of its own,
+which may have been moved, removed or unmounted.
 """
 
 from contextlib import ExitStack
@@ -18,41 +19,58 @@ from torch import Tensor
 
 from hacpo_mega.checkpoint import remove_unfinished
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
+from hacpo_mega.logbook.missing_logs import missing_logs
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.provenance import record_end, record_start
 from hacpo_mega.logbook.rollout_log import AnswerNotes, RolloutLog
+from hacpo_mega.logbook.run_lock import RunLock, not_the_folder
 from hacpo_mega.records import Pool
 
 
 class RunFolder:
     """A process's share of the run folder: rank 0 writes metrics, one leader per lane its rollouts."""
 
-    def __init__(self, config: Config, place: Place, steps_done: int = 0, *, goes_on: bool = False) -> None:
+    def __init__(
+        self, config: Config, place: Place, lock: RunLock | None, steps_done: int = 0, *, goes_on: bool = False
+    ) -> None:
         """Makes the folder, moving an older one aside, or `goes_on` with it. Collective over the job.
 
-        Comes last: what can be refused or fail to load must have been, so that no mistake displaces an older run.
+        `lock` is that of `run_dir`, None on all ranks but the first. Comes last: what can be refused or fail to load
+        must have been, so that no mistake displaces an older run.
         """
-        self._place = place
+        self._place, self._lock = place, lock
         self._path = config.run_dir
         self._stack = ExitStack()
-        is_first = place.coordinate.global_rank == 0
-        if is_first:
-            if goes_on:
-                remove_unfinished(self._path)
-            else:
-                move_aside(self._path)
-                self._path.mkdir(parents=True, exist_ok=True)
-            (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
-            record_start(self._path, steps_done)
-        place.barrier()
-        self._backlog = Backlog(lambda text: warn(f"{place.coordinate}: {text}"))
+        self._token = "" if lock is None else lock.token
+        if lock is not None:
+            self._open(config, lock, steps_done, goes_on)
+        self._token = place.share_in_job(self._token.encode()).decode()
+        is_first = lock is not None
+        self._backlog = Backlog(lambda text: warn(f"{place.coordinate}: {text}"), misplaced=self.misplaced)
         writer = MetricsWriter(self._path, steps_done, self._backlog) if is_first else None
         self._metrics = None if writer is None else self._stack.enter_context(writer)
         self._rollouts = self._rollout_log(config, steps_done) if place.is_leader else None
+
+    def _open(self, config: Config, lock: RunLock, steps_done: int, goes_on: bool) -> None:
+        """Makes the folder what it is when a run begins or goes on."""
+        if goes_on:
+            if why := self.misplaced():
+                raise ValueError(f"{why}: put it back, and start the run again")
+            remove_unfinished(self._path)
+            for line in missing_logs(self._path, steps_done):
+                warn(line)
+        else:
+            if aside := move_aside(self._path):
+                warn(f"{self._path} held a run, which is {aside} from now on")
+            lock.folder.mkdir(parents=True, exist_ok=True)
+            lock.enter(aside)
+        record_start(self._path, steps_done)  # first: by it a run is known that is killed at this moment
+        (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
 
     def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:
         return RolloutLog(
@@ -85,15 +103,33 @@ class RunFolder:
         of_mine = (notes.prompts_seen, notes.tokens, notes.mean_logprobs)
         self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, *of_mine)
 
+    def misplaced(self) -> str | None:
+        """Why what this process finds at `run_dir` is not the folder that the run opened; None when it is.
+
+        RunStopped, on rank 0, where it is that folder and another job's by now.
+        """
+        why = not_the_folder(self._path, self._token)
+        if why and self._lock is not None and self._lock.is_lost():
+            raise RunStopped(
+                f"{self._path} is no longer this run's: the lock in it was deleted or is another job's. Nothing more "
+                "is written; end the other job, if there is one, and start the run again"
+            )
+        return why
+
     def unwritten(self) -> str | None:
         """Why logs of this process are still not on disk; None when all of them are."""
         error = self._backlog.flush()
         return None if error is None else f"logs of {self._path} wait to be written ({error.strerror})"
 
     def finish(self, steps_done: int) -> None:
-        """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job."""
+        """Notes that every agent is exported as it is after `steps_done` steps. Collective over the job.
+
+        OSError, on rank 0, when the folder is not there.
+        """
         self._place.barrier()
         if self._place.coordinate.global_rank == 0:
+            if why := self.misplaced():
+                raise OSError(why)
             record_end(self._path, steps_done)
 
     def __enter__(self) -> Self:

@@ -53,9 +53,17 @@ class Track:
 class StepTrace:
     """Records the chosen steps, on every rank; the job's rank 0 writes them, and tells `say` where it could not."""
 
-    def __init__(self, chosen: LoggingConfig, place: Place, run_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        chosen: LoggingConfig,
+        place: Place,
+        run_dir: Path,
+        say: Callable[[str], None],
+        misplaced: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`misplaced` says why what stands at `run_dir` is not the run's folder; None when it is."""
         self._steps = frozenset(chosen.trace_steps if chosen.trace else ())
-        self._place, self._run_dir, self._say = place, run_dir, say
+        self._place, self._run_dir, self._say, self._misplaced = place, run_dir, say, misplaced
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -76,7 +84,7 @@ class StepTrace:
         payloads = self._place.gather_to_first(json.dumps(asdict(own)).encode())
         if me.global_rank == 0:
             table = chrome_trace(step, [Track.from_payload(payload) for payload in payloads])
-            if problem := write_trace(self._run_dir, step, table):
+            if problem := self._misplaced() or write_trace(self._run_dir, step, table):
                 self._say(f"{problem}; training goes on")
 
 

@@ -64,7 +64,7 @@ STAGES = {
     "as the retention begins": Stage(shutil, "rmtree", IS_OLD, False, True),
     "in the retention": Stage(os, "unlink", IS_NO_PROBE, True, True),
 }
-LOGS = SimpleNamespace(unwritten=lambda: None)  # nothing waits to be written
+LOGS = SimpleNamespace(unwritten=lambda: None, misplaced=lambda: None)  # nothing waits to be written
 NUM_STEPS = sum(1 + stage.is_committed for stage in STAGES.values()) + 1
 
 
@@ -77,6 +77,7 @@ def play(config_file: Path, run_dir: Path, last_step: int, name: str | None) -> 
         processes = [int(payload) for payload in place.gather_job(str(os.getpid()).encode())]
         start = agree_on_start(place, config)
         if place.coordinate.global_rank == 0:
+            run_dir.mkdir(exist_ok=True)
             remove_unfinished(run_dir)
         model, optimizer = config.agents[place.agent].model, OptimizerConfig(lr=1e-3)
         actor = make_actor(model, optimizer=optimizer, total_updates=NUM_STEPS)

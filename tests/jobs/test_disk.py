@@ -17,6 +17,8 @@ from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.config import load_config
+from hacpo_mega.disk_space import checkpoint_bytes, free_bytes
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
 from hacpo_mega.megatron.stored_state import NotWritten, Part, write_parts
@@ -55,19 +57,25 @@ class Run:
         self.ranks: list[BaseProcess] = []
 
     def start(self) -> None:
+        for said in self.logs.glob("?.out"):
+            said.unlink()
         self.ranks = start_ranks(2, self.logs, play_command, "train", str(self.config))
 
     def fill_after_checkpoint(self) -> None:
         self.wait_until(lambda: committed_steps(self.folder) == [2])
+        self.fill(spare=0)
+
+    def fill(self, spare: int) -> None:
+        """Fills the disk, but for `spare` bytes."""
         with self._filler.open("wb", buffering=0) as file, suppress(OSError):
-            while True:
+            while free_bytes(self.folder) > spare:
                 file.write(bytes(4096))
 
     def clear(self) -> None:
         self._filler.unlink()
 
     def said(self, name: str) -> str:
-        return (self.logs / name).read_text()
+        return (self.logs / name).read_text() if (self.logs / name).exists() else ""
 
     def wait_until(self, has_come: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -124,18 +132,33 @@ def test_a_run_that_ends_on_a_full_disk_says_what_it_needs_and_goes_on_when_ther
         run.fill_after_checkpoint()
     finally:
         statuses = run.ended()
-    (line,) = [
-        line for line in run.said("0.err").splitlines() + run.said("1.err").splitlines() if "not exported" in line
-    ]
+    (line,) = [line for line in (run.said("0.err") + run.said("1.err")).splitlines() if "not exported" in line]
     assert statuses == [3, 3], run.said("0.err")
     assert line.startswith("the agents are not exported: ") and " bytes are needed, 0 are free on the disk of " in line
     assert line.endswith("; step 2 is safe. Make room, start the run again")
     assert committed_steps(run.folder) == [2] and not list(read_checkpoint(folder_of(run.folder, 2)).altered())
     run.clear()
     run.start()
+    try:  # less than a checkpoint needs, and more than the export
+        run.wait_until(lambda: "goes on after step 2" in run.said("0.out"))
+        run.fill(spare=checkpoint_bytes(load_config(run.config)) - 1)
+    finally:
+        statuses = run.ended()
+    assert statuses == [3, 3], run.said("0.err")
+    (line,) = [line for line in (run.said("0.err") + run.said("1.err")).splitlines() if "are exported" in line]
+    assert line.startswith(f"there is no checkpoint of step {STEPS}: ") and " bytes are needed, " in line
+    assert line.endswith("; step 2 is safe. The agents are exported. Make room, start the run again for its last steps")
+    exported = exported_files(run.folder)
+    run.clear()
+    run.start()
     assert run.ended() == [0, 0], run.said("0.err")
-    assert [start["steps_done"] for start in read_starts(run.folder)] == [0, 2]
+    assert [start["steps_done"] for start in read_starts(run.folder)] == [0, 2, 2]
+    assert exported and exported_files(run.folder) == exported, "the steps that were done again gave other bits"
     run.assert_every_step_is_there_once()
+
+
+def exported_files(run_dir: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in (run_dir / "agents").rglob("*.safetensors")}
 
 
 def write_more_than_fits(folder: Path) -> str:

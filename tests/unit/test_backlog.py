@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hacpo_mega.config.run_dirs import LOCK
 from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.run_lock import RunLock, not_the_folder
 
 
 @contextmanager
@@ -83,6 +85,30 @@ def test_a_folder_that_vanishes_and_comes_back_has_every_line(tmp_path):
     away.rename(folder)
     backlog.append(folder / "log", b"4\n")
     assert (folder / "log").read_text() == "1\n2\n3\n4\n" and backlog.flush() is None
+
+
+@pytest.mark.parametrize("other", ["nothing", "an empty folder", "another run's"])
+def test_nothing_is_written_where_another_folder_stands(tmp_path, other):
+    """First lines and whole files too, which no length of before protects."""
+    folder, away, said = tmp_path / "run", tmp_path / "away", []
+    folder.mkdir()
+    with RunLock(folder) as lock:
+        backlog = Backlog(said.append, misplaced=lambda: not_the_folder(folder, lock.token))
+        folder.rename(away)
+        if other != "nothing":
+            folder.mkdir()
+        if other == "another run's":
+            (folder / LOCK).write_text("of another run")
+        before = sorted(tmp_path.rglob("*"))
+        backlog.append(folder / "log", b"1\n")
+        backlog.replace(folder / "answers", b"of step 1")
+        assert sorted(tmp_path.rglob("*")) == before
+        assert len(said) == 1 and f"{folder} is not the folder that this run opened" in said[0]
+        if other != "nothing":
+            shutil.rmtree(folder)
+        away.rename(folder)
+        assert backlog.flush() is None
+    assert ((folder / "log").read_text(), (folder / "answers").read_text()) == ("1\n", "of step 1")
 
 
 def test_more_than_memory_may_hold_is_an_error_that_says_so(tmp_path):

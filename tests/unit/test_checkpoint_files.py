@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from hacpo_mega.checkpoint import (
     read_checkpoint,
     remove_old,
     remove_unfinished,
+    set_aside,
 )
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.changes import changes, refusals
@@ -70,8 +72,8 @@ def make_step(config: Config, step: int, accuracy: float | None = None) -> Path:
     return record.folder
 
 
-def start_of(config: Config, fresh: bool = False, accept: tuple[str, ...] = (), branch: Path | None = None):
-    return find_start(config, fresh=fresh, accept=accept, branch=branch)
+def start_of(config: Config, **how):
+    return find_start(config, **how)
 
 
 def complaint(config: Config, **options) -> str:
@@ -188,8 +190,9 @@ def test_a_damaged_step_is_named_and_an_older_one_offered(harm, file, said, tmp_
     before = contents(tmp_path)
     line = complaint(config)
     assert line.startswith(f"{folder / file} ") and said in line and "\n" not in line
-    assert line.endswith(f"Step 2 is whole: move {folder} away to go on from there")
-    assert contents(tmp_path) == before
+    assert line.endswith(f"Step 2 is whole: move {folder} away to go on from there, or give --last-whole")
+    assert start_of(config, last_whole=True).step == 2
+    assert contents(tmp_path) == before, "looking moves nothing"
     folder.rename(tmp_path / "checkpoints" / "damaged_step_4")
     assert start_of(config).step == 2
 
@@ -216,6 +219,47 @@ def test_an_older_step_is_offered_only_if_every_byte_of_it_is_right(tmp_path):
     (folder_of(tmp_path, 2) / "qwen/shard").unlink()
     assert "No older step is whole: start anew with --fresh" in complaint(config)
     assert start_of(config, fresh=True) is None
+
+
+def test_damaged_steps_are_moved_aside_and_never_removed(tmp_path):
+    config = config_in(tmp_path)
+    for step in (2, 4, 6, 8):
+        make_step(config, step)
+    (folder_of(tmp_path, 6) / RECORD).write_text("{}")
+    (folder_of(tmp_path, 8) / "qwen/shard").unlink()
+    (tmp_path / "checkpoints" / "damaged_step_000008").mkdir()
+    before = sorted(contents(tmp_path).values())
+    assert start_of(config, last_whole=True, but={4}).step == 2
+    lines = list(set_aside(tmp_path, 2, {4: "step 4 was found to be altered"}))
+    assert [line.rpartition("/")[2] for line in lines] == [f"damaged_step_00000{end}" for end in ("4", "6", "8.1")], (
+        lines
+    )
+    assert lines[0].startswith("step 4 was found to be altered; moved to ")
+    assert "step.json is damaged: it is no record" in lines[1] and "qwen/shard is missing; moved to " in lines[2]
+    assert committed_steps(tmp_path) == [2] and start_of(config).step == 2
+    assert sorted(contents(tmp_path).values()) == before
+
+
+def test_a_run_without_a_whole_step_does_not_begin_anew_by_itself(tmp_path):
+    config = config_in(tmp_path)
+    for step in (2, 4):
+        (make_step(config, step) / RECORD).unlink()
+    assert complaint(config, last_whole=True).endswith("has no step that is whole: start anew with --fresh")
+    make_step(config, 6)
+    assert "has no step that is whole" in complaint(config, last_whole=True, but={6})
+    assert start_of(config_in(tmp_path / "new"), last_whole=True) is None
+
+
+def test_a_copy_under_the_name_of_a_later_step_is_refused(tmp_path):
+    config = config_in(tmp_path)
+    folder = make_step(config, 6)
+    copy = folder.with_name("step_000013")
+    shutil.copytree(folder, copy)
+    line = complaint(config)
+    assert line.startswith(f"{copy} is step 6 by its step.json: a copy, or renamed. Step 6 is whole: move {copy} away ")
+    assert start_of(config, last_whole=True).folder == folder
+    assert "is step 6 by its step.json" in complaint(config_in(tmp_path / "two"), branch=copy)
+    assert start_of(config_in(tmp_path / "two"), branch=copy.rename(tmp_path / "kept")).step == 6
 
 
 def test_a_changed_byte_is_found_by_whoever_reads_the_file(tmp_path):

@@ -3,8 +3,10 @@ quantized, with a true card; and a checkpoint is evaluated as what was exported.
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -23,10 +25,10 @@ from tiny_models import make_model
 
 from hacpo_mega.checkpoint import FORMAT, RECORD, Checkpoint, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
-from hacpo_mega.commands.export import draft_of, export_copy, trained_agent
+from hacpo_mega.commands.export import OURS, draft_of, export_copy, trained_agent
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.logbook.run_lock import RunLock, signature
 from hacpo_mega.megatron.stored_state import WEIGHT, Part, stored_name, stored_weights, write_parts
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import all_sources
@@ -101,6 +103,68 @@ def test_an_export_is_whole_or_not_there(tmp_path):
     with draft_of(tmp_path / "out") as draft:
         (draft / "whole").write_text("")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_export_removes_no_folder_but_its_own(fails, tmp_path):
+    """Whatever a user has called beside it, and drafts of exports that still go on; those of killed ones go."""
+    mine = [f"out{end}" for end in (".part", ".unquantized", ".partial")] + [".out.partial", ".out.mine.partial"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious.txt").write_text(name)
+    alive, far, dead = (tmp_path / f".out.{name}.partial" for name in ("alive", "far", "dead"))
+    for draft, process, space in ((alive, os.getpid(), None), (far, 2**22, "another boot"), (dead, 2**22, None)):
+        draft.mkdir()
+        person, known = signature("x").splitlines()
+        known = json.loads(known) | {"pid": process} | ({"space": space} if space else {})
+        (draft / OURS).write_text(f"{person}\n{json.dumps(known)}\n")
+    with suppress(RuntimeError), draft_of(tmp_path / "out") as draft:
+        (draft / "config.json").write_text("{}")
+        if fails:
+            raise RuntimeError("in the middle")
+    assert all((tmp_path / name / "precious.txt").read_text() == name for name in mine)
+    assert (alive.exists(), far.exists(), dead.exists()) == (True, True, False)
+    left = {path.name for path in tmp_path.iterdir()} - {*mine, alive.name, far.name}
+    assert left == (set() if fails else {"out"})
+    assert fails or [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_two_exports_to_one_name_leave_one_whole_folder(tmp_path):
+    def export_second() -> None:
+        with draft_of(tmp_path / "out") as second:
+            assert second != first
+            (tmp_path / "out").mkdir()  # empty: the kernel would let a folder take its place
+
+    with draft_of(tmp_path / "out") as first:
+        with pytest.raises(ValueError, match="exists by now"):
+            export_second()
+        (tmp_path / "out").rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "file/x", "dangling", "n" * 250])
+def test_an_export_that_cannot_be_made_is_one_line(out, run_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    done = run_here("export", run_dir, "--agent", "first", "--out", tmp_path / out)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"{tmp_path / out} "), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(run_dir, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=16k", "none"]
+    if shutil.which("mount") is None or subprocess.run(["mount", *options, disk], check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        done = run_here("export", run_dir, "--agent", "first", "--out", disk / "out")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"{disk / 'out'} is not written: ") and "No space left" in done.stderr
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_what_is_not_there_is_named(run_dir, tmp_path):

@@ -150,11 +150,12 @@ def test_a_run_is_moved_aside_and_the_logs_of_its_job_are_not(tmp_path):
     assert not (tmp_path / "run.1").exists(), "a job that is about to begin"
     for name in ("config.toml", "logs/rank_0.stack"):
         (run / name).write_text("old")
+    (run / "starts.jsonl").write_text('{"steps_done": 0, "commit": null, "packages": {}}\n')
     move_aside(run)
     files = {f"{path.relative_to(tmp_path)}" for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         *("run/slurm/job.sbatch", "run/logs/attempt_1/rank_0.log", "run/logs/attempts.jsonl"),
-        *("run.1/config.toml", "run.1/logs/rank_0.stack"),
+        *("run.1/config.toml", "run.1/starts.jsonl", "run.1/logs/rank_0.stack"),
     }
 
 

@@ -1,0 +1,239 @@
+"""What may lie at a run's folder: only a run is moved away or written into, and nothing else is ever touched."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from hacpo_mega.checkpoint import find_start
+from hacpo_mega.config import load_config
+from hacpo_mega.config.run_dirs import is_run
+from hacpo_mega.logbook.metrics import require_readable_metrics
+from hacpo_mega.logbook.missing_logs import missing_logs
+from hacpo_mega.logbook.older_runs import move_aside
+from hacpo_mega.logbook.provenance import read_starts, record_start
+
+METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
+
+
+def refusals(run_dir: str | Path, *overrides: str) -> list[str]:
+    """What `check` says of a run's folder."""
+    try:
+        load_config(ROOT / "configs/quickstart.toml", [f"run_dir={json.dumps(str(run_dir))}", *overrides])
+    except ValueError as error:
+        return [line.partition(": ")[2] for line in str(error).splitlines()]
+    return []
+
+
+def make_run(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    if "starts.jsonl" in names:
+        record_start(folder, 0)
+    for name in set(names) - {"starts.jsonl"}:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(METRICS_LINE if name == "metrics.jsonl" else "seed = 1\n")
+    return folder
+
+
+FOREIGN = {
+    "a thesis": {"thesis.tex": "years"},
+    "a thesis in a folder": {"chapters/one.tex": "years"},
+    "a hidden file": {".netrc": "secret"},
+    "another program's configuration": {"config.toml": "seed = 1\n"},
+    "files of these names of another program": {
+        "config.toml": "seed = 1\n",
+        "metrics.jsonl": '{"loss": 1.0}\n',
+        "starts.jsonl": "[1, 2]\n",
+    },
+    "lines of ours without a configuration": {"metrics.jsonl": METRICS_LINE, "thesis.tex": "years"},
+    "a first line without an end": {"config.toml": "", "metrics.jsonl": "{" * 100_000},
+    "another trainer's checkpoint": {"checkpoints/checkpoint-5/step.json": "{}"},
+}
+
+
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN)
+def test_a_folder_of_something_else_is_refused_and_not_moved(files, tmp_path):
+    folder = tmp_path / "mine"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (line,) = refusals(folder)
+    assert line.startswith(f"run_dir: {folder} holds ") and f"Nearest: run_dir = '{folder}/run'" in line
+    assert not is_run(folder)
+    with pytest.raises(ValueError, match=r"is no run by its config\.toml and starts\.jsonl or metrics\.jsonl"):
+        move_aside(folder)
+    assert {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()} == files
+    assert refusals(folder / "run") == []
+
+
+def test_steps_of_another_trainer_are_no_run_to_displace(tmp_path):
+    """They look like ours by name, so that `check` lets them pass; the start does not."""
+    (tmp_path / "run/checkpoints/step_000005").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_000005/step.json").write_text('{"format": 2}')
+    config = load_config(ROOT / "configs/quickstart.toml", [f"run_dir={tmp_path / 'run'}"])
+    with pytest.raises(ValueError, match="holds checkpoints, and is no run by its "):
+        find_start(config, fresh=True)
+
+
+@pytest.mark.parametrize(
+    "names", [("config.toml", "starts.jsonl"), ("config.toml", "metrics.jsonl", "notes.txt"), ("starts.jsonl",)]
+)
+def test_a_run_is_moved_whole_and_the_next_free_number_is_taken(names, tmp_path):
+    run = make_run(tmp_path / "run", *names)
+    (tmp_path / "run.1").symlink_to("nowhere")
+    assert refusals(run) == []
+    before = sorted(path.name for path in run.iterdir())
+    assert move_aside(run) == tmp_path / "run.2"
+    assert sorted(path.name for path in (tmp_path / "run.2").iterdir()) == before and not run.exists()
+
+
+def test_a_link_goes_on_leading_to_the_run(tmp_path):
+    run = make_run(tmp_path / "disk/run", "config.toml", "starts.jsonl")
+    (tmp_path / "link").symlink_to(run)
+    assert refusals(tmp_path / "link") == []
+    assert move_aside(tmp_path / "link") == tmp_path / "disk/run.1"
+    assert (tmp_path / "link").is_symlink() and os.readlink(tmp_path / "link") == str(run)
+
+
+def test_nothing_and_what_a_job_or_mkfs_has_made_is_nothing(tmp_path):
+    for name in ("logs/attempt_1", "slurm", "lost+found"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/.lock").write_text("")
+    assert refusals(tmp_path / "run") == refusals(tmp_path / "new" / "run") == []
+    assert move_aside(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("run_dir", ["/proc/x", "/sys/fs/x", "/proc/self/fd"])
+def test_a_file_system_that_keeps_nothing_is_refused(run_dir):
+    (line,) = refusals(run_dir)
+    assert line.startswith(f"run_dir: {run_dir} ")
+
+
+def test_a_link_that_leads_nowhere_is_a_new_folder_and_a_circle_is_refused(tmp_path):
+    (tmp_path / "new").symlink_to(tmp_path / "disk/run")
+    (tmp_path / "circle").symlink_to("back")
+    (tmp_path / "back").symlink_to("circle")
+    assert refusals(tmp_path / "new") == []
+    (line,) = refusals(tmp_path / "circle")
+    assert line.startswith(f"run_dir: {tmp_path}/circle is a link that leads in a circle")
+
+
+@pytest.mark.parametrize("path", ["a\nb", "a\x1b[2Jb", "\x7f", "a\u202eb", "~nobody_of_this_name/x"])
+def test_a_path_that_no_line_can_show_is_refused(path):
+    (line,) = refusals(path)
+    assert line.startswith("run_dir: needs ") and line.isprintable()
+
+
+def test_a_tilde_is_the_users_home_wherever_a_configuration_names_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(ROOT / "configs/quickstart.toml", ["run_dir=~/x", "agents.qwen.model=~/m"])
+    assert (config.run_dir, config.agents[0].model) == (tmp_path / "x", tmp_path / "m")
+
+
+def test_a_mount_point_and_a_home_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (line,) = refusals("~")
+    assert line.startswith(f"run_dir: {tmp_path} is your home, and ")
+    kept, folder = make_run(tmp_path / "kept", "config.toml", "starts.jsonl"), tmp_path / "mount point"
+    folder.mkdir()
+    if shutil.which("mount") is None or subprocess.run(["mount", "--bind", kept, folder], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        (line,) = refusals(folder)
+        assert line.startswith(f"run_dir: {folder} is a mount point, ") and f"'{folder}/run'" in line
+        with pytest.raises(ValueError, match=r"cannot be moved to .*mount point\.1 \(Device or resource busy"):
+            move_aside(folder)
+        assert is_run(kept)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("number, is_fine", [(216, True), (217, False), (255, False)])
+def test_the_name_of_a_run_leaves_room_for_what_is_named_after_it(number, is_fine, tmp_path):
+    found = refusals(tmp_path / ("r" * number))
+    assert (found == []) == is_fine
+    assert is_fine or found == [
+        f"run_dir: a name of {number} bytes makes one of {number + 39} in the run's files, and {tmp_path} takes 255. "
+        "Nearest: at most 216 bytes"
+    ]
+
+
+@pytest.mark.parametrize("number, is_fine", [(222, True), (223, False), (300, False)])
+def test_the_name_of_an_agent_leaves_room_for_its_files(number, is_fine, tmp_path):
+    (tmp_path / "run").mkdir()
+    model = [f"agents.llama.model={tmp_path / 'none'}", f"agents.llama.name={'a' * number}"]
+    found = [line for line in refusals(tmp_path / "run", *model) if "a name of" in line]
+    assert (found == []) == is_fine
+    assert is_fine or found[0].endswith(
+        f"a name of {number} bytes makes one of {number + 33} in the run's files, and {tmp_path / 'run'} takes 255. "
+        "Nearest: at most 222 bytes"
+    ), found
+
+
+def test_a_path_leaves_room_for_what_lies_below_it(tmp_path):
+    deep = tmp_path
+    while len(str(deep)) < 3800:
+        deep /= "d" * 200
+    (line,) = refusals(deep / ("e" * (4060 - len(str(deep)))))
+    most = int(line.rpartition("at most ")[2].split()[0])
+    assert line.startswith("run_dir: a path of 4061 bytes makes one of ")
+    assert refusals(deep / ("e" * (most - len(str(deep)) - 1))) == []
+
+
+GARBAGE = [
+    b"garbage",
+    b"\xff\xfeg\x00a",
+    b"\x00e\x00e",
+    b"[1]",
+    b'{"step": 2}',
+    b'{"step": "x", "values": 1}',
+    b"{" * 9999,
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_line_of_metrics_that_is_none_is_named_before_a_run_goes_on(garbage, tmp_path):
+    lines = [METRICS_LINE.encode(), garbage + b"\n", METRICS_LINE.encode()]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a line of metrics \(") as error:
+        require_readable_metrics(tmp_path)
+    assert "\n" not in str(error.value) and "Take the line out, or move the file away" in str(error.value)
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + garbage)  # torn, as a killed job leaves it
+    require_readable_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    require_readable_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be read \(Is a directory\)"):
+        require_readable_metrics(tmp_path)
+
+
+def test_a_start_that_is_none_is_named(tmp_path):
+    record_start(tmp_path, 0)
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write("\x00garbage\n")
+    with pytest.raises(ValueError, match=r"starts\.jsonl, line 2: not a start of the run"):
+        read_starts(tmp_path)
+
+
+def test_logs_that_have_vanished_are_said(tmp_path):
+    record_start(tmp_path, 2)  # a branch: the steps before are another run's
+    (tmp_path / "rollouts").mkdir()
+    for step in (3, 4, 5, 6, 7):
+        for lane in (0, 1):
+            (tmp_path / f"rollouts/step_{step:06d}.lane_{lane:04d}.jsonl").write_text("")
+    lines = [json.dumps({"step": step, "values": {}, "timing": {}}) + "\n" for step in (2, 3, 4, 5, 6, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert list(missing_logs(tmp_path, 7)) == []
+    for part in (*(tmp_path / "rollouts").glob("step_000004.*"), tmp_path / "rollouts/step_000006.lane_0000.jsonl"):
+        part.unlink()
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:2] + lines[5:]))
+    metrics, answers = missing_logs(tmp_path, 7)
+    assert metrics.startswith(f"warning: {tmp_path}/metrics.jsonl has no line of steps 4 to 6, which ")
+    assert answers.startswith(f"warning: {tmp_path}/rollouts lacks answers of steps 4, 6, which ")
+    (tmp_path / "metrics.jsonl").unlink()
+    shutil.rmtree(tmp_path / "rollouts")
+    assert ["steps 3 to 7" in line for line in missing_logs(tmp_path, 7)] == [True, True]
