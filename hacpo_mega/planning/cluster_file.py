@@ -6,7 +6,6 @@
 Without a kind every key has to be there but those of [rates]. All complaints come at once, a line each.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from hacpo_mega.config.load import readable_problems
 from hacpo_mega.config.section import Count, Positive, PositiveOrZero, Section, Share
+from hacpo_mega.models.documents import toml_file
 from hacpo_mega.planning.kinds import KINDS, KindName
 
 
@@ -133,12 +133,7 @@ class Cluster(Section):
 
 def load_cluster(path: Path) -> Cluster:
     """The cluster of a file. ValueError, one line per problem, which names the file and what would be right."""
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a cluster's TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    given = toml_file(path, "a cluster's TOML file")
     kind = given.get("kind")
     is_known = isinstance(kind, str) and kind in KINDS
     on_cpu = given.get("processor") == "cpu"
