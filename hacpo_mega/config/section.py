@@ -13,10 +13,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Number = Annotated[float, Field(strict=True)]
-Positive = Annotated[float, Field(strict=True, gt=0.0)]
-PositiveOrZero = Annotated[float, Field(strict=True, ge=0.0)]
+# No number of a run is larger: beyond it float32 overflows as soon as two of them meet.
+Positive = Annotated[float, Field(strict=True, ge=1e-12, le=1e12)]
+PositiveOrZero = Annotated[float, Field(strict=True, ge=0.0, le=1e12)]
+Factor = Annotated[float, Field(strict=True, ge=0.0, le=1000.0)]
+Small = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
 Share = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(strict=True, ge=0.0, le=604_800.0)]  # a week
 ShareBelowOne = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 
 
@@ -46,8 +49,9 @@ PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 def _openable(path: Path) -> Path:
     """The path itself. ValueError for one that no file system takes, so that everybody else may simply look at it."""
-    if "\0" in str(path) or len(os.fsencode(path)) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise ValueError("needs a path of at most 4095 bytes, 255 in each part, without a zero character")
+    control = any(character < " " or character == "\x7f" for character in str(path))
+    if control or len(os.fsencode(path)) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise ValueError("needs a path of at most 4095 bytes, 255 in each part, without control characters")
     return path
 
 

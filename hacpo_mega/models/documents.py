@@ -16,7 +16,7 @@ MAX_JSON_BYTES = 256 * 2**20
 # tomllib takes a second for each of these.
 MAX_TOML_BYTES = 2**20
 # tomllib copies a dotted key once for every part.
-LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){%d}""" % MAX_DEPTH)
+LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
 LONG_NUMBER = re.compile(r"(?<![\w])[+-]?\d[\d_]{4299}")  # Python reads no decimal number of more digits
 
 

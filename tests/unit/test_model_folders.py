@@ -243,6 +243,7 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
         ({"vllm": {"kv_cache_dtype": "fp99"}}, "vllm.kv_cache_dtype must be CacheDType, found 'fp99'"),
         ({"vllm": {"max_num_seqs": True}}, "vllm.max_num_seqs must be int | None, found True"),
         ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size is decided by this project"),
+        ({"vllm": {"hf_overrides": {"rope_theta": 1.0}}}, "vllm.hf_overrides is decided by this project"),
     ],
 )
 def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables, problem):
@@ -254,7 +255,7 @@ def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables
 def test_what_can_be_passed_on_is_accepted(folder):
     megatron = {"fp8_amax_compute_algo": "max", "cp_comm_type": ["p2p"], "deterministic_mode": True}
     vllm = {"gpu_memory_utilization": 1, "enforce_eager": False, "max_num_seqs": 8, "kv_cache_dtype": "auto"}
-    vllm |= {"compilation_config": {"level": 0}, "hf_overrides": {}, "block_size": 16}
+    vllm |= {"compilation_config": {"level": 0}, "block_size": 16}
     load_config(run_file(folder, megatron=megatron, vllm=vllm))
 
 
