@@ -14,9 +14,8 @@ from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.checks import find_problems
 from hacpo_mega.config.methods import METHODS, unread_options
 from hacpo_mega.config.schema import Config
-from hacpo_mega.models.documents import MAX_DEPTH, one_line, parse_toml, toml_file
+from hacpo_mega.models.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
 
-LONGEST_VALUE = 80  # characters of a value that a line shows
 # What a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
     "model_type": "needs a table",
@@ -65,9 +64,9 @@ def _apply(table: dict[str, Any], override: str) -> None:
     """Sets one dotted key; ValueError when the text or the way to the key is off."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"override {_short(override)}: expected section.key=value, such as rollout.temperature=0.8")
+        raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
     if key.count(".") >= MAX_DEPTH:
-        raise ValueError(f"override {_short(override)}: no key has more than {MAX_DEPTH} parts")
+        raise ValueError(f"override {short(override)}: no key has more than {MAX_DEPTH} parts")
     *way, last = key.split(".")
     value = _value(text, override)
     for place in _places(table, way, override):
@@ -80,12 +79,12 @@ def _value(text: str, override: str) -> Any:
         given = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         if "\n" in text or "\r" in text:
-            raise ValueError(f"override {_short(override)}: has several lines; give each key=value by itself") from None
+            raise ValueError(f"override {short(override)}: has several lines; give each key=value by itself") from None
         return text
     except ValueError as error:
-        raise ValueError(f"override {_short(override)}: {error}") from error
+        raise ValueError(f"override {short(override)}: {error}") from error
     if len(given) > 1:
-        raise ValueError(f"override {_short(override)}: sets {len(given)} keys; give each key=value by itself")
+        raise ValueError(f"override {short(override)}: sets {len(given)} keys; give each key=value by itself")
     return given["value"]
 
 
@@ -108,17 +107,17 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
 def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
     if not way:
         if not isinstance(table, dict):
-            raise ValueError(f"override {_short(override)}: leads into a {type(table).__name__}, not a table")
+            raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
         return [table]
     step, rest = way[0], way[1:]
     if isinstance(table, list):
         named = [entry for entry in table if isinstance(entry, dict) and step in ("*", entry.get("name"))]
         if not named:
-            names = ", ".join(_short(entry.get("name")).strip("'") for entry in table if isinstance(entry, dict))
-            raise ValueError(f"override {_short(override)}: no entry is named {step!r}; there are: {names}")
+            names = ", ".join(short(entry.get("name")).strip("'") for entry in table if isinstance(entry, dict))
+            raise ValueError(f"override {short(override)}: no entry is named {step!r}; there are: {names}")
         return [place for entry in named for place in _places(entry, rest, override)]
     if not isinstance(table, dict):
-        raise ValueError(f"override {_short(override)}: leads into a {type(table).__name__}, not a table")
+        raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
     return _places(table.setdefault(step, {}), rest, override)
 
 
@@ -144,7 +143,7 @@ def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
         return "required, not given"
     if kind == "value_error":
         return str(context["error"])
-    found = f"found {_short(entry['input'])}"
+    found = f"found {short(entry['input'])}"
     if kind == "literal_error":
         known = re.findall("'(.*?)'", context["expected"])
         return f"must be {context['expected']}, {found}{_nearest(entry['input'], known)}"
@@ -157,18 +156,9 @@ def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     return f"{entry['msg'][0].lower()}{entry['msg'][1:]}, {found}{nearest}"
 
 
-def _short(value: Any) -> str:
-    """A value as it may stand in a line."""
-    if isinstance(value, int) and value.bit_length() > 4 * LONGEST_VALUE:  # Python writes no number of any length
-        return f"a whole number of {value.bit_length()} bits"
-    # a long text is cut before it is escaped
-    text = repr(value[: LONGEST_VALUE + 1] if isinstance(value, str) else value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
 def _nearest(found: object, known: Iterable[str]) -> str:
     # difflib takes seconds for a long text, and none is near to it
-    is_word = isinstance(found, str) and len(found) <= LONGEST_VALUE
+    is_word = isinstance(found, str) and len(found) <= SHOWN
     near = difflib.get_close_matches(found, list(known), n=1) if is_word else []
     return f"; did you mean {near[0]!r}?" if near else ""
 

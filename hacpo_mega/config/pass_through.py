@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.passed_values import megatron_value_problem, vllm_value_problem
+from hacpo_mega.models.documents import short
 from hacpo_mega.models.megatron_fields import DECIDED, DECIDED_BY_RECOMPUTE
 
 # vLLM's engine arguments that this project decides itself.
@@ -73,7 +74,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
                     f"; did you mean {near[0]!r}?" if near else ""
                 )
             elif not fields[key].accepts(value):
-                yield f"{table}.{key} must be {ast.unparse(fields[key].annotation)}, found {_short(value)}"
+                yield f"{table}.{key} must be {ast.unparse(fields[key].annotation)}, found {short(value)}"
             elif problem := _value_problem(table, key, value):
                 yield f"{table}.{key}: {problem}"
 
@@ -82,12 +83,6 @@ def _value_problem(table: str, key: str, value: Any) -> str | None:
     """What the type of a field does not say of its value."""
     folder = _package_folder("vllm") if table == "vllm" else None
     return vllm_value_problem(key, value, folder) if folder else megatron_value_problem(value)
-
-
-def _short(value: Any) -> str:
-    # Python writes no number of more than 4,300 digits
-    text = repr(value) if not isinstance(value, int) or value.bit_length() < 1000 else "a number of 1000 bits"
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 FIELD_HOLDERS = {"megatron": "Megatron's TransformerConfig", "vllm": "vLLM's EngineArgs"}

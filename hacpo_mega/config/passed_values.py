@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.grader_checks import code_problem
+from hacpo_mega.models.documents import short
 
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 LARGEST = 2**31
@@ -22,7 +23,7 @@ NAMES_CODE = ("worker_extension_cls", "logits_processors", "scheduler_cls")
 def megatron_value_problem(value: Any) -> str | None:
     """What is wrong with the value of a TransformerConfig field, by sign and size: none of them takes others."""
     if type(value) in (int, float) and not 0 <= value < LARGEST:
-        return f"must be from 0 to {LARGEST - 1}, found {_short(value)}"
+        return f"must be from 0 to {LARGEST - 1}, found {short(value)}"
     return None
 
 
@@ -30,7 +31,7 @@ def vllm_value_problem(key: str, value: Any, folder: Path) -> str | None:
     """What is wrong with the value of an engine argument by the source of vLLM, which lies in `folder`; else None."""
     if type(value) in (int, float):
         if abs(value) >= 2**63:
-            return f"must be a number that fits 64 bits, found {_short(value)}"
+            return f"must be a number that fits 64 bits, found {short(value)}"
         # where no bound is written, vLLM takes no number below 0, but for the -1 that means all log-probs
         bounds = _bounds(folder, key) or {"ge": -1 if key == "max_logprobs" else 0}
         return _range_problem(value, bounds)
@@ -38,7 +39,7 @@ def vllm_value_problem(key: str, value: Any, folder: Path) -> str | None:
         named = [value] if isinstance(value, str) else value
         return next(filter(None, map(_class_problem, named)), None)
     if key == "quantization" and isinstance(value, str) and value not in (known := _quantizations(folder)):
-        return f"{_short(value)} is none of vLLM's; known: {', '.join(known)}" if known else None
+        return f"{short(value)} is none of vLLM's; known: {', '.join(known)}" if known else None
     return None
 
 
@@ -46,7 +47,7 @@ def _range_problem(value: float, bounds: Mapping[str, float]) -> str | None:
     if all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):
         return None
     wanted = " and ".join(f"{BOUNDS[name]} {bound:g}" for name, bound in bounds.items())
-    return f"must be {wanted}, found {_short(value)}"
+    return f"must be {wanted}, found {short(value)}"
 
 
 def _bounds(folder: Path, key: str) -> dict[str, float]:
@@ -66,10 +67,10 @@ def _bounds(folder: Path, key: str) -> dict[str, float]:
 
 def _class_problem(name: Any) -> str | None:
     if not isinstance(name, str):
-        return f"must name a class, found {_short(name)}"
+        return f"must name a class, found {short(name)}"
     module, _, attribute = name.replace(":", ".").rpartition(".")
     if not module or not attribute.isidentifier():
-        return f"{_short(name)} names no class; write module.Class"
+        return f"{short(name)} names no class; write module.Class"
     return code_problem(module, attribute, "class")
 
 
@@ -80,7 +81,3 @@ def _quantizations(folder: Path) -> list[str]:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "QuantizationMethods":
             return [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
     return []
-
-
-def _short(value: Any) -> str:
-    return repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a larger number"

@@ -11,6 +11,7 @@ from typing import Any
 
 # The deepest that anybody writes is a tokenizer.json, of about ten levels.
 MAX_DEPTH = 64
+SHOWN = 80  # characters of a value that a line shows
 # Of one document: the largest tokenizer.json has 35 MB, the index of a thousand shards 10.
 MAX_JSON_BYTES = 256 * 2**20
 # tomllib takes a second for each of these.
@@ -71,10 +72,18 @@ def toml_file(file: Path, expected: str) -> dict[str, Any]:
         raise ValueError(f"{file}: not valid TOML: {error}") from error
 
 
-def one_line(text: str, most: int = 80) -> str:
-    """A name out of a document as it may stand in a line: without control characters, at most `most` characters."""
-    cut = text if len(text) <= most else f"{text[:most]}..."
+def one_line(text: str) -> str:
+    """A name out of a document as it may stand in a line: without control characters, of at most 80 characters."""
+    cut = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
     return cut if cut.isprintable() else repr(cut)[1:-1]
+
+
+def short(value: Any) -> str:
+    """A value as it may stand in a line: as Python writes it, at most about 80 characters."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python writes no number of more than 4,300 digits
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)  # a long text is cut before it is escaped
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _bytes_of(file: Path, most: int) -> bytes:
