@@ -20,6 +20,9 @@ from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
 
+# Of a lane in a step: a kilobyte of text and records each, however short they are.
+MOST_ANSWERS = 2**22
+
 
 def find_problems(config: Config) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
@@ -126,6 +129,14 @@ def _batches(config: Config) -> Iterator[str]:
                 f"{agent.name}{of_method} ({lanes} x {agent.cells_per_lane}{f' x {per_update}' if of_method else ''} = "
                 f"{cells * per_update}). Nearest: {nearest_multiples(update, cells * per_update)}"
             )
+    answers = -(-step // lanes) * config.answers_per_prompt * len(config.agents)
+    if answers > MOST_ANSWERS:
+        yield (
+            f"rollout.rollouts_per_prompt ({config.rollout.rollouts_per_prompt}): {step} prompts x "
+            f"{config.answers_per_prompt} answers x {len(config.agents)} agents / {lanes} lanes are {answers:,} answers "
+            f"that every process of a lane holds in a step; at most {MOST_ANSWERS:,} are. "
+            f"Nearest: {max(1, config.rollout.rollouts_per_prompt * MOST_ANSWERS // answers)}"
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     if longest > training.max_tokens_per_microbatch:
         yield (

@@ -133,10 +133,10 @@ class _Fields:
         return value
 
     def positive(self, name: str, *, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """A number above 0 that float32 holds."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
-            raise ValueError(f"{self.path}: {name} must be a number from 1e-30 to 1e30, found {short(value)}")
+            raise ValueError(f"{self.path}: {name} must be a number above 0, found {short(value)}")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -163,11 +163,9 @@ class _Fields:
 def _family(path: Path, given: Mapping[str, Any]) -> str:
     """The supported model_type of a config.json whose `architectures` agree with it."""
     named = given.get("architectures")
-    name = named[0] if isinstance(named, list) and named else "none given"
-    if not isinstance(name, str) or name not in SUPPORTED.values():
-        raise ValueError(
-            f"{path}: architecture {one_line(str(name))} is not supported; supported: {', '.join(SUPPORTED.values())}"
-        )
+    name = one_line(str(named[0])) if isinstance(named, list) and named else "none given"
+    if name not in SUPPORTED.values():
+        raise ValueError(f"{path}: architecture {name} is not supported; supported: {', '.join(SUPPORTED.values())}")
     family = given.get("model_type")
     if not isinstance(family, str) or family not in SUPPORTED:
         raise ValueError(f"{path}: model_type {short(family)} is not supported; supported are {', '.join(SUPPORTED)}")
@@ -179,9 +177,10 @@ def _family(path: Path, given: Mapping[str, Any]) -> str:
 def _refuse_variants(path: Path, given: Mapping[str, Any], family: str, attention_bias: bool) -> None:
     """Raise ValueError for members of a supported family that compute something else."""
     for key, only in ONLY.items():
+        found = given.get(key)
         # true == 1 in Python, and 1 is no answer to a question of true or false
-        if given.get(key) is not None and (type(given[key]), given[key]) != (type(only), only):
-            raise ValueError(f"{path}: {key} = {short(given[key])} is not supported, only {only!r}")
+        if found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool)):
+            raise ValueError(f"{path}: {key} = {short(found)} is not supported, only {only!r}")
     kinds = given.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
@@ -199,10 +198,8 @@ def _rope(path: Path, fields: _Fields) -> tuple[float, Llama3Rope | None]:
     table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
     theta = (table if table.given.get("rope_theta") is not None else fields).positive("rope_theta", default=10_000.0)
     kind = table.given.get("rope_type") or table.given.get("type") or "default"
-    if table.given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{path}: partial_rotary_factor = {short(table.given['partial_rotary_factor'])} is not supported"
-        )
+    if (factor := table.given.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"{path}: partial_rotary_factor = {short(factor)} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":
