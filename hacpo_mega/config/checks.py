@@ -15,6 +15,7 @@ from hacpo_mega.config.input_checks import input_problems
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.schema import Config
+from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources
@@ -36,7 +37,8 @@ def find_problems(config: Config) -> list[str]:
 
 def batch_problems(config: Config) -> list[str]:
     """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
-    return [*_names(config), *_method(config), *_scoring(config), *_one_step_off(config), *_batches(config)]
+    rules = (_names, _method, _scoring, _one_step_off, _batches, _answers)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -129,14 +131,6 @@ def _batches(config: Config) -> Iterator[str]:
                 f"{agent.name}{of_method} ({lanes} x {agent.cells_per_lane}{f' x {per_update}' if of_method else ''} = "
                 f"{cells * per_update}). Nearest: {nearest_multiples(update, cells * per_update)}"
             )
-    answers = -(-step // lanes) * config.answers_per_prompt * len(config.agents)
-    if answers > MOST_ANSWERS:
-        yield (
-            f"rollout.rollouts_per_prompt ({config.rollout.rollouts_per_prompt}): {step} prompts x "
-            f"{config.answers_per_prompt} answers x {len(config.agents)} agents / {lanes} lanes are {answers:,} answers "
-            f"that every process of a lane holds in a step; at most {MOST_ANSWERS:,} are. "
-            f"Nearest: {max(1, config.rollout.rollouts_per_prompt * MOST_ANSWERS // answers)}"
-        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     if longest > training.max_tokens_per_microbatch:
         yield (
@@ -151,6 +145,18 @@ def _batches(config: Config) -> Iterator[str]:
                 f"of agent {agent.name} ({agent.tp}). Nearest: "
                 f"{nearest_multiples(training.max_tokens_per_microbatch, agent.tp)}"
             )
+
+
+def _answers(config: Config) -> Iterator[str]:
+    """Whether every process of a lane can hold the answers of a step."""
+    prompts, own = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
+    if (answers := prompts * own * len(config.agents)) > MOST_ANSWERS:
+        asked = config.rollout.rollouts_per_prompt
+        yield (
+            f"rollout.rollouts_per_prompt ({asked}): {prompts} prompts of a lane x {own} answers x "
+            f"{len(config.agents)} agents are {answers:,} answers that every process of a lane holds in a step; at "
+            f"most {MOST_ANSWERS:,} are. Nearest: {max(1, asked * MOST_ANSWERS // answers)}"
+        )
 
 
 def _generator(config: Config) -> Iterator[str]:
@@ -231,6 +237,7 @@ def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
+        yield from tokenizer_problems(agent, architecture.vocab_size)
 
 
 def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 import tomli_w
 from hollow_models import write_hollow_safetensors
 from repository import ROOT
+from run_cases import CHARACTERS
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make_model
@@ -20,6 +21,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import read_header, stored_tensors
+from hacpo_mega.samples.tokenizers import make_tokenizer
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.norm.weight"
@@ -29,14 +31,14 @@ NORM = "model.norm.weight"
 def original(tmp_path_factory) -> Path:
     """A sound folder in several files, which no test writes to."""
     folder = make_model(tmp_path_factory.mktemp("sound") / "model", "qwen3", head_dim=32, max_shard_size="60KB")
-    (folder / "tokenizer.json").write_text("{}")
+    make_tokenizer(folder, CHARACTERS)
     return folder
 
 
 @pytest.fixture(scope="module")
 def original_in_one(tmp_path_factory) -> Path:
     folder = make_model(tmp_path_factory.mktemp("one") / "model", "qwen3", head_dim=32, num_layers=1)
-    (folder / "tokenizer.json").write_text("{}")
+    make_tokenizer(folder, CHARACTERS)
     return folder
 
 
