@@ -17,6 +17,7 @@ from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
@@ -234,6 +235,11 @@ def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
     except ValueError as problem:
         yield str(problem)
         return
+    if not _is_planned(agent):
+        try:
+            dtype_name(agent.model)
+        except ValueError as problem:
+            yield str(problem)
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.documents import json_file
+from hacpo_mega.models.documents import json_file, short
 
 DTYPES = ("float32", "bfloat16", "float16")
 # One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
@@ -53,8 +53,8 @@ def dtype_name(folder: Path) -> str:
     """The floating-point type that config.json names, such as "bfloat16". ValueError when it is none of DTYPES."""
     config = read_config(folder)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"{folder / 'config.json'}: dtype {name!r} is unknown; expected {', '.join(DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype {short(name)} is unknown; expected {', '.join(DTYPES)}")
     return name
 
 
