@@ -59,7 +59,7 @@ class Seat:
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             nodes=expand_nodes(_node_list()),
             address=os.environ["MASTER_ADDR"],
-            port=_port(os.environ["MASTER_PORT"]),
+            port=_number("MASTER_PORT", os.environ["MASTER_PORT"], 65535),
             launcher_keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             store_file=Path(os.environ[STORE_FILE]) if STORE_FILE in os.environ else None,
         )
@@ -68,12 +68,6 @@ class Seat:
     def is_first_of_node(self) -> bool:
         """Whether this process speaks for its node."""
         return self.local_rank == 0
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65_535:
-        raise ValueError(f"MASTER_PORT is {text!r}; give the number of a free port of the job's first node")
-    return int(text)
 
 
 def _node_list() -> str:
@@ -89,6 +83,13 @@ def from_launcher(name: str, slurm_name: str) -> int:
     value = os.environ.get(name) or os.environ.get(slurm_name)
     if value is None:
         raise ValueError(f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun")
+    return _number(name if os.environ.get(name) else slurm_name, value)
+
+
+def _number(name: str, value: str, most: int = 2**31 - 1) -> int:
+    """The value of a variable. ValueError, which names it, for what is no number from 0 to `most`."""
+    if not re.fullmatch(r"[0-9]{1,10}", value) or int(value) > most:
+        raise ValueError(f"{name} must be a number from 0 to {most}, found {value[:80]!r}")
     return int(value)
 
 
@@ -125,9 +126,9 @@ def tasks_of_nodes(counts: str) -> list[int]:
 def num_local(world_size: int) -> int:
     """Processes of this node; all of them where the launcher does not say."""
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
-        return int(local)
+        return _number("LOCAL_WORLD_SIZE", local)
     counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))
-    node = int(os.environ.get("SLURM_NODEID", 0))
+    node = _number("SLURM_NODEID", os.environ.get("SLURM_NODEID", "0"))
     return counts[node] if node < len(counts) else world_size
 
 

@@ -12,14 +12,14 @@ from hacpo_mega.config.prompting import Prompting
 from hacpo_mega.config.section import (
     Count,
     CountOrZero,
+    Factor,
     FilePath,
     Flag,
     PassedOn,
-    Positive,
-    PositiveOrZero,
     Section,
     Share,
     ShareBelowOne,
+    Small,
 )
 
 
@@ -30,11 +30,11 @@ class OptimizerConfig(Section):
     """Learning rate after the warm-up: about the change of a weight in one update."""
     betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
     """Decay per update of Adam's means of the gradient and of its square."""
-    eps: Positive = 1e-8
+    eps: Small = 1e-8
     """Added to the root of Adam's second moment before the update is divided by it."""
-    weight_decay: PositiveOrZero = 0.0
+    weight_decay: Factor = 0.0
     """Share of a weight that is subtracted from it in every update, times the learning rate."""
-    clip_grad: Positive = 1.0
+    clip_grad: Annotated[float, Field(strict=True, ge=1e-12, le=1e30)] = 1.0
     """Largest norm of the whole model's gradient; a longer one is scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from lr, after the warm-up, to min_lr_ratio x lr at the end of the run."""

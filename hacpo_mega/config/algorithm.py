@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hacpo_mega.config.methods import METHODS, CrossObjective, MethodName, unread_options
-from hacpo_mega.config.section import Count, Flag, Positive, PositiveOrZero, Section, Share, ShareBelowOne
+from hacpo_mega.config.section import Count, Factor, Flag, Positive, PositiveOrZero, Section, Share, ShareBelowOne
 
 # What a preset sets otherwise than the defaults, which are the paper's text.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
     """Steps that P_hat is averaged over (K of eq. 9)."""
     capability_includes_current: Flag = True
     """Whether the window of P_hat ends with the step that is being trained, or with the one before it."""
-    capability_floor: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1e-8
+    capability_floor: Annotated[float, Field(strict=True, ge=1e-12, le=1.0)] = 1e-8
     """Lower bound of P_hat, a mean reward: it keeps omega finite for an agent that has earned nothing."""
     capability_floor_per_step: Flag = False
     """Whether the floor also holds for the mean of every single step, before the window is averaged."""
@@ -71,7 +71,7 @@ class AlgorithmConfig(Section):
     """How own and cross losses add up: each divided by the answers per agent (`sum`), or both by all answers."""
     eps_low: ShareBelowOne = 3e-4
     """Own answers: the sequence ratio is clipped from below at 1 - eps_low (eq. 47)."""
-    eps_high: PositiveOrZero = 4e-4
+    eps_high: Factor = 4e-4
     """Own answers: the sequence ratio is clipped from above at 1 + eps_high (eq. 47)."""
     delta: Share = 0.2
     """Others' answers: only those with a ratio from 1 - delta to 1 train in the first update of a step (eq. 50)."""
@@ -88,7 +88,7 @@ class AlgorithmConfig(Section):
     advantage and a ratio of at most 1."""
     band_smoothing: ShareBelowOne = 0.8
     """Calibrated band: weight of the old lower end beside the one that the last step's answers ask for."""
-    alpha: PositiveOrZero = 1.0
+    alpha: Factor = 1.0
     """Others' answers: exponent of the importance weight ratio^alpha; 0 weighs all of them alike."""
     log_ratio_clamp: Annotated[float, Field(strict=True, gt=0.0, le=80.0)] = 20.0
     """Bound of the absolute log of a sequence ratio, nats: exp overflows 32-bit numbers above 88."""
@@ -96,7 +96,7 @@ class AlgorithmConfig(Section):
     """By whose token count the learner's log-prob of another agent's answer is divided: its own, or the source's."""
     eos_in_loss: Flag = True
     """Whether the end-of-sequence token of an answer is one of the tokens that are scored and trained."""
-    kl_coef: PositiveOrZero = 0.0
+    kl_coef: Factor = 0.0
     """Weight of the KL divergence to the agent's initial weights, per nat; 0 keeps no copy of them."""
     kl_on: Literal["own", "all"] = "own"
     """Which answers that KL divergence counts: the learner's own, or everybody's."""
@@ -104,7 +104,7 @@ class AlgorithmConfig(Section):
     # The rivals
     success_reward: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
     """Of sgt: the reward from which on an answer is a verified success."""
-    transfer_weight: Positive = 1.0
+    transfer_weight: Annotated[float, Field(strict=True, ge=1e-12, le=1000.0)] = 1.0
     """Of sgt: weight of a peer's verified answer, as the advantage of an own answer weighs."""
     ratio_cap: Positive = 2.0
     """Of f_tis: upper end of the importance weight of another agent's answer (C of its equation)."""

@@ -15,10 +15,15 @@ from hacpo_mega.config.input_checks import input_problems
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.schema import Config
+from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
+
+# Of a lane in a step: a kilobyte of text and records each, however short they are.
+MOST_ANSWERS = 2**22
 
 
 def find_problems(config: Config) -> list[str]:
@@ -33,7 +38,8 @@ def find_problems(config: Config) -> list[str]:
 
 def batch_problems(config: Config) -> list[str]:
     """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
-    return [*_names(config), *_method(config), *_scoring(config), *_one_step_off(config), *_batches(config)]
+    rules = (_names, _method, _scoring, _one_step_off, _batches, _answers)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -142,6 +148,18 @@ def _batches(config: Config) -> Iterator[str]:
             )
 
 
+def _answers(config: Config) -> Iterator[str]:
+    """Whether every process of a lane can hold the answers of a step."""
+    prompts, own = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
+    if (answers := prompts * own * len(config.agents)) > MOST_ANSWERS:
+        asked = config.rollout.rollouts_per_prompt
+        yield (
+            f"rollout.rollouts_per_prompt ({asked}): {prompts} prompts of a lane x {own} answers x "
+            f"{len(config.agents)} agents are {answers:,} answers that every process of a lane holds in a step; at "
+            f"most {MOST_ANSWERS:,} are. Nearest: {max(1, asked * MOST_ANSWERS // answers)}"
+        )
+
+
 def _generator(config: Config) -> Iterator[str]:
     """Whether the built-in task has the prompts that a step, an evaluation and a warm start ask for."""
     if config.data.generator is not None:
@@ -217,9 +235,15 @@ def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
     except ValueError as problem:
         yield str(problem)
         return
+    if not _is_planned(agent):
+        try:
+            dtype_name(agent.model)
+        except ValueError as problem:
+            yield str(problem)
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
+        yield from tokenizer_problems(agent, architecture.vocab_size)
 
 
 def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:

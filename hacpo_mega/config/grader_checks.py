@@ -28,11 +28,14 @@ def grader_problem(kind: str) -> str | None:
     if place.endswith(".py"):
         file = Path(place)
         return _source_problem(file, name) if file.is_file() else f"{kind!r}: the file {place} does not exist"
-    return _module_problem(place, name)
+    return code_problem(place, name)
 
 
-def _module_problem(module: str, name: str) -> str | None:
-    """The parents of a module are walked by their folders: `find_spec` would import them."""
+def code_problem(module: str, name: str, what: str = "function") -> str | None:
+    """Why Python would not find `name`, a function or class, in a module of this name; None where it would.
+
+    The parents of a module are walked by their folders: `find_spec` would import them.
+    """
     first, *rest = module.split(".")
     # The ranks of a job run with the current folder on their path; this process may not.
     spec = importlib.util.find_spec(first) if first else None
@@ -44,25 +47,26 @@ def _module_problem(module: str, name: str) -> str | None:
         path = f"{path}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(path, list(spec.submodule_search_locations))
     if spec is None or path != module:
-        return f"there is no module {module!r}; give one that Python finds from here, or file.py:{name}"
+        or_file = f", or file.py:{name}" if what == "function" else ""
+        return f"there is no module {module!r}; give one that Python finds from here{or_file}"
     if spec.origin is None:
         return f"{module!r} is a folder without code; name a module in it"
-    return _source_problem(Path(spec.origin), name) if spec.origin.endswith(".py") else None
+    return _source_problem(Path(spec.origin), name, what) if spec.origin.endswith(".py") else None
 
 
-def _source_problem(file: Path, name: str) -> str | None:
+def _source_problem(file: Path, name: str, what: str = "function") -> str | None:
     """Whether a file's source binds `name` at its top, as far as that can be read from it."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        return f"{file} is no Python source: {error}"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
+        return f"{file} is no Python source: {error or type(error).__name__}"
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})"
     bound = _bound_names(tree)
     if name in bound or "*" in bound:
         return None
     near = difflib.get_close_matches(name, sorted(bound), n=1)
-    return f"{file} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{file} has no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _bound_names(tree: ast.Module) -> set[str]:

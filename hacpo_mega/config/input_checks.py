@@ -6,7 +6,6 @@ Not here: whether all rows of a data file are good (data/prompt_sets.py) and wha
 
 import codecs
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.grader_checks import grader_problem
 from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
+from hacpo_mega.models.documents import one_line, parse_json
 from hacpo_mega.models.folder import tokenizer_problem
 
 FIRST_BYTES = 1 << 20
@@ -130,13 +130,14 @@ def _parquet_problem(file: Path, start: bytes, end: bytes) -> str | None:
 def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], ...]) -> str | None:
     """Whether the first row has the fields that are named; one that is no JSON is left to whoever reads all rows."""
     try:
-        row = json.loads(start.split(b"\n", 1)[0])
+        row = parse_json(start.split(b"\n", 1)[0])
     except ValueError:
         return None
     missing = [f"{name!r} (data.{key})" for key, name in fields if isinstance(row, dict) and name not in row]
     if not missing:
         return None
-    return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {', '.join(row) or 'none'}"
+    has = ", ".join(map(one_line, row)) or "none"
+    return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {has}"
 
 
 def _tokenizer_problem(agent: AgentConfig) -> str | None:

@@ -14,8 +14,8 @@ from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.checks import find_problems
 from hacpo_mega.config.methods import METHODS, unread_options
 from hacpo_mega.config.schema import Config
+from hacpo_mega.models.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
 
-LONGEST_VALUE = 80  # characters of a value that a line shows
 # What a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
     "model_type": "needs a table",
@@ -49,12 +49,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """The same without the cross-checks: models, prompts and devices need not be on this machine (planning/)."""
     path = Path(path)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML configuration") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    table = toml_file(path, "the path of a TOML configuration")
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:
         _apply(table, override)
@@ -69,14 +64,28 @@ def _apply(table: dict[str, Any], override: str) -> None:
     """Sets one dotted key; ValueError when the text or the way to the key is off."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"override {override!r}: expected section.key=value, for example rollout.temperature=0.8")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
+    if key.count(".") >= MAX_DEPTH:
+        raise ValueError(f"override {short(override)}: no key has more than {MAX_DEPTH} parts")
     *way, last = key.split(".")
+    value = _value(text, override)
     for place in _places(table, way, override):
         place[last] = value
+
+
+def _value(text: str, override: str) -> Any:
+    """What an override sets: a TOML value, or the text itself where it is none, and nothing beside it."""
+    try:
+        given = parse_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        if "\n" in text or "\r" in text:
+            raise ValueError(f"override {short(override)}: has several lines; give each key=value by itself") from None
+        return text
+    except ValueError as error:
+        raise ValueError(f"override {short(override)}: {error}") from error
+    if len(given) > 1:
+        raise ValueError(f"override {short(override)}: sets {len(given)} keys; give each key=value by itself")
+    return given["value"]
 
 
 def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], overrides: Iterable[str]) -> None:
@@ -98,17 +107,17 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
 def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
     if not way:
         if not isinstance(table, dict):
-            raise ValueError(f"override {override!r}: leads into a {type(table).__name__}, not a table")
+            raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
         return [table]
     step, rest = way[0], way[1:]
     if isinstance(table, list):
         named = [entry for entry in table if isinstance(entry, dict) and step in ("*", entry.get("name"))]
         if not named:
-            names = ", ".join(str(entry.get("name")) for entry in table if isinstance(entry, dict))
-            raise ValueError(f"override {override!r}: no entry is named {step!r}; there are: {names}")
+            names = ", ".join(short(entry.get("name")).strip("'") for entry in table if isinstance(entry, dict))
+            raise ValueError(f"override {short(override)}: no entry is named {step!r}; there are: {names}")
         return [place for entry in named for place in _places(entry, rest, override)]
     if not isinstance(table, dict):
-        raise ValueError(f"override {override!r}: leads into a {type(table).__name__}, not a table")
+        raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
     return _places(table.setdefault(step, {}), rest, override)
 
 
@@ -129,15 +138,15 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
 def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, location, context = entry["type"], entry["loc"], entry.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown key" + _nearest(str(location[-1]), _section(location[:-1], schema).model_fields)
+        return "unknown key" + _nearest(location[-1], _section(location[:-1], schema).model_fields)
     if kind == "missing":
         return "required, not given"
     if kind == "value_error":
         return str(context["error"])
-    found = f"found {_short(entry['input'])}"
+    found = f"found {short(entry['input'])}"
     if kind == "literal_error":
         known = re.findall("'(.*?)'", context["expected"])
-        return f"must be {context['expected']}, {found}{_nearest(str(entry['input']), known)}"
+        return f"must be {context['expected']}, {found}{_nearest(entry['input'], known)}"
     if kind in EXPECTED:
         return f"{EXPECTED[kind]}, {found}{_default(location, schema)}"
     if kind == "too_short":
@@ -147,14 +156,10 @@ def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     return f"{entry['msg'][0].lower()}{entry['msg'][1:]}, {found}{nearest}"
 
 
-def _short(value: Any) -> str:
-    """A value as it may stand in a line."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _nearest(found: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(found, list(known), n=1)
+def _nearest(found: object, known: Iterable[str]) -> str:
+    # difflib takes seconds for a long text, and none is near to it
+    is_word = isinstance(found, str) and len(found) <= SHOWN
+    near = difflib.get_close_matches(found, list(known), n=1) if is_word else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -174,7 +179,7 @@ def _spoken(location: tuple[int | str, ...], table: Any) -> list[str]:
             continue
         table = table[step] if isinstance(table, dict | list) and _holds(table, step) else None
         named = isinstance(step, int) and isinstance(table, dict) and "name" in table
-        words.append(str(table["name"]) if named else str(step))
+        words.append(one_line(str(table["name"] if named else step)))
     return words
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.config.passed_values import megatron_value_problem, vllm_value_problem
+from hacpo_mega.models.documents import short
 from hacpo_mega.models.megatron_fields import DECIDED, DECIDED_BY_RECOMPUTE
 
 # vLLM's engine arguments that this project decides itself.
@@ -34,6 +36,16 @@ DECIDED_VLLM = frozenset(
         "enable_sleep_mode",
         "load_format",
         "logprobs_mode",
+        # Any of these makes the engine another model than the one that is trained.
+        "hf_overrides",
+        "hf_config_path",
+        "config_format",
+        "model_weights",
+        "revision",
+        "code_revision",
+        "tokenizer_revision",
+        "runner",
+        "convert",
         "worker_cls",
         "disable_log_stats",
     )
@@ -62,7 +74,15 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
                     f"; did you mean {near[0]!r}?" if near else ""
                 )
             elif not fields[key].accepts(value):
-                yield f"{table}.{key} must be {ast.unparse(fields[key].annotation)}, found {value!r}"
+                yield f"{table}.{key} must be {ast.unparse(fields[key].annotation)}, found {short(value)}"
+            elif problem := _value_problem(table, key, value):
+                yield f"{table}.{key}: {problem}"
+
+
+def _value_problem(table: str, key: str, value: Any) -> str | None:
+    """What the type of a field does not say of its value."""
+    folder = _package_folder("vllm") if table == "vllm" else None
+    return vllm_value_problem(key, value, folder) if folder else megatron_value_problem(value)
 
 
 FIELD_HOLDERS = {"megatron": "Megatron's TransformerConfig", "vllm": "vLLM's EngineArgs"}

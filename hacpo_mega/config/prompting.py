@@ -4,11 +4,14 @@ Training and evaluation share this record, so an agent is asked in one way in bo
 which needs a tokenizer (samples/tokenizers.py).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 PLACE = "{prompt}"
+# What a template is tried with: two tasks, of which one is long, since a template may cut.
+TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,20 @@ class Prompting:
         """The task as the messages of a chat."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
         return [*system, {"role": "user", "content": self.filled(text)}]
+
+    def template_problem(self, template: str, texts: Sequence[str]) -> str | None:
+        """What a chat template loses, by the texts that it made of TRIALS; None when all is there.
+
+        A template ignores in silence what it does not know: a misspelled argument, a system prompt, the task itself.
+        """
+        if unread := sorted(self.template_kwargs.keys() - set(re.findall(r"\w+", template))):
+            return f"never reads {', '.join(unread)}; correct or remove it in chat_template_kwargs"
+        if len(set(texts)) < len(TRIALS):
+            return "makes one text of all prompts: it leaves the user's message out; give the template of a chat model"
+        tasks = [self.filled(trial).strip() for trial in TRIALS]
+        if any(task not in text for task, text in zip(tasks, texts, strict=True)):
+            return "leaves out or changes a part of the user's message; give the template of a chat model"
+        around = [text.replace(task, "") for task, text in zip(tasks, texts, strict=True)]
+        if any((self.system_prompt or "").strip() not in text for text in around):
+            return "leaves the system prompt out; write it into prompt_template instead"
+        return None

@@ -13,7 +13,7 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import Skill
 from hacpo_mega.config.methods import METHODS
-from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, PositiveOrZero, Section
+from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Seconds, Section
 from hacpo_mega.config.slurm import SlurmConfig
 
 
@@ -46,7 +46,7 @@ class RewardConfig(Section):
     arithmetic, or a function of yours as module:function or file.py:function."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """What the grader offers to be set, such as {rel_tol = 0.01} of number; docs/data.md lists them."""
-    timeout_s: Annotated[float, Field(strict=True, gt=0.0, le=3600.0)] = 5.0
+    timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
     """CPU seconds of one judgement; an answer that needs more is wrong, where its gold can be judged in them."""
     num_workers: Count = 1
     """Grading processes of each cell."""
@@ -82,7 +82,7 @@ class RolloutConfig(Section):
     engine_correction: Literal["none", "token", "sequence"] = "none"
     """Truncated importance sampling between engine and trainer: a weight on the gradient of each `token` of own answers
     (others' keep weight 1), or one on the advantage of each `sequence` for all learners, or `none`."""
-    engine_correction_cap: Annotated[float, Field(strict=True, ge=1.0)] = 2.0
+    engine_correction_cap: Annotated[float, Field(strict=True, ge=1.0, le=1e12)] = 2.0
     """Upper bound of that weight, the probability under the trainer over that under the engine."""
 
 
@@ -131,7 +131,7 @@ class CheckpointConfig(Section):
 
     every_steps: CountOrZero = 10
     """Steps from one checkpoint to the next; the last step has one too. With every_minutes, too, at 0: none ever."""
-    every_minutes: PositiveOrZero = 30.0
+    every_minutes: Annotated[float, Field(strict=True, ge=0.0, le=525_600.0)] = 30.0
     """Minutes after which a step ends with a checkpoint although its number does not ask for one; 0: never."""
     asynchronous: Flag = True
     """Whether training goes on while a checkpoint is written, from a copy of the state in host memory (about 12 bytes a
@@ -143,7 +143,7 @@ class CheckpointConfig(Section):
     keep_best: Flag = False
     """Whether the checkpoint with the highest held-out accuracy, mean over the agents, is kept as well, the newest of
     equals; only steps that end with an evaluation have one."""
-    wait_for_room_s: PositiveOrZero = 600.0
+    wait_for_room_s: Seconds = 600.0
     """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 
 
@@ -181,10 +181,10 @@ class Config(Section):
     device_memory_gib: Annotated[float, Field(strict=True, gt=0.0, le=65536.0)] | None = None
     """GiB of memory of one CUDA device, which every phase of every agent must fit into; not given: 79, for one of
     80 GB, or no limit where the CPU build of vLLM is installed."""
-    stall_s: Annotated[float, Field(strict=True, ge=10.0)] = 600.0
+    stall_s: Annotated[float, Field(strict=True, ge=10.0, le=604_800.0)] = 600.0
     """Seconds without a sign of life from a process, which is stopped or stuck then, after which the job names it,
     writes all stacks to logs/ and ends; a long phase gives signs of life."""
-    wait_s: Annotated[float, Field(strict=True, ge=10.0)] = 1800.0
+    wait_s: Annotated[float, Field(strict=True, ge=10.0, le=604_800.0)] = 1800.0
     """Seconds that a process waits for the others, at the start and in each later exchange, before the job ends: more
     than the fastest agent may be ahead of the slowest in a step."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)

@@ -13,10 +13,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Number = Annotated[float, Field(strict=True)]
-Positive = Annotated[float, Field(strict=True, gt=0.0)]
-PositiveOrZero = Annotated[float, Field(strict=True, ge=0.0)]
+# No number of a run is larger: beyond it float32 overflows as soon as two of them meet.
+Positive = Annotated[float, Field(strict=True, ge=1e-12, le=1e12)]
+PositiveOrZero = Annotated[float, Field(strict=True, ge=0.0, le=1e12)]
+Factor = Annotated[float, Field(strict=True, ge=0.0, le=1000.0)]
+Small = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
 Share = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(strict=True, ge=0.0, le=604_800.0)]  # a week
 ShareBelowOne = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 
 

@@ -6,7 +6,6 @@ A problem names file, line and field. Nothing here samples (prompts.py), judges 
 
 import gzip
 import hashlib
-import json
 import math
 import os
 import zlib
@@ -19,11 +18,15 @@ from typing import Any, BinaryIO, TextIO
 import pyarrow
 import pyarrow.parquet
 
+from hacpo_mega.models.documents import parse_json
+
 NUM_PROBLEMS_SHOWN = 20
 NUM_CHARACTERS_SHOWN = 80
 NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
 GOLD_TYPES = (str, int, float)
+# Of a row, packed or not: a program's test cases take a few.
+MAX_LINE_BYTES = 16 * 2**20
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
 
 
@@ -183,7 +186,12 @@ def read_lines(file: Path, lines: BinaryIO) -> Iterator[tuple[int, dict[str, Any
     """(line from 1, record) of a stream of JSON Lines; `file` is what problems are named after."""
     line = 0
     try:
-        for line, raw in enumerate(lines, start=1):
+        while raw := lines.readline(MAX_LINE_BYTES + 1):
+            line += 1
+            if len(raw) > MAX_LINE_BYTES:  # what follows may be gigabytes, also of a small packed file
+                what = f"has more than {MAX_LINE_BYTES:,} bytes; nothing is read from here on"
+                yield line, DataProblem(file, line, None, what)
+                return
             if raw.strip():
                 yield line, _parse_line(file, line, raw)
     except UNREADABLE as error:
@@ -192,10 +200,10 @@ def read_lines(file: Path, lines: BinaryIO) -> Iterator[tuple[int, dict[str, Any
 
 def _parse_line(file: Path, line: int, raw: bytes) -> dict[str, Any] | DataProblem:
     try:
-        record = json.loads(raw.rstrip().decode("utf-8-sig" if line == 1 else "utf-8"))
+        record = parse_json(raw.rstrip().decode("utf-8-sig" if line == 1 else "utf-8"))
     except UnicodeDecodeError as error:
         return DataProblem(file, line, None, f"invalid UTF-8 at byte {error.start} of the line")
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+    except ValueError as error:
         return DataProblem(file, line, None, f"invalid JSON: {error}")
     if not isinstance(record, dict):
         return DataProblem(file, line, None, f"is a JSON {type(record).__name__}, needs an object with fields")

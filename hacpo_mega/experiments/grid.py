@@ -5,7 +5,6 @@ Not here: which run comes when (order.py).
 """
 
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import Field, ValidationError
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.load import readable_problems
 from hacpo_mega.config.section import FilePath, Flag, Section
+from hacpo_mega.models.documents import toml_file
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
@@ -109,18 +109,19 @@ class Cell:
 
 def load_grid(path: Path) -> Grid:
     """Reads an experiment. ValueError with one line per problem; looks at no other file."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of an experiment's TOML") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    table = toml_file(path, "the path of an experiment's TOML")
     try:
         grid = Grid.model_validate(table)
     except ValidationError as error:
         lines = readable_problems(error, table, Grid)
         raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
-    if problems := [*_seed_problems(grid), *_method_problems(grid), *_own_keys(grid), *_long_names(grid)]:
+    if problems := [
+        *_seed_problems(grid),
+        *_method_problems(grid),
+        *_own_keys(grid),
+        *_folder_problems(grid),
+        *_long_names(grid),
+    ]:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return grid
 
@@ -136,6 +137,14 @@ def config_of_cell(grid: Grid, cell: Cell, run_dir: Path) -> Config:
     # A run that fails is made again from its start, so what it would go on from is never read.
     own = [f"run_dir={str(run_dir)!r}", "checkpoint.every_steps=0", "checkpoint.every_minutes=0.0"]
     return load_config(grid.regimes[cell.regime].config, [*overrides_of(grid, cell), *own])
+
+
+def _folder_problems(grid: Grid) -> Iterator[str]:
+    """Whether the folders that an experiment writes can be folders."""
+    for key, folder in (("results", grid.results), ("work_dir", grid.work_dir)):
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+        if file is not None:
+            yield f"{key}: {folder} cannot be a folder, since {file} is a file. Nearest: {file}.{key}"
 
 
 def _seed_problems(grid: Grid) -> Iterator[str]:

@@ -3,12 +3,12 @@
 Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.models.documents import one_line, short
 from hacpo_mega.models.folder import read_config
 
 # model_type -> what `architectures` names beside it: Megatron's model follows the first, vLLM the second.
@@ -21,6 +21,19 @@ ONLY = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+}
+
+
+# What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
+MOST = {
+    "num_layers": 10_000,
+    "hidden_size": 2**20,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**14,
+    "ffn_size": 2**24,
+    "vocab_size": 2**24,
+    "max_positions": 2**31,
 }
 
 
@@ -59,6 +72,9 @@ class Architecture:
     qk_norm: bool
 
     def __post_init__(self) -> None:
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} is more than {most:,}, which no model has")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly: "
@@ -113,28 +129,28 @@ class _Fields:
         """An integer of at least 1."""
         value = self._value(name, default)
         if type(value) is not int or value < 1:
-            raise ValueError(f"{self.path}: {name} must be an integer of at least 1, found {value!r}")
+            raise ValueError(f"{self.path}: {name} must be an integer of at least 1, found {short(value)}")
         return value
 
     def positive(self, name: str, *, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """A number above 0 that float32 holds."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not 0.0 < value < math.inf:
-            raise ValueError(f"{self.path}: {name} must be a number above 0, found {value!r}")
+        if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
+            raise ValueError(f"{self.path}: {name} must be a number above 0, found {short(value)}")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """True or false."""
         value = self._value(name, default)
         if type(value) is not bool:
-            raise ValueError(f"{self.path}: {name} must be true or false, found {value!r}")
+            raise ValueError(f"{self.path}: {name} must be true or false, found {short(value)}")
         return value
 
     def table(self, name: str) -> "_Fields":
         """The object at `name`; an empty one where it is not given."""
         value = self._value(name, {})
         if not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {name} must be an object, found {value!r}")
+            raise ValueError(f"{self.path}: {name} must be an object, found {short(value)}")
         return _Fields(self.path, value)
 
     def _value(self, name: str, default: Any) -> Any:
@@ -147,12 +163,12 @@ class _Fields:
 def _family(path: Path, given: Mapping[str, Any]) -> str:
     """The supported model_type of a config.json whose `architectures` agree with it."""
     named = given.get("architectures")
-    name = named[0] if isinstance(named, list) and named else "none given"
+    name = one_line(str(named[0])) if isinstance(named, list) and named else "none given"
     if name not in SUPPORTED.values():
         raise ValueError(f"{path}: architecture {name} is not supported; supported: {', '.join(SUPPORTED.values())}")
     family = given.get("model_type")
     if not isinstance(family, str) or family not in SUPPORTED:
-        raise ValueError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(SUPPORTED)}")
+        raise ValueError(f"{path}: model_type {short(family)} is not supported; supported are {', '.join(SUPPORTED)}")
     if SUPPORTED[family] != name:
         raise ValueError(f"{path}: model_type {family!r} goes with architecture {SUPPORTED[family]}, found {name}")
     return family
@@ -161,11 +177,15 @@ def _family(path: Path, given: Mapping[str, Any]) -> str:
 def _refuse_variants(path: Path, given: Mapping[str, Any], family: str, attention_bias: bool) -> None:
     """Raise ValueError for members of a supported family that compute something else."""
     for key, only in ONLY.items():
-        if given.get(key) not in (None, only):
-            raise ValueError(f"{path}: {key} = {given[key]!r} is not supported, only {only!r}")
+        found = given.get(key)
+        # true == 1 in Python, and 1 is no answer to a question of true or false
+        if found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool)):
+            raise ValueError(f"{path}: {key} = {short(found)} is not supported, only {only!r}")
     kinds = given.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
     if other := [kind for kind in kinds if kind != "full_attention"]:
-        raise ValueError(f"{path}: layer_types has {other[0]!r}, which is not supported, only 'full_attention'")
+        raise ValueError(f"{path}: layer_types has {short(other[0])}, which is not supported, only 'full_attention'")
     if family == "qwen3" and attention_bias:
         raise ValueError(
             f"{path}: qwen3 with attention_bias = true is not supported: vLLM leaves out the bias of its output "
@@ -178,12 +198,12 @@ def _rope(path: Path, fields: _Fields) -> tuple[float, Llama3Rope | None]:
     table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
     theta = (table if table.given.get("rope_theta") is not None else fields).positive("rope_theta", default=10_000.0)
     kind = table.given.get("rope_type") or table.given.get("type") or "default"
-    if table.given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{path}: partial_rotary_factor = {table.given['partial_rotary_factor']!r} is not supported")
+    if (factor := table.given.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"{path}: partial_rotary_factor = {short(factor)} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ValueError(f"{path}: rope type {kind!r} is not supported; supported are default, llama3")
+        raise ValueError(f"{path}: rope type {short(kind)} is not supported; supported are default, llama3")
     return theta, Llama3Rope(
         factor=table.positive("factor"),
         low_freq_factor=table.positive("low_freq_factor"),

@@ -3,10 +3,11 @@
 Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hacpo_mega.models.documents import json_file, short
 
 DTYPES = ("float32", "bfloat16", "float16")
 # One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
@@ -26,12 +27,7 @@ def read_json(file: Path) -> Mapping[str, Any]:
     """The object in a JSON file; empty without the file. ValueError, one line, when it holds anything else."""
     if not file.is_file():
         return {}
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from error
+    table = json_file(file)
     if not isinstance(table, dict):
         raise ValueError(f"{file}: must hold a JSON object, found a {type(table).__name__}")
     return table
@@ -57,8 +53,8 @@ def dtype_name(folder: Path) -> str:
     """The floating-point type that config.json names, such as "bfloat16". ValueError when it is none of DTYPES."""
     config = read_config(folder)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"{folder / 'config.json'}: dtype {name!r} is unknown; expected {', '.join(DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype {short(name)} is unknown; expected {', '.join(DTYPES)}")
     return name
 
 

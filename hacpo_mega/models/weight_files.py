@@ -5,13 +5,14 @@ its bytes behind the header), and the bytes. Not here: which tensors a model has
 """
 
 import hashlib
-import json
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.models.documents import one_line, parse_json
 from hacpo_mega.models.folder import read_config, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -74,14 +75,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"{file} is empty, cut short or no safetensors file ({size} bytes): copy it again")
         try:
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
             header.pop("__metadata__", None)
             tensors = {name: _stored(file.name, entry) for name, entry in header.items()}
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            places = sorted((*entry["data_offsets"], name) for name, entry in header.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} has a broken header and is no safetensors file: copy it again") from error
+    end = max((stop for _, stop, _ in places), default=0)
     if size != 8 + length + end:
         raise ValueError(f"{file} has {size} bytes, its header says {8 + length + end}: copy it again, it is cut short")
+    for (_, stop, one), (start, _, other) in itertools.pairwise([(0, 0, "the header"), *places]):
+        if start != stop:
+            raise ValueError(
+                f"{file}: the bytes of {one_line(other)} begin at {start}, where those of {one_line(one)} end at "
+                f"{stop}: copy it again, it is no safetensors file"
+            )
     return tensors
 
 
@@ -105,7 +113,9 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
             problems.append(f"{folder / stored.file}: {name} has shape {stored.shape}; config.json says {shape}")
         if stored is not None and stored.dtype not in BYTES_OF:
             known = ", ".join(BYTES_OF)
-            problems.append(f"{folder / stored.file}: {name} is stored as {stored.dtype}; expected one of {known}")
+            problems.append(
+                f"{folder / stored.file}: {name} is stored as {one_line(stored.dtype)}; expected one of {known}"
+            )
     return problems
 
 
@@ -144,13 +154,16 @@ def weights_fingerprint(folder: Path) -> str:
 
 def some(names: list[str]) -> str:
     """The first three of many names."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(map(one_line, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _stored(file: str, entry: Mapping[str, Any]) -> StoredTensor:
     """One entry of a header. ValueError when its bytes are not those of its shape."""
     start, end = entry["data_offsets"]
     tensor = StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+    numbers = (start, end, *tensor.shape)
+    if not isinstance(tensor.dtype, str) or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+        raise ValueError("a tensor has no type, or a place or a shape that is none")
     if tensor.dtype in BYTES_OF and end - start != math.prod(tensor.shape) * BYTES_OF[tensor.dtype]:
         raise ValueError("a tensor's bytes are not those of its shape")
     return tensor

@@ -6,25 +6,30 @@
 Without a kind every key has to be there but those of [rates]. All complaints come at once, a line each.
 """
 
-import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from hacpo_mega.config.load import readable_problems
-from hacpo_mega.config.section import Count, Positive, PositiveOrZero, Section, Share
+from hacpo_mega.config.section import Count, Factor, Section
+from hacpo_mega.models.documents import toml_file
 from hacpo_mega.planning.kinds import KINDS, KindName
+
+# What no machine goes below or above, in any unit of this file.
+Amount = Annotated[float, Field(strict=True, ge=1e-3, le=1e9)]
+Used = Annotated[float, Field(strict=True, ge=1e-3, le=1.0)]
+Hour = Annotated[float, Field(strict=True, ge=0.0, le=3600.0)]
 
 
 class DeviceTable(Section):
     """One device."""
 
-    memory_gib: Positive
+    memory_gib: Amount
     """GiB of memory that a process finds on it."""
-    peak_tflops: Positive
+    peak_tflops: Amount
     """Peak of dense matrix multiplication in the type that is trained in, 10^12 FLOP/s."""
-    memory_gb_per_s: Positive
+    memory_gb_per_s: Amount
     """Bandwidth of its memory, 10^9 bytes per second."""
     max_requests: Count
     """Most requests that an engine runs at once where agents.vllm.max_num_seqs is not given."""
@@ -33,61 +38,61 @@ class DeviceTable(Section):
 class LinksTable(Section):
     """What a device sends in one direction."""
 
-    inside_gb_per_s: Positive
+    inside_gb_per_s: Amount
     """10^9 bytes per second to a device of the same node."""
-    between_gb_per_s: Positive
+    between_gb_per_s: Amount
     """10^9 bytes per second to a device of another node."""
-    latency_us: PositiveOrZero
+    latency_us: Annotated[float, Field(strict=True, ge=0.0, le=1e9)]
     """Microseconds until the first byte of a message arrives."""
 
 
 class HostTable(Section):
     """The host of a node."""
 
-    memory_gib: Positive
+    memory_gib: Amount
     """GiB of memory of a node's host."""
 
 
 class RatesTable(Section):
     """What work is seen to use of a device, and what a host needs; the constants to calibrate (docs/planning.md)."""
 
-    learn: Share
+    learn: Used
     """Share of the peak in forward and backward."""
-    score: Share
+    score: Used
     """Share of the peak in a forward pass without gradients."""
-    prefill: Share
+    prefill: Used
     """Share of the peak while the engine reads prompts."""
-    decode: Share
+    decode: Used
     """Share of the peak that an engine can reach while it answers, where the memory is not slower."""
-    memory: Share
+    memory: Used
     """Share of the memory's bandwidth."""
-    link: Share
+    link: Used
     """Share of a link's bandwidth."""
-    learn_passes: PositiveOrZero
+    learn_passes: Factor
     """Times that the activations kept for backward pass through memory in an update, beside the matrices' work."""
-    score_passes: PositiveOrZero
+    score_passes: Factor
     """The same of a forward pass."""
-    round_s: PositiveOrZero
+    round_s: Hour
     """Seconds of the host for a token of all running answers: scheduler, launches, sampling."""
-    request_s: PositiveOrZero
+    request_s: Hour
     """Seconds of the host to take an answer's request in and to give the answer out."""
-    token_s: PositiveOrZero
+    token_s: Hour
     """Seconds of the host for every sampled token."""
-    answer_s: PositiveOrZero
+    answer_s: Hour
     """Seconds to judge an answer, in one grading process."""
-    batch_s: PositiveOrZero
+    batch_s: Hour
     """Seconds of the host to launch the forward of a micro-batch, and again its backward, where nothing hides them."""
-    pool_s: PositiveOrZero
+    pool_s: Hour
     """Seconds of the host to unpack an answer of the lane, whoever learns from it."""
-    view_s: PositiveOrZero
+    view_s: Hour
     """Seconds of the host to turn another agent's answer into what a learner trains on, beside its tokens."""
-    view_token_s: PositiveOrZero
+    view_token_s: Hour
     """Seconds of the host for every token of such an answer, which is cut into the learner's own tokens."""
-    publish_s: PositiveOrZero
+    publish_s: Hour
     """Seconds of a publication beside its bytes."""
-    tensor_s: PositiveOrZero
+    tensor_s: Hour
     """Seconds of the host for every tensor that is published."""
-    step_s: PositiveOrZero
+    step_s: Hour
     """Seconds of a step for logs and metrics."""
 
 
@@ -133,12 +138,7 @@ class Cluster(Section):
 
 def load_cluster(path: Path) -> Cluster:
     """The cluster of a file. ValueError, one line per problem, which names the file and what would be right."""
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a cluster's TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    given = toml_file(path, "a cluster's TOML file")
     kind = given.get("kind")
     is_known = isinstance(kind, str) and kind in KINDS
     on_cpu = given.get("processor") == "cpu"

@@ -20,9 +20,11 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_mega.config import AgentConfig, Prompting
+from hacpo_mega.config.prompting import TRIALS
+from hacpo_mega.models.folder import read_config, read_json
+from hacpo_mega.models.tokenizer_files import PLAIN_CLASSES
 
 PAD, EOS = "<pad>", "<eos>"
-PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
 # DeepSeek. Others are words of the model's own, such as <think>, and stay text.
 CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
@@ -77,7 +79,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:  # the Rust tokenizers raise a bare Exception, and transformers what its files lead to
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"no tokenizer could be loaded from {folder}: {first}") from error
     if tokenizer.eos_token_id is None:
@@ -91,7 +93,7 @@ def _names_only_its_json(folder: Path) -> bool:
     described = folder / "tokenizer_config.json"
     if not described.is_file() or not (folder / "tokenizer.json").is_file():
         return False
-    content = json.loads(described.read_text())
+    content = read_json(described)
     return content.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in content
 
 
@@ -141,6 +143,14 @@ class TextCodec:
         self._has_token_V[known] = True
         self._anchors = self._find_anchors() if self._marks_the_start() else ()
         self._prompt_ids = functools.lru_cache(maxsize=8192)(self._encode_prompt)
+
+    def require_fit(self, vocab_size: int | None) -> None:
+        """ValueError for a tokenizer with ids that a model of `vocab_size` tokens has not; None: it says none."""
+        if vocab_size is not None and len(self._has_token_V) > vocab_size:
+            raise ValueError(
+                f"the tokenizer of {self.tokenizer.name_or_path} has ids up to {len(self._has_token_V) - 1}, and the "
+                f"model {vocab_size} tokens (vocab_size of config.json): it is another model's; copy the model's own"
+            )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Ids of a prompt as the model sees it: with BOS where the tokenizer adds one, or inside the chat template.
@@ -277,6 +287,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: st
         )
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
+    except Exception as error:  # a template is a program: whatever it raises is its fault
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} fails with {what}") from error
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting) -> None:
@@ -286,24 +299,26 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Promptin
             f"chat_template is on, but the tokenizer of {tokenizer.name_or_path} has none; "
             "switch it off for a base model, or add chat_template.jinja to the folder"
         )
-    read = set(re.findall(r"\w+", str(tokenizer.chat_template)))
-    unread = sorted(prompting.template_kwargs.keys() - read)
-    if unread:
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} never reads {', '.join(unread)}; "
-            "correct or remove it in chat_template_kwargs"
-        )
-    system = (prompting.system_prompt or "").strip()
-    if system not in _rendered(tokenizer, prompting, "x"):
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} leaves the system prompt out; "
-            "write it into prompt_template instead"
-        )
+    texts = [_rendered(tokenizer, prompting, probe) for probe in TRIALS]
+    if problem := prompting.template_problem(str(tokenizer.chat_template), texts):
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} {problem}")
 
 
 def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:
-    """The tokenizer of every agent: all must be able to read a prompt before anybody is asked it."""
-    return tuple(TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting) for agent in agents)
+    """The tokenizer of every agent: all must be able to read a prompt before anybody is asked it.
+
+    ValueError, one line that names the agent, for a tokenizer that does not fit its model.
+    """
+    return tuple(map(_agent_codec, agents))
+
+
+def _agent_codec(agent: AgentConfig) -> TextCodec:
+    try:
+        codec = TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting)
+        codec.require_fit(read_config(agent.model).get("vocab_size"))
+    except ValueError as error:
+        raise ValueError(f"agents.{agent.name}: {error}") from error
+    return codec
 
 
 def longest_encodings(codecs: Sequence[TextCodec]) -> Callable[[Sequence[str]], list[int]]:

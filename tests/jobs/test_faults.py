@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job import play_command, start_command, start_ranks
@@ -16,6 +17,7 @@ from processes import descendants, is_running
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.checkpoint import committed_steps
+from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -26,7 +28,7 @@ DEADLINE_S = 900.0  # of a hang, not of a slow machine
 def play(config: Path, num_ranks: int = 2) -> tuple[list[int], list[str], str]:
     """Trains: the ranks' exit statuses, the lines any of them wrote to stderr, and rank 0's console."""
     folder = config.parent
-    ranks = start_ranks(num_ranks, folder, play_command, "train", str(config))
+    ranks = start_ranks(num_ranks, folder, play_without_bounds, "train", str(config))
     for process in ranks:
         process.join(timeout=DEADLINE_S)
     statuses = [process.exitcode for process in ranks]
@@ -36,11 +38,28 @@ def play(config: Path, num_ranks: int = 2) -> tuple[list[int], list[str], str]:
     return statuses, errors, (folder / "0.out").read_text()
 
 
+def play_without_bounds(*arguments: str) -> None:
+    """The command, in which a weight decay of 1000, the most that a file may say, is 1e300: it takes all weights."""
+    from hacpo_mega import cli
+
+    def load(*given: Any) -> Config:
+        config = load_config(*given)
+        decays = [agent.optimizer.weight_decay and 1e300 for agent in config.agents]
+        agents = [
+            agent.model_copy(update={"optimizer": agent.optimizer.model_copy(update={"weight_decay": decay})})
+            for agent, decay in zip(config.agents, decays)
+        ]
+        return config.model_copy(update={"agents": tuple(agents)})
+
+    cli.load_config = load
+    play_command(*arguments)
+
+
 def exploding(folder: Path, **layout: int) -> list[dict]:
-    """A sound agent, and one whose weights are infinite after its first update: weight decay takes all, times 1e300."""
+    """A sound agent, and one whose weights are infinite after its first update (`play_without_bounds`)."""
     fine = agent_table(folder, "fine", "qwen3", CHARACTERS)
     broken = agent_table(folder, "broken", "llama", CHARACTERS + PAIRS, **layout)
-    return [fine, broken | {"optimizer": {"lr": 1.0, "weight_decay": 1e300}}]
+    return [fine, broken | {"optimizer": {"lr": 1.0, "weight_decay": 1000.0}}]
 
 
 def test_a_run_whose_updates_are_all_skipped_stops_with_their_samples(tmp_path):

@@ -72,7 +72,10 @@ OUT_OF_BOUNDS = [
         ("algorithm.delta_step=2.0", ": input should be less than or equal to 1, found 2.0. Nearest: 1"),
         ("algorithm.alpha=-1.0", ": input should be greater than or equal to 0, found -1.0. Nearest: 0"),
         ("algorithm.capability_window=0", ": input should be greater than or equal to 1, found 0. Nearest: 1"),
-        ("algorithm.capability_floor=0.0", ": input should be greater than 0, found 0.0; the default is 1e-08"),
+        (
+            "algorithm.capability_floor=0.0",
+            ": input should be greater than or equal to 0.000000000001, found 0.0. Nearest: 1e-12",
+        ),
         ("algorithm.log_ratio_clamp=100.0", ": input should be less than or equal to 80, found 100.0. Nearest: 80"),
         ("algorithm.omega_clip=[0.1, inf]", ".1: needs a finite number, found inf"),
         ("rollout.temperature=0.0", ": input should be greater than or equal to 0.01, found 0.0. Nearest: 0.01"),

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hollow_models import write_hollow_weights
+from hollow_models import write_hollow_weights, write_smallest_tokenizer
 
 from hacpo_mega.models.architecture import Architecture
 
@@ -39,9 +39,11 @@ def make_paper_workplace(here: Path) -> None:
             "tie_word_embeddings": tied,
         }
         (folder / "config.json").write_text(json.dumps(table))
-        (folder / "tokenizer.json").write_text("{}")
+        write_smallest_tokenizer(folder)
         write_hollow_weights(folder, Architecture.from_folder(folder))
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "chat_template.jinja").write_text(
+            "{# enable_thinking #}{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
     (here / "data").mkdir()
     for name in ("math_train", "math500"):
         (here / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')

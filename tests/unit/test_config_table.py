@@ -76,9 +76,17 @@ def test_a_class_without_a_sentence_would_be_seen():
         ("data.files", ["files", "list of path", "[]"]),
         ("reward", ["reward", "table", "its defaults"]),
         ("algorithm.delta", ["delta", "number, >= 0 and <= 1", "0.2", "0.2"]),
-        ("algorithm.omega_clip", ["omega_clip", "[number, > 0, number, > 0]", "not given", "[0.1, 10.0]"]),
+        (
+            "algorithm.omega_clip",
+            [
+                "omega_clip",
+                "[number, >= 1e-12 and <= 1e+12, number, >= 1e-12 and <= 1e+12]",
+                "not given",
+                "[0.1, 10.0]",
+            ],
+        ),
         ("algorithm.eos_in_loss", ["eos_in_loss", "true or false", "true", "false"]),
-        ("algorithm.kl_coef", ["kl_coef", "number, >= 0", "0.0", "0.001"]),
+        ("algorithm.kl_coef", ["kl_coef", "number, >= 0 and <= 1000", "0.0", "0.001"]),
     ],
 )
 def test_a_row_says_values_defaults_and_the_sentence(key, cells):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hollow_models import write_hollow_weights
+from hollow_models import write_hollow_weights, write_smallest_tokenizer
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -85,7 +85,7 @@ def folder_of(tmp_path) -> Callable[[Case], Path]:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(dict(case.config)))
-        (folder / "tokenizer.json").write_text("{}")
+        write_smallest_tokenizer(folder)
         write_hollow_weights(folder, Architecture.from_folder(folder))
         return folder
 

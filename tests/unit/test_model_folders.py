@@ -12,6 +12,7 @@ import pytest
 import tomli_w
 from hollow_models import write_hollow_safetensors
 from repository import ROOT
+from run_cases import CHARACTERS
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make_model
@@ -20,6 +21,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import read_header, stored_tensors
+from hacpo_mega.samples.tokenizers import make_tokenizer
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.norm.weight"
@@ -29,14 +31,14 @@ NORM = "model.norm.weight"
 def original(tmp_path_factory) -> Path:
     """A sound folder in several files, which no test writes to."""
     folder = make_model(tmp_path_factory.mktemp("sound") / "model", "qwen3", head_dim=32, max_shard_size="60KB")
-    (folder / "tokenizer.json").write_text("{}")
+    make_tokenizer(folder, CHARACTERS)
     return folder
 
 
 @pytest.fixture(scope="module")
 def original_in_one(tmp_path_factory) -> Path:
     folder = make_model(tmp_path_factory.mktemp("one") / "model", "qwen3", head_dim=32, num_layers=1)
-    (folder / "tokenizer.json").write_text("{}")
+    make_tokenizer(folder, CHARACTERS)
     return folder
 
 
@@ -243,6 +245,7 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
         ({"vllm": {"kv_cache_dtype": "fp99"}}, "vllm.kv_cache_dtype must be CacheDType, found 'fp99'"),
         ({"vllm": {"max_num_seqs": True}}, "vllm.max_num_seqs must be int | None, found True"),
         ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size is decided by this project"),
+        ({"vllm": {"hf_overrides": {"rope_theta": 1.0}}}, "vllm.hf_overrides is decided by this project"),
     ],
 )
 def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables, problem):
@@ -254,7 +257,7 @@ def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables
 def test_what_can_be_passed_on_is_accepted(folder):
     megatron = {"fp8_amax_compute_algo": "max", "cp_comm_type": ["p2p"], "deterministic_mode": True}
     vllm = {"gpu_memory_utilization": 1, "enforce_eager": False, "max_num_seqs": 8, "kv_cache_dtype": "auto"}
-    vllm |= {"compilation_config": {"level": 0}, "hf_overrides": {}, "block_size": 16}
+    vllm |= {"compilation_config": {"level": 0}, "block_size": 16}
     load_config(run_file(folder, megatron=megatron, vllm=vllm))
 
 

@@ -191,7 +191,7 @@ def test_the_benchmark_of_the_quickstart_is_met():
 
 REFUSED = (
     ({"device": {"memory_gib": "much"}}, "device.memory_gib: needs a number, found 'much'"),
-    ({"links": {"inside_gb_per_s": 0.0}}, "links.inside_gb_per_s: input should be greater than 0"),
+    ({"links": {"inside_gb_per_s": 0.0}}, "links.inside_gb_per_s: input should be greater than or equal to 0.001"),
     ({"nodes": 0}, "nodes: input should be greater than or equal to 1, found 0. Nearest: 1"),
     ({"kind": "h10"}, "found 'h10'; did you mean 'h100'?"),
     ({"node": 3}, "node: unknown key; did you mean 'nodes'?"),

@@ -1,0 +1,42 @@
+"""Whether every agent's tokenizer fits its model and its chat template reads what it is given, by files alone.
+
+Not here: the rules of the files (models/tokenizer_files.py), and the real tokenizer (samples/tokenizers.py).
+"""
+
+from collections.abc import Iterator
+
+from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.prompting import TRIALS
+from hacpo_mega.models.chat_template import render
+from hacpo_mega.models.folder import tokenizer_problem
+from hacpo_mega.models.tokenizer_files import chat_template, special_tokens, token_problems
+
+
+def tokenizer_problems(agent: AgentConfig, vocab_size: int) -> Iterator[str]:
+    """What is wrong with the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
+    if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # which is said where inputs are checked
+        return
+    problems = token_problems(agent.model, vocab_size)
+    yield from problems
+    if agent.chat_template and not problems:
+        yield from _template_problems(agent)
+
+
+def _template_problems(agent: AgentConfig) -> Iterator[str]:
+    prompting = agent.prompting
+    try:
+        found = chat_template(agent.model)
+        variables = {**special_tokens(agent.model), **prompting.template_kwargs}
+    except ValueError as problem:
+        yield str(problem)
+        return
+    if found is None:
+        return
+    file, template = found
+    try:
+        texts = render(template, [prompting.messages(probe) for probe in TRIALS], variables)
+        problem = prompting.template_problem(template, texts)
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        yield f"the chat template of {file} {problem}"

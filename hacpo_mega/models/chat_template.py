@@ -1,0 +1,99 @@
+"""The chat template of a model folder: which one it is, and what it makes of messages. Imports no torch.
+
+A template is a program of whoever made the folder. It is rendered in a process of its own, for which this file is the
+script: bounded in CPU seconds, memory and output, whatever the template does. The environment is that of
+transformers.utils.chat_template_utils, which imports torch; a test holds the two against each other.
+Not here: what a prompt must be in the end (config/prompting.py), and rendering in a run (samples/tokenizers.py).
+"""
+
+import datetime
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+CPU_SECONDS = 2
+WAIT_SECONDS = 300.0  # of a crowded machine; what counts is CPU_SECONDS
+MEMORY_BYTES = 2**30
+MAX_CHARACTERS = 2**20
+MAX_ERROR = 300
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def render(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> list[str]:
+    """The text of every conversation, the assistant's turn opened. ValueError, one line, where the template fails."""
+    asked = json.dumps({"template": template, "conversations": conversations, "variables": variables})
+    command = [sys.executable, "-P", __file__]
+    try:
+        done = subprocess.run(command, input=asked.encode(), capture_output=True, timeout=WAIT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"does not end within {WAIT_SECONDS:.0f} s") from error
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise ValueError(f"does not end within {CPU_SECONDS} CPU seconds")
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ValueError(f"cannot be rendered: {said[-1][:MAX_ERROR]}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["texts"]
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the assistant's tokens for whoever asks; here only its content counts."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Where a template runs: the sandbox, filters and functions that transformers gives it."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+                sort_keys: bool = False) -> str:  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return made
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the process says of a request: the texts, or in one line what went wrong."""
+    try:
+        template = environment().from_string(asked["template"])
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
+        texts = [template.render(messages=messages, **given) for messages in asked["conversations"]]
+    except Exception as error:  # a template is a program: whatever it raises is its fault
+        said = (str(error).splitlines() or [""])[0][:MAX_ERROR]
+        if type(error) is jinja2.TemplateError:  # by raise_exception
+            return {"error": f"refuses the prompt: {said}"}
+        return {"error": f"fails with {type(error).__name__}{': ' if said else ''}{said}"}
+    if (longest := max(map(len, texts), default=0)) > MAX_CHARACTERS:
+        return {"error": f"makes {longest} characters of a prompt"}
+    return {"texts": texts}
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps(_answer(json.load(sys.stdin))))

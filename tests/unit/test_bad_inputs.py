@@ -1,0 +1,155 @@
+"""What nobody writes on purpose, in bulk: every key of the schema and every file of a model folder, each mutated.
+
+All go through the real `check`, in this process: exit code 2, short lines that name the key or the file, no traceback.
+"""
+
+import gzip
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega import cli
+from hacpo_mega.cluster.seat import from_launcher
+from hacpo_mega.config.describe import describe_fields
+from hacpo_mega.data.files import MAX_LINE_BYTES, check_data
+
+NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
+SHAPES = ("[[1]]", "{x=1}", "[" * 5000, "[" * 70 + "]" * 70, '"a\\u0000\\nb"', "true\nnum_steps=1", "''", "'../../x'")
+DEEP = "[" * 100_000
+# Of config.json: values that no model has, by field.
+FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
+ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+TEMPLATES = {
+    "": "leaves the user's message out",
+    "{{ messages[-1].content[:9] }}": "leaves out or changes",
+    "{{ messages[-1].content | upper }}": "leaves out or changes",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ 'a' + 1 }}": "TypeError",
+    "{{ messages.x.y }}": "UndefinedError",
+    "{{ raise_exception('needs tools') }}": "refuses the prompt: needs tools",
+    "{% for t in tools %}{{ t }}{% endfor %}": "TypeError",
+    "{% for i in range(10**9) %}{% endfor %}": "OverflowError",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "CPU seconds",
+    "{{ 'a' * 10**10 }}": "MemoryError",
+    "{{ messages[-1].content * 2000 }}": "characters of a prompt",
+    "{% if": "TemplateSyntaxError",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A right configuration with one model."""
+    folder = tmp_path_factory.mktemp("sound")
+    write_config(folder, [agent_table(folder, "a", "qwen3", CHARACTERS)], algorithm={"method": "gspo"})
+    return folder
+
+
+@pytest.fixture
+def model(sound, tmp_path) -> Path:
+    """A copy of its model, the test's own."""
+    return Path(shutil.copytree(sound / "a", tmp_path / "m"))
+
+
+def complaint(monkeypatch, capsys, folder: Path, *overrides: str) -> str:
+    """What `check` says of a configuration that it refuses."""
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(folder / "run.toml"), *overrides])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2, (overrides, (folder / "a").exists(), said[-500:])
+    assert all(len(line) < 900 for line in said.splitlines()), (overrides, said[:500])
+    return said
+
+
+def test_no_key_takes_what_nobody_means(sound, monkeypatch, capsys):
+    """Every number far outside, every other key by a value of no use: 450 and more, all refused."""
+    fields = [f for f in describe_fields() if not f.section.startswith(("slurm", "agents.init")) and f.name != "slurm"]
+    cases = 0
+    for field in fields:
+        key = field.key.replace("agents.", "agents.a.")
+        is_number = field.allowed.startswith(("number", "whole"))
+        for value in (NUMBERS if is_number else ()) + SHAPES[: 2 if field.allowed in ("table", "text") else 6]:
+            free = field.allowed == "table" or (field.allowed == "text" and value in SHAPES)
+            if (
+                free
+                or (key.endswith("clip_grad") and value in ("1e18", NUMBERS[6]))
+                or (value in SHAPES and not is_number)
+            ):
+                continue
+            assert key.rpartition(".")[2] in complaint(monkeypatch, capsys, sound, f"{key}={value}"), (key, value)
+            cases += 1
+    assert cases >= 300
+
+
+def test_a_model_folder_that_says_nonsense_is_named(sound, model, monkeypatch, capsys):
+    described = json.loads((model / "config.json").read_text())
+    whole = {file.name: file.read_bytes() for file in model.iterdir()}
+    changes = [("config.json", {field: value}) for field in FIELDS for value in (0, -1, 10**12, 1.5, "9", [], True)]
+    changes += [("config.json", {key: value}) for key in ENDS for value in (-1, 999, 10**30, "x", {}, 1.0, True)]
+    changes += [("config.json", {"dtype": name}) for name in ("int8", "float64")]
+    changes += [("tokenizer_config.json", {"eos_token": value}) for value in (5, [], {}, "</other>")]
+    changes += [("tokenizer_config.json", {"added_tokens_decoder": value}) for value in ([], {"x": 1}, {"999": {}})]
+    texts = [
+        (name, text) for name in whole if name.endswith(".json") for text in (DEEP, "{", '{"a":1,"a":2}', "[]", "3")
+    ]
+    for name, change in changes:
+        table = described if name == "config.json" else json.loads(whole[name])
+        texts.append((name, json.dumps({**table, **change})))
+    for name, text in texts:
+        (model / name).write_text(text)
+        print(name, text[:300])  # shown where the next line fails
+        assert str(model) in complaint(monkeypatch, capsys, sound, f"agents.a.model={model}")
+        (model / name).write_bytes(whole[name])
+
+
+def test_another_models_tokenizer_is_refused(sound, model, monkeypatch, capsys):
+    tokens = json.loads((model / "tokenizer.json").read_text())
+    tokens["model"]["vocab"]["~"] = 99
+    (model / "tokenizer.json").write_text(json.dumps(tokens))
+    said = complaint(monkeypatch, capsys, sound, f"agents.a.model={model}")
+    assert "beyond the model's" in said and "'~' with id 99" in said
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_that_loses_the_prompt_names_its_folder(template, sound, model, monkeypatch, capsys):
+    (model / "chat_template.jinja").write_text(template or "1+1=")
+    (line,) = complaint(
+        monkeypatch, capsys, sound, f"agents.a.model={model}", "agents.a.chat_template=true"
+    ).splitlines()
+    assert f"agents.a: the chat template of {model}/chat_template.jinja" in line and TEMPLATES[template] in line
+
+
+def test_tensors_on_the_same_bytes_are_refused_by_their_file(sound, model, monkeypatch, capsys):
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    first, second = [name for name in header if name.endswith("norm.weight")][:2]
+    header[first]["data_offsets"] = header[second]["data_offsets"]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    assert str(file) in complaint(monkeypatch, capsys, sound, f"agents.a.model={model}")
+
+
+def test_a_line_without_an_end_is_not_read(tmp_path):
+    """Nor one that a small packed file unpacks to."""
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as stream:
+        stream.write(b'{"prompt": "')
+        for _ in range(3):
+            stream.write(b" " * MAX_LINE_BYTES)
+    (problem,) = check_data([tmp_path / "bomb.jsonl.gz"])
+    assert "bomb.jsonl.gz:1: has more than 16,777,216 bytes" in str(problem)
+
+
+@pytest.mark.parametrize("value", ["abc", "", "-1", "1" * 5000, "1.0"])
+def test_a_launchers_variable_that_is_no_number_is_named(value, monkeypatch):
+    monkeypatch.setenv("RANK", value)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    with pytest.raises(ValueError, match="RANK"):
+        from_launcher("RANK", "SLURM_PROCID")
