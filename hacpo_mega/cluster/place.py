@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
-from hacpo_mega.cluster.environment import own_caches
+from hacpo_mega.cluster.environment import one_queue, own_caches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.seat import RANK_VARIABLES, from_launcher, num_local
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
@@ -111,6 +111,7 @@ class Place:
         rank_map.require_world_size(world_size)
         rank_map.require_one_node(num_local(world_size))
         own_caches(rank_map.coordinate(rank).agent_name)
+        one_queue(rank_map.agents[rank_map.coordinate(rank).agent].tp)
         device = rank_device(rank_map.device_number(rank, local_rank))
         if store is None:
             allow_connections(world_size)
