@@ -13,7 +13,6 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import enum
 import hashlib
 import os
 import struct
@@ -39,7 +38,7 @@ from hacpo_mega.models.weight_files import HEAD, published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
-from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, clear_cache, take_memory
+from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.held_weights import differences
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
@@ -51,14 +50,6 @@ from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-class Memory(enum.Enum):
-    """What of the engine is in device memory: nothing, the weights alone, or weights and key-value cache."""
-
-    ASLEEP = "asleep"
-    WEIGHTS = "weights"
-    AWAKE = "awake"
 
 
 def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
@@ -286,16 +277,21 @@ class Engine:
             raise RuntimeError("the engine is awake: wake() needs a sleep() before it")
         parts = [WEIGHTS] if self._memory is Memory.ASLEEP else []
         parts += [CACHE] if cache else []
-        if self._on_cuda and parts:
-            with self._door.open() as llm:
+        with self._door.open() as llm:
+            if self._on_cuda and parts:
                 take_memory(llm, parts)
-                if cache:
-                    clear_cache(llm)
-        self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
+            self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
+            if self._on_cuda and cache:
+                clear_cache(llm)
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. The default process group stays the caller's."""
         self._door.close()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has neither weights nor cache."""
+        return self._memory is Memory.ASLEEP
 
     def _require(self, memory: Memory, verb: str, *, needs_weights: bool) -> None:
         allowed = {Memory.AWAKE, memory}

@@ -3,6 +3,7 @@
 Not here: what is awake when (engine.py, device_use.py). It gets vLLM handed in, inside its door (engine_door.py).
 """
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,14 @@ import torch
 from hacpo_mega.rollout.engine_door import worker_of
 
 WEIGHTS, CACHE = "weights", "kv_cache"
+
+
+class Memory(enum.Enum):
+    """What of the engine is in device memory: nothing, the weights alone, or weights and key-value cache."""
+
+    ASLEEP = "asleep"
+    WEIGHTS = "weights"
+    AWAKE = "awake"
 
 
 def take_memory(llm: Any, parts: Sequence[str]) -> None:

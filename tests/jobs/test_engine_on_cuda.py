@@ -116,3 +116,9 @@ def test_every_method_of_the_engine_goes_through_the_door(saw):
     for name, called in expected.items():
         found = saw["level 2"]["streams"][name]
         assert found == {(function, "engine") for function in called} | {("after", "trainer")}, name
+
+
+def test_actor_and_engine_are_never_left_together(saw):
+    """On a device that agents share, after every error and every two of them, one of which is met while cleaning up."""
+    assert {phase: both for phase, (_, both) in saw["tenants"].items()} == {phase: [] for phase in saw["tenants"]}
+    assert {phase: points for phase, (points, _) in saw["tenants"].items() if points < 8} == {"publish": 0}

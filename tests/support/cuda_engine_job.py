@@ -13,6 +13,7 @@ from unittest import mock
 
 import engine_streams
 import numpy as np
+import tenants
 import torch
 import torch.distributed as dist
 from engine_streams import through_the_engine
@@ -182,6 +183,7 @@ def visit(folder: Path) -> dict[str, object]:
     return {
         "level 2": level_two,
         "streams": streams,
+        "tenants": tenants.visit(),
         "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
         "starts": [error_of(lambda agents=agents: start_two_engines(agents)) for agents in (1, 2)],
         "alone": error_of(lambda: fall_asleep(0, measured=True)),
