@@ -308,6 +308,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         communication=spec.data_parallel,
         overrides=spec.megatron,
         spans=place.spans,
+        timeout_s=config.wait_s,
         on_progress=place.progress,
         reports=REPORTS,
     )
@@ -332,6 +333,7 @@ def _engine(spec: AgentConfig, place: Place, config: Config, dtype: torch.dtype,
         trust_remote_code=spec.trust_remote_code,
         random_weights=True,
         agents_on_device=agents_on_device,
+        timeout_s=config.wait_s,
         options=spec.vllm,
         on_progress=place.progress,
     )

@@ -97,7 +97,8 @@ class BusyDevices(OwnDevices):
 class SharedDevices(OwnDevices):
     """Of an agent that takes turns with the others of the job; every method but `publish` is collective over the job.
 
-    Outside its turns nothing of it is on the device but what a process cannot give back (models/budget.py).
+    Outside its turns nothing of it is on the device but what a process cannot give back (models/budget.py); nor after
+    an error in one, and where leaving fails, too, then not both of actor and engine.
     """
 
     def __init__(self, place: Place, actor: Actor, away: ActorOffload, engine: Engine) -> None:
@@ -113,11 +114,10 @@ class SharedDevices(OwnDevices):
     def answering(self) -> Iterator[None]:
         """Around what the engine does, awake with the actor's weights, in a turn."""
         with self.scoring():
-            self._hand_over()
-            self._away.leave()  # before the cache takes its place
-            self._engine.wake()
-            yield
-            self._engine.sleep()
+            with self._handed_over():
+                self._away.leave()  # before the cache takes its place
+                self._engine.wake()
+                yield
             self.asleep_bytes = held_bytes()
 
     rolling_out = answering
@@ -141,17 +141,22 @@ class SharedDevices(OwnDevices):
 
     def differences(self) -> list[str]:
         """`Engine.differences` in a turn: of the weights that it has just been given, from those of the actor."""
-        with self.scoring():
-            self._hand_over()
-            found = super().differences()
-            self._away.leave()
-            self._engine.wake()  # vLLM falls asleep as a whole
-            self._engine.sleep()
-        return found
+        with self.scoring(), self._handed_over():
+            return super().differences()
 
     def _turn(self, *, to_learn: bool) -> AbstractContextManager[None]:
         return in_turn(self._place, True, partial(self._away.come, to_learn=to_learn), self._away.leave)
 
-    def _hand_over(self) -> None:
-        self._engine.wake(cache=False)
-        self._engine.load(self._weights())
+    @contextmanager
+    def _handed_over(self) -> Iterator[None]:
+        """With the actor's weights in the engine, beside the actor; left, both are away, whatever has failed."""
+        try:
+            self._engine.wake(cache=False)
+            self._engine.load(self._weights())
+            yield
+        finally:
+            try:
+                self._away.leave()
+            finally:
+                if not self._engine.is_asleep:
+                    self._engine.sleep()

@@ -11,7 +11,6 @@ keep HF_HUB_OFFLINE 1                 # models are folders; a typo must not beco
 keep TRANSFORMERS_OFFLINE 1           # the same, for transformers
 keep HF_HUB_DISABLE_PROGRESS_BARS 1   # every rank would draw its own
 keep TOKENIZERS_PARALLELISM false     # its threads do not survive the forks of reward workers
-keep CUDA_DEVICE_MAX_CONNECTIONS 1    # Megatron overlaps tensor-parallel communication only in this order
 keep PYTHONWARNINGS ignore:resource_tracker # it frees the shared memory of a process that was told to end, and complains
 keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
 

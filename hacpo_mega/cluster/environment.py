@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import warnings
 from collections.abc import Mapping
 
@@ -29,7 +30,6 @@ EVERYWHERE = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps tensor-parallel communication only in this order
     # Python's tracker frees the shared memory of vLLM when a process was told to end, and complains of having to.
     "PYTHONWARNINGS": "ignore:resource_tracker",
     "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
@@ -91,6 +91,28 @@ def own_caches(agent: str) -> None:
     folder = own_folder()
     for name, part in CACHES.items():
         os.environ.setdefault(name, str(folder / agent / part))
+
+
+def one_queue(tp: int) -> None:
+    """On CUDA, gives this process one queue to its device where its agent has `tp` > 1. Before its first CUDA context.
+
+    Megatron starts a collective of tensor parallelism and then the product that hides it, and wants the device to take
+    them in that order (megatron.core, tensor_parallel/layers.py): with one queue it does. All else of the process waits
+    there, too, so nobody else has it; nor has anybody from Blackwell on, where Megatron's own training does not ask for
+    it. A variable that is set stays.
+    """
+    if tp > 1 and _has_cuda() and not _is_blackwell():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _is_blackwell() -> bool:
+    """Whether a GPU of this machine has compute capability 10 or more; False where nvidia-smi does not tell."""
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
+        return False
+    return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
 
 
 def _has_cuda() -> bool:

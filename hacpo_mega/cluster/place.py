@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
-from hacpo_mega.cluster.environment import own_caches
+from hacpo_mega.cluster.environment import one_queue, own_caches
 from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
@@ -120,6 +120,7 @@ class Place:
         rank_map.require_world_size(seat.world_size)
         rank_map.require_one_node(seat.num_local)
         own_caches(rank_map.coordinate(seat.rank).agent_name)
+        one_queue(rank_map.agents[rank_map.coordinate(seat.rank).agent].tp)
         device = rank_device(rank_map.device_number(seat.rank, seat.local_rank))
         secret = Secret.of_job(seat)
         if store is None:

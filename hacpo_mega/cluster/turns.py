@@ -44,7 +44,8 @@ def in_turn(
 
     Collective over the job. It begins when every process has come, so nothing that stands before it goes on meanwhile.
     An OSError is raised when all have had their turns: what a disk refuses to one agent is told to all of them
-    together (joint_disk.py), and they must not wait for each other in different places.
+    together (joint_disk.py), and they must not wait for each other in different places. Any other error is the job's
+    end, before the next turn. The agent leaves after each of them.
     """
     if not takes_turns:
         yield
@@ -52,12 +53,14 @@ def in_turn(
     for _ in range(place.agent + 1):
         place.barrier()
     refused: OSError | None = None
-    arrive()
     try:
-        yield
-    except OSError as error:
-        refused = error
-    leave()
+        arrive()
+        try:
+            yield
+        except OSError as error:
+            refused = error
+    finally:
+        leave()
     for _ in range(len(place.rank_map.agents) - place.agent):
         place.barrier()
     if refused is not None:

@@ -10,6 +10,7 @@ Shapes: T tokens and R trained rows of a micro-batch, B its samples, H hidden si
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Actor:
         overrides: Mapping[str, Any] | None = None,
         spans: Spans | None = None,
         dtype: torch.dtype | None = None,
+        timeout_s: float = 1800.0,
         on_progress: Callable[[], None] = lambda: None,
         reports: Sequence[type] = (SequenceTerms,),
     ) -> None:
@@ -87,8 +89,9 @@ class Actor:
         backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
         `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
         (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
-        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `on_progress` is told every
-        micro-batch, `reports` are the named tuples that a loss function reports. bf16 with fp32 main weights on CUDA,
+        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
+        collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
+        function reports. bf16 with fp32 main weights on CUDA,
         fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
         folder the model cannot have (model.py, weights.py).
         """
@@ -104,7 +107,7 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         self.transformer = chosen_transformer(transformer, dtype=self.dtype, on_cuda=cuda, version=VERSION)
-        initialize_parallel(tp, pp, seed)
+        initialize_parallel(tp, pp, seed, timeout_s)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions
             model = self._build(tp, pp, positions, recompute, overrides)
@@ -112,6 +115,7 @@ class Actor:
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
+        self._timeout = timedelta(seconds=timeout_s)
 
     def _build(
         self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
@@ -285,7 +289,7 @@ class Actor:
         With `copies` it may be written while the actor learns on: what is written is the actor as it is now.
         """
         if self._saving_group is None:
-            self._saving_group = torch.distributed.new_group(backend="gloo")
+            self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
         write = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
 

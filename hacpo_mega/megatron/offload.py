@@ -110,11 +110,19 @@ class Offload:
         self.where = Where.AWAY
 
     def start_returning(self) -> None:
-        """Takes the device's memory and begins the copies back; nothing where they are not away."""
+        """Takes the device's memory and begins the copies back; nothing where they are not away.
+
+        Where there is less memory than they need, they stay away with all of it.
+        """
         if self.where is not Where.AWAY:
             return
-        for home in self._at_home:
-            home.untyped_storage().resize_(home.nbytes)
+        try:
+            for home in self._at_home:
+                home.untyped_storage().resize_(home.nbytes)
+        except BaseException:
+            for home in self._at_home:
+                home.untyped_storage().resize_(0)
+            raise
         self._copy(self._at_home, self._on_host)
         self.where = Where.RETURNING
 

@@ -36,11 +36,12 @@ def megatron_platform() -> Iterator[None]:
         yield
 
 
-def initialize_parallel(tp: int, pp: int, seed: int) -> None:
+def initialize_parallel(tp: int, pp: int, seed: int, timeout_s: float = 1800.0) -> None:
     """Megatron's groups over the current default process group (one agent's world), and its random streams.
 
-    Rank order is RANK_ORDER; data parallelism takes the rest of the world. Raises ValueError if tp * pp does not divide
-    the world. Gloo twins of the groups are not made: optimizers take `use_gloo_process_groups=False`.
+    Rank order is RANK_ORDER; data parallelism takes the rest of the world. `timeout_s` bounds every collective of these
+    groups. Raises ValueError if tp * pp does not divide the world. Gloo twins of the groups are not made: optimizers
+    take `use_gloo_process_groups=False`.
     """
     world_size = torch.distributed.get_world_size()
     if world_size % (tp * pp):
@@ -50,6 +51,7 @@ def initialize_parallel(tp: int, pp: int, seed: int) -> None:
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             order=RANK_ORDER,
+            distributed_timeout_minutes=timeout_s / 60.0,  # a timedelta is made of it, which takes parts of minutes
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -42,8 +42,11 @@ def save_state(
     parts = _parts(unwrapped(model), optimizer, written=True)
     if copies:
         parts = {name: [part.on_host() for part in own] for name, own in parts.items()}
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    return partial(_write, parts, folder, group, device)
+    if not torch.cuda.is_available():
+        return partial(write_parts, parts, folder, group)
+    # Who writes is another thread, on another stream, which waits for nothing that was asked on this one.
+    torch.cuda.current_stream().synchronize()
+    return partial(_write, parts, folder, group, torch.cuda.current_device())
 
 
 @torch.no_grad()
@@ -55,9 +58,8 @@ def not_finite(model: DistributedDataParallel, optimizer: ActorOptimizer) -> str
     return next((name for name, own in parts.items() if not all(part.data.isfinite().all() for part in own)), None)
 
 
-def _write(parts: Parts, folder: Path, group: dist.ProcessGroup, device: int | None) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)  # a thread begins on device 0, which is another rank's
+def _write(parts: Parts, folder: Path, group: dist.ProcessGroup, device: int) -> None:
+    torch.cuda.set_device(device)  # a thread begins on device 0, which is another rank's
     write_parts(parts, folder, group)
 
 

@@ -13,13 +13,12 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import enum
-import gc
 import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +37,20 @@ from hacpo_mega.models.layout import head_size_problem
 from hacpo_mega.models.weight_files import HEAD, published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.engine_defaults import engine_defaults
+from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
+from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.held_weights import differences
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
     free_memory_unmeasured,
     joined_to_default_group,
     keeping_default_group,
-    process_untouched,
     without_message_queue,
 )
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-class Memory(enum.Enum):
-    """What of the engine is in device memory: nothing, the weights alone, or weights and key-value cache."""
-
-    ASLEEP = "asleep"
-    WEIGHTS = "weights"
-    AWAKE = "awake"
 
 
 def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
@@ -89,6 +81,7 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
         random_weights: bool = False,
         agents_on_device: int = 1,
+        timeout_s: float = 1800.0,
         options: Mapping[str, Any] | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -98,6 +91,7 @@ class Engine:
         eos_ids          token ids that end an answer; None takes `eos_token_ids(model)`
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
+        timeout_s        bounds the collectives of the engine's own groups
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
@@ -110,6 +104,7 @@ class Engine:
             tensor_parallel_size=tensor_parallel_size,
             visible_devices=torch.cuda.device_count(),
             agents_on_device=agents_on_device,
+            timeout_s=timeout_s,
             expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
         if not self._on_cuda:
@@ -119,36 +114,32 @@ class Engine:
         self._names = published_names(model)
         self._memory = Memory.AWAKE
         self._is_loaded = not random_weights
-        with process_untouched(), environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
-            self._llm = LLM(
-                model=str(model),
-                tensor_parallel_size=tensor_parallel_size,
-                distributed_executor_backend="external_launcher",
-                dtype=dtype,
-                seed=seed,
-                max_model_len=max_model_len,
-                trust_remote_code=trust_remote_code,
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
-                logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
-                load_format="dummy" if random_weights else "auto",
-                enable_sleep_mode=self._on_cuda,
-                **{"use_tqdm_on_load": False, **defaults, **(options or {})},
-            )
-        self._on_progress, self._step = on_progress, self._llm.llm_engine.step
-        self._llm.llm_engine.step = self._watched_step
+        start = partial(
+            LLM,
+            model=str(model),
+            tensor_parallel_size=tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
+            logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
+            load_format="dummy" if random_weights else "auto",
+            enable_sleep_mode=self._on_cuda,
+            **{"use_tqdm_on_load": False, **defaults, **(options or {})},
+        )
+        with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
+            self._door = EngineDoor(start)
+        self._on_progress = on_progress
         self._running: RunningAnswers | None = None
-        hf_config = self._llm.llm_engine.vllm_config.model_config.hf_config
-        self._has_tied_embeddings = bool(getattr(hf_config, "tie_word_embeddings", False))
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether the engine holds weights in another form than they are published in."""
-        return self._llm.llm_engine.vllm_config.quant_config is not None
-
-    @property
-    def _worker(self) -> Any:
-        return self._llm.llm_engine.model_executor.driver_worker.worker
+        with self._door.open() as llm:
+            self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
+            config = llm.llm_engine.vllm_config
+        # Whether the engine holds weights in another form than they are published in.
+        self.quantizes = config.quant_config is not None
+        self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
 
     def generate(
         self,
@@ -180,26 +171,27 @@ class Engine:
                     f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
         ends = FinishReason.ABORT, None if lengths is None else self.eos_ids[0]
-        self._running = RunningAnswers(self._llm, len(prompts), on_answer, cut_after, *ends, is_unwanted)
-        outputs = self._run(
-            prompts,
-            [
-                SamplingParams(
-                    temperature=temperature,
-                    seed=seed,
-                    max_tokens=length or max_tokens,
-                    min_tokens=length or 0,
-                    stop_token_ids=list(self.eos_ids),
-                    logprobs=0 if return_logprobs else None,
-                    flat_logprobs=True,
-                    detokenize=False,
-                )
-                for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
-            ],
-        )
-        completions = [self._running.completion(output) for output in outputs]
-        self._running = None
-        return completions
+        sampling = [
+            SamplingParams(
+                temperature=temperature,
+                seed=seed,
+                max_tokens=length or max_tokens,
+                min_tokens=length or 0,
+                stop_token_ids=list(self.eos_ids),
+                logprobs=0 if return_logprobs else None,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
+        ]
+        with self._door.open() as llm:
+            running = RunningAnswers(llm, len(prompts), on_answer, cut_after, *ends, is_unwanted)
+            self._running = running
+            try:
+                outputs = _answers(llm, prompts, sampling)
+            finally:
+                self._running = None
+        return [running.completion(output) for output in outputs]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs (float32 nats, temperature 1) of every token after the first: arrays of len(sequence) - 1.
@@ -214,7 +206,8 @@ class Engine:
                     f"scores 2 to {self.max_model_len - 1}, since it always samples one more"
                 )
         scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        outputs = self._run(sequences, [scoring] * len(sequences))
+        with self._door.open() as llm:
+            outputs = _answers(llm, sequences, [scoring] * len(sequences))
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -227,13 +220,13 @@ class Engine:
         """
         self._require(Memory.WEIGHTS, "load", needs_weights=False)
         given: set[str] = set()
-        with process_untouched():
-            self._worker.reload_weights(weights_iterator=self._recorded(weights, given))
-            self._llm.reset_prefix_cache()
+        self._is_loaded = False  # until all of it is
+        with self._door.open() as llm:
+            worker_of(llm).reload_weights(weights_iterator=self._recorded(weights, given))
+            llm.reset_prefix_cache()
         # vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
         missing, unknown = self._names - given, given - self._names - {HEAD}
         if self._names and (missing or unknown):
-            self._is_loaded = False
             raise ValueError(
                 f"published weights do not fit the model folder: {len(missing)} missing {sorted(missing)[:4]}, "
                 f"{len(unknown)} unknown {sorted(unknown)[:4]}"
@@ -256,19 +249,21 @@ class Engine:
         Takes all pairs, as `load` does. Not for an engine that quantizes, which has other numbers on purpose.
         """
         self._require(Memory.WEIGHTS, "differences", needs_weights=True)
-        model = self._worker.get_model()
-        return list(differences(model, model.packed_modules_mapping, self._has_tied_embeddings, weights))
+        with self._door.open() as llm:
+            model = worker_of(llm).get_model()
+            return list(differences(model, model.packed_modules_mapping, self._has_tied_embeddings, weights))
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.
 
         On CPU vLLM cannot free memory: there only the state changes. Raises RuntimeError if asleep already.
         """
-        self._require(Memory.AWAKE, "sleep", needs_weights=False)
-        self._llm.reset_prefix_cache()
-        if self._on_cuda:
-            with process_untouched(), free_memory_unmeasured() if self._shares_device else nullcontext():
-                self._llm.sleep(level=2)
+        self._require(Memory.WEIGHTS, "sleep", needs_weights=False)
+        with self._door.open() as llm:
+            llm.reset_prefix_cache()
+            if self._on_cuda:
+                with free_memory_unmeasured() if self._shares_device else nullcontext():
+                    llm.sleep(level=2)
         self._is_loaded = False
         self._memory = Memory.ASLEEP
 
@@ -276,23 +271,28 @@ class Engine:
         """Take device memory again; the weights must then be published before the next answer.
 
         `cache=False` wakes the weights alone, so that `load` can run while the actor still fills the device; a second
-        `wake()` brings the key-value cache. Raises RuntimeError if awake already.
+        `wake()` brings the key-value cache. Where the device lacks the memory it is as asleep afterwards as before.
+        Raises RuntimeError if awake already.
         """
         if self._memory is Memory.AWAKE:
             raise RuntimeError("the engine is awake: wake() needs a sleep() before it")
-        tags = ["weights"] if self._memory is Memory.ASLEEP else []
-        tags += ["kv_cache"] if cache else []
-        if self._on_cuda and tags:
-            with process_untouched():
-                self._llm.wake_up(tags=tags)
-        self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
+        parts = [WEIGHTS] if self._memory is Memory.ASLEEP else []
+        parts += [CACHE] if cache else []
+        with self._door.open() as llm:
+            if self._on_cuda and parts:
+                take_memory(llm, parts)
+            self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
+            if self._on_cuda and cache:
+                clear_cache(llm)
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. The default process group stays the caller's."""
-        with process_untouched():
-            self._llm.llm_engine.engine_core.shutdown()
-            del self._llm
-            gc.collect()
+        self._door.close()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has neither weights nor cache."""
+        return self._memory is Memory.ASLEEP
 
     def _require(self, memory: Memory, verb: str, *, needs_weights: bool) -> None:
         allowed = {Memory.AWAKE, memory}
@@ -310,12 +310,10 @@ class Engine:
         outputs = self._step()
         return outputs if self._running is None else self._running.after_step(outputs)
 
-    def _run(self, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
-        if not prompts:
-            return []
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with process_untouched():
-            return self._llm.generate(requests, sampling, use_tqdm=False)
+
+def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
+    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return llm.generate(requests, sampling, use_tqdm=False) if requests else []
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

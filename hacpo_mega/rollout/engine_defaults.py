@@ -4,6 +4,7 @@ Pure; not here: the numbers that the memory budget knows, too (config/device_mem
 decides (engine.py) and what the user wrote.
 """
 
+import math
 from typing import Any
 
 from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
@@ -15,17 +16,21 @@ def engine_defaults(
     tensor_parallel_size: int,
     visible_devices: int,
     agents_on_device: int,
+    timeout_s: float,
     expandable_segments: bool = False,
 ) -> dict[str, Any]:
     """vLLM engine arguments.
 
     `visible_devices` are those that this process sees, `agents_on_device` the agents with an engine on its device.
-    `expandable_segments` is what the user has told torch's allocator.
+    `timeout_s` is what the engine's ranks wait for each other, `expandable_segments` what the user has told torch's
+    allocator.
     The half of a device that engines may have is of all its engines together: vLLM's share counts only its own memory.
     """
+    # Else 600 s with NCCL and 1800 s with gloo, whatever a rank may have to wait for the others.
+    waits = dict.fromkeys(("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"), math.ceil(timeout_s))
     if not on_cuda:
-        return dict(CPU_DEFAULTS)
-    defaults = {
+        return CPU_DEFAULTS | waits
+    defaults = waits | {
         "gpu_memory_utilization": CUDA_DEFAULTS["gpu_memory_utilization"] / agents_on_device,
         # vLLM would fuse it on Hopper and later where nvcc and ninja are on PATH, by compiling at the start: what an
         # engine computes would depend on the shell that started it.

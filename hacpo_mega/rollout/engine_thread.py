@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from hacpo_mega.records import Completion
-from hacpo_mega.rollout.host_process import stream_beside
+from hacpo_mega.rollout.host_process import StreamBeside
 
 # `Engine.generate` with all that it is to answer; it is given when to stop.
 Generate = Callable[..., list[Completion]]
@@ -30,11 +30,14 @@ class EngineThread:
         self._completions: list[Completion] = []
         self._error: BaseException | None = None
         self._took_s = self.hidden_s = 0.0
+        self._beside = StreamBeside()
 
     def begin(self, generate: Generate) -> None:
         """Calls it beside this thread, on the weights that the engine has now."""
         assert self._thread is None, "the last call was not finished"
-        self._thread = threading.Thread(target=self._run, args=(generate, stream_beside()), name="engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(generate, self._beside.follow()), name="engine", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -50,24 +50,33 @@ def process_untouched() -> Iterator[None]:
             torch.set_num_threads(num_threads)
 
 
-def stream_beside() -> AbstractContextManager[None]:
-    """For a thread: this thread's device and, on it, a stream of its own, which follows all that was asked so far.
+class StreamBeside:
+    """For a thread: the device of the thread that made this, and on it a stream that is not the trainer's.
 
-    Left, the device has done what the thread asked of it. On the CPU nothing.
+    What the thread asks there follows what was asked so far; left, the device has done it, also after an error. On the
+    CPU nothing.
     """
-    if not torch.cuda.is_available():
-        return nullcontext()
-    return _own_stream(torch.cuda.current_device(), torch.cuda.current_stream().record_event())
 
+    def __init__(self) -> None:
+        # One for all calls: torch has 32, and hands out the first again after the last.
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-@contextmanager
-def _own_stream(device: int, asked: torch.cuda.Event) -> Iterator[None]:
-    torch.cuda.set_device(device)  # a new thread is on device 0
-    stream = torch.cuda.Stream()
-    stream.wait_event(asked)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    def follow(self) -> AbstractContextManager[None]:
+        """To be entered by the thread; asked by whom it follows."""
+        if self._stream is None:
+            return nullcontext()
+        return self._entered(self._stream, torch.cuda.current_stream().record_event())
+
+    @staticmethod
+    @contextmanager
+    def _entered(stream: torch.cuda.Stream, asked: torch.cuda.Event) -> Iterator[None]:
+        torch.cuda.set_device(stream.device)  # a new thread is on device 0, and on the trainer's stream there
+        stream.wait_event(asked)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                stream.synchronize()
 
 
 @contextmanager

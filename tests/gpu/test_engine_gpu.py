@@ -63,7 +63,8 @@ def assert_scores(engine, folder: Path) -> None:
 
 def test_the_engine_runs_on_the_runner_that_was_read(engine):
     """What docs/cuda.md says of sampling is of vLLM's second model runner."""
-    assert engine._llm.llm_engine.vllm_config.use_v2_model_runner
+    with engine._door.open() as llm:
+        assert llm.llm_engine.vllm_config.use_v2_model_runner
 
 
 def test_scores_and_published_weights(engine, folders):

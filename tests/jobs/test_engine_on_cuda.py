@@ -62,3 +62,63 @@ def test_a_tied_head_is_handed_to_vllm_once(saw):
     seen = saw["level 2"]
     assert seen["handed on"] == seen["published"]
     assert "model.embed_tokens.weight" in seen["published"] and "lm_head.weight" not in seen["published"]
+
+
+def test_a_woken_cache_is_cleared(saw):
+    """It was all NaN, which a weight of zero does not make zero."""
+    assert set(saw["level 2"]["cleared"]) == {0.0}
+
+
+def test_tokens_are_copied_when_they_exist(saw):
+    """One step off: vLLM's copies of the tokens that a second thread samples, and all that reads or writes weights."""
+    for name in ("with", "with, thread first"):
+        found = saw["streams"][name]
+        assert found["races"] == []
+        assert found["learns on"] == found["main is on"] == {"trainer"}
+        assert len(found["thread samples on"]) == 1
+        assert found["thread samples on"].isdisjoint({"trainer"}), "learning and generating are two queues"
+
+
+def test_the_checker_sees_what_goes_wrong_without_the_door(saw):
+    """vLLM remembers the main thread's stream, copies behind that one, and leaves the other thread there."""
+    without, unordered = saw["streams"]["before"], saw["streams"]["unordered"]
+    assert any(race.startswith("copy") and "sampled tokens after sample" in race for race in without["races"])
+    assert "trainer" in without["thread samples on"]
+    assert {race.split()[0] for race in unordered["races"]} == {"load", "learn"}
+
+
+def test_an_error_leaves_everybody_where_he_was(saw):
+    found = saw["streams"]["error"]
+    assert found["main"] == found["other"] == ("RuntimeError: inside", True)
+    assert found["engine thread"] == "RuntimeError: inside"
+    assert found["races"] == [], "what was asked before the error is waited for"
+
+
+def test_vllm_that_was_called_beside_the_door_is_noticed(saw):
+    assert saw["streams"]["another"].startswith("AssertionError: vLLM remembers")
+
+
+def test_nobody_is_moved_to_another_stream(saw):
+    """By vLLM's `current_stream()`, which gives a new one to a thread that has set none."""
+    inside, after = saw["streams"]["moved"]
+    assert inside == after != "trainer"
+    inside, after = saw["streams"]["stayed"]
+    assert inside != "trainer" and after == "trainer"
+
+
+def test_every_method_of_the_engine_goes_through_the_door(saw):
+    """With a live engine: what of vLLM each has called, and that it was called on the engine's stream alone."""
+    runs, memory = {"execute_model"}, {"sleep", "wake_up", "reset_prefix_cache", "reload_weights"}
+    expected = {
+        "load": {"reload_weights", "reset_prefix_cache"}, "generate": runs, "generate beside": runs, "logprobs": runs,
+        "differences": {"get_model"}, "sleep and wake": memory, "close": {"shutdown"},
+    }  # fmt: skip
+    for name, called in expected.items():
+        found = saw["level 2"]["streams"][name]
+        assert found == {(function, "engine") for function in called} | {("after", "trainer")}, name
+
+
+def test_actor_and_engine_are_never_left_together(saw):
+    """On a device that agents share, after every error and every two of them, one of which is met while cleaning up."""
+    assert {phase: both for phase, (_, both) in saw["tenants"].items()} == {phase: [] for phase in saw["tenants"]}
+    assert {phase: points for phase, (points, _) in saw["tenants"].items() if points < 8} == {"publish": 0}

@@ -17,7 +17,7 @@ from hacpo_mega.cluster.environment import CACHES, ON_CUDA, library_settings, ow
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 
-RANKS = RankMap(1, (AgentShape("small"), AgentShape("large")))
+RANKS = RankMap(1, (AgentShape("small"), AgentShape("large", tp=2)))
 OF_VLLM = sorted(name for name in library_settings(on_cuda=True) | CACHES if name.startswith("VLLM_"))
 
 
@@ -53,12 +53,13 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     prepare_environment()
     with Place.join(RANKS) as place:
         read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
-        return read | {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
+        read |= {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
+        return read | {"queues": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}
 
 
 def ranks_on_cuda(folder: Path, chosen: dict[str, str]) -> list[dict[str, Any]]:
     (folder / "nvidia-smi").touch(mode=0o755)
-    return run_ranks(2, read_by_the_libraries, folder, chosen)
+    return run_ranks(3, read_by_the_libraries, folder, chosen)
 
 
 def test_a_rank_reads_what_cuda_asks_for(tmp_path):
@@ -67,6 +68,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
         agent = read["agent"]
         assert read == {
             "agent": agent,
+            "queues": {"small": None, "large": "1"}[agent],
             "VLLM_ENABLE_V1_MULTIPROCESSING": False,
             "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
             "VLLM_NO_USAGE_STATS": True,

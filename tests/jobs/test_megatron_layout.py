@@ -106,6 +106,9 @@ def results(folders, tmp_path_factory) -> dict[tuple[str, int, int], list[dict]]
     return {run: [rank[run] for rank in ranks] for run in ranks[0]}
 
 
+WAIT_S = 6.5
+
+
 def run_all_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
     seen = {}
     for tp, pp in LAYOUTS:
@@ -115,7 +118,27 @@ def run_all_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple[str, 
             options = {"recompute": "full" if name == RECOMPUTED else "none", "overrides": RUNS[name, tp, pp]}
             seen[name, tp, pp] = run_case(export, folders[name], tp, pp, options)
         parallel_state.destroy_model_parallel()
+    seen["waits"] = wait_for_nobody()
     return seen
+
+
+def wait_for_nobody() -> dict[str, object]:
+    """How long the groups of this rank wait, by what they are for; and a tensor rank that does not come."""
+    before, mates = set(dist.distributed_c10d._world.pg_map), dist.distributed_c10d._get_default_store()
+    initialize_parallel(2, 2, seed=1, timeout_s=WAIT_S)
+    made = [group for group in dist.distributed_c10d._world.pg_map if group not in before]
+    waits = {group.group_desc: group._get_backend(torch.device("cpu")).options._timeout for group in made}
+    died, tensor_ranks = None, parallel_state.get_tensor_model_parallel_group()
+    dist.all_reduce(torch.ones(1), group=tensor_ranks)  # they are connected
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=tensor_ranks)
+        except RuntimeError as error:
+            died = str(error)
+        mates.set("rank 0 has given up", "")
+    mates.wait(["rank 0 has given up"])
+    parallel_state.destroy_model_parallel()
+    return {"waits": {what: wait.total_seconds() for what, wait in waits.items()}, "died": died}
 
 
 def run_case(export: Path, folder: Path, tp: int, pp: int, options: dict) -> dict:
@@ -224,3 +247,14 @@ def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]
         for name, tensor in load_file(file).items():
             tensors[name] = tensor.dtype, tensor.shape, tensor.view(torch.uint8).numpy().tobytes()
     return tensors
+
+
+def test_every_group_of_megatron_waits_as_long_as_was_said(results):
+    for seen in results["waits"]:
+        assert set(seen["waits"].values()) == {WAIT_S}, "Megatron's own are 30 minutes"
+        groups = {"TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"}
+        assert groups < seen["waits"].keys()
+
+
+def test_a_collective_that_a_tensor_rank_does_not_come_to_ends(results):
+    assert f"{WAIT_S * 1000:.0f}ms" in results["waits"][0]["died"]

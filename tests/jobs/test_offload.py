@@ -239,7 +239,7 @@ def test_engine_and_actor_have_the_device_one_after_the_other(shared):
     there, to_score, nothing = (True, True), (True, False), (False, False)
     hand_over = [("wake", *to_score), ("load", *to_score)]
     answers = [*hand_over, ("wake", *nothing), ("generate", *nothing), ("sleep", *nothing)]
-    verifies = [*hand_over, ("differences", *to_score), ("wake", *nothing), ("sleep", *nothing)]
+    verifies = [*hand_over, ("differences", *to_score), ("sleep", *nothing)]
     # Each update is diagnosed, has the KL's reference, and is learnt from.
     update = [("gradient_products", *there), ("learn", *there)]
     for rank in range(3):

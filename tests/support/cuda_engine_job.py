@@ -5,14 +5,18 @@
 
 import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import engine_streams
 import numpy as np
+import tenants
 import torch
 import torch.distributed as dist
+from engine_streams import through_the_engine
 from safetensors.torch import load_file
 from vllm import device_allocator
 from vllm.config import CompilationConfig
@@ -24,6 +28,8 @@ from vllm.v1.worker.utils import request_memory
 
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_defaults import engine_defaults
+from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.engine_thread import EngineThread
 from hacpo_mega.rollout.host_process import free_memory_unmeasured
 
 GIB = 2**30
@@ -37,7 +43,9 @@ class CudaNumbers(Platform):
 
 
 def defaults(agents_on_device: int) -> dict:
-    return engine_defaults(on_cuda=True, tensor_parallel_size=2, visible_devices=1, agents_on_device=agents_on_device)
+    return engine_defaults(
+        on_cuda=True, tensor_parallel_size=2, visible_devices=1, agents_on_device=agents_on_device, timeout_s=77.5
+    )
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -89,7 +97,9 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(folder, max_model_len=256, dtype=torch.float32, eos_ids=[7])
     weights = load_file(folder / "model.safetensors")
-    model = engine._worker.model_runner.model
+    with engine._door.open() as llm:
+        runner = worker_of(llm).model_runner
+    model = runner.model
     before = said_by(engine)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine.sleep()
@@ -100,14 +110,61 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
         engine.wake(cache=False)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
+        for layer in runner.kv_caches:
+            layer.fill_(math.nan)
     engine.load(weights.items())
-    engine.wake()
+    with woken_on_cuda(engine):
+        engine.wake()
+    cleared = [float(layer.abs().max()) for layer in runner.kv_caches]
     after = said_by(engine)
     engine._on_cuda = True  # for what it would hand on there
     handed_on = [name for name, _ in engine._recorded(weights.items(), set())]
-    engine.close()
+    engine._on_cuda = False
+    streams = on_its_stream(engine, weights)
     filled = sum(tensor.numel() for tensor in garbage)
-    return {"before": before, "after": after, "filled": filled, "handed on": handed_on, "published": list(weights)}
+    return {
+        "before": before, "after": after, "filled": filled, "cleared": cleared, "streams": streams,
+        "handed on": handed_on, "published": list(weights),
+    }  # fmt: skip
+
+
+@contextmanager
+def woken_on_cuda(engine: Engine) -> Iterator[None]:
+    """The branches of CUDA in sleeping and waking; vLLM on the CPU has no memory to give back."""
+    with engine._door.open() as llm:
+        pass
+    engine._on_cuda = True
+    with mock.patch.multiple(llm.llm_engine, sleep=mock.DEFAULT, wake_up=mock.DEFAULT):
+        yield
+    engine._on_cuda = False
+
+
+def on_its_stream(engine: Engine, weights: dict[str, torch.Tensor]) -> dict[str, set[tuple[str, str]]]:
+    """Every method of the engine, and last its end."""
+
+    def beside() -> None:
+        thread = EngineThread()
+        thread.begin(lambda is_unwanted: engine.generate(sequences(), [11, 12, 13], max_tokens=4))
+        thread.finish()
+
+    def turn() -> None:
+        with woken_on_cuda(engine):
+            engine.sleep()
+            engine.wake()
+        engine.load(weights.items())
+
+    return through_the_engine(
+        engine,
+        {
+            "load": lambda: engine.load(weights.items()),
+            "generate": lambda: engine.generate(sequences(), [11, 12, 13], max_tokens=4),
+            "generate beside": beside,
+            "logprobs": lambda: engine.logprobs(sequences()),
+            "differences": lambda: engine.differences(weights.items()),
+            "sleep and wake": turn,
+            "close": engine.close,
+        },
+    )
 
 
 def what_graphs_do(folder: Path) -> tuple[bool, tuple[str, ...]]:
@@ -121,10 +178,12 @@ def what_graphs_do(folder: Path) -> tuple[bool, tuple[str, ...]]:
 
 
 def visit(folder: Path) -> dict[str, object]:
-    level_two = sleep_at_level_two(folder)
+    level_two, streams = sleep_at_level_two(folder), engine_streams.visit()
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
     return {
         "level 2": level_two,
+        "streams": streams,
+        "tenants": tenants.visit(),
         "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
         "starts": [error_of(lambda agents=agents: start_two_engines(agents)) for agents in (1, 2)],
         "alone": error_of(lambda: fall_asleep(0, measured=True)),

@@ -4,11 +4,10 @@ jobs/test_engine.py runs a real engine in the thread, jobs/test_answers_ahead.py
 """
 
 import threading
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
+from recorded_cuda import Memory, RecordedCuda, told
 
 from hacpo_mega.records import Completion, Prompt, Stop
 from hacpo_mega.rollout.engine_thread import EngineThread
@@ -54,39 +53,25 @@ def test_a_call_that_is_stopped_hears_of_it_and_has_ended():
     assert ended.is_set()
 
 
-def test_on_cuda_the_thread_is_on_its_callers_device_behind_all_that_was_asked(monkeypatch):
-    """A faked device; a new thread of torch is on device 0 and its default stream."""
-    done = []
+@pytest.mark.parametrize("dies", [False, True])
+def test_on_cuda_the_thread_is_on_its_callers_device_behind_all_that_was_asked(dies):
+    """A new thread of torch is on device 0 and its default stream, which is the trainer's."""
+    with RecordedCuda().installed() as cuda:
+        weights, tokens, thread = Memory("weights"), Memory("tokens"), EngineThread()
 
-    class Stream:
-        def record_event(self) -> str:
-            return "event of the caller"
+        def generate(is_unwanted) -> None:
+            cuda.ask("generate", reads=(weights,), writes=(tokens,))
+            if dies:
+                raise ValueError("inside")
 
-        def wait_event(self, event: str) -> None:
-            done.append(event)
-
-        def synchronize(self) -> None:
-            done.append("synchronize")
-
-    @contextmanager
-    def on(stream: Stream):
-        done.append("on its stream")
-        yield
-
-    fakes = {
-        "is_available": lambda: True,
-        "current_device": lambda: 3,
-        "current_stream": Stream,
-        "set_device": lambda device: done.append(f"device {device}"),
-        "Stream": Stream,
-        "stream": on,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    thread = EngineThread()
-    thread.begin(lambda is_unwanted: done.append("generate"))
-    thread.finish()
-    assert done == ["device 3", "event of the caller", "on its stream", "generate", "synchronize"]
+        for _ in range(2):
+            cuda.ask("publish", writes=(weights,))
+            thread.begin(generate)
+            assert told(thread.finish) == ("ValueError: inside" if dies else "no error")
+            cuda.read_on_host(tokens)
+        assert cuda.races == []
+        published, generated = ({done.stream for done in cuda.operations[first::2]} for first in (0, 1))
+        assert published == {"trainer"} and len(generated) == 1 and generated.isdisjoint(published)
 
 
 PROMPTS = tuple(Prompt(index, str(index), f"{index}+1=\ud800", "") for index in range(6))

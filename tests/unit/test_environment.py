@@ -1,4 +1,4 @@
-"""A local job and the process that started it."""
+"""A local job and the process that started it; how many queues to its device a process has."""
 
 import os
 import signal
@@ -7,7 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from repository import ROOT
+
+from hacpo_mega.cluster.environment import library_settings, one_queue
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
@@ -47,3 +50,36 @@ def test_ranks_end_with_a_killed_launcher(tmp_path):
         for rank in ranks:
             if Path(f"/proc/{rank}").exists():
                 os.kill(rank, signal.SIGKILL)
+
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    "tp, driver, chosen, found",
+    [
+        (2, "echo 9.0; echo 9.0", None, "1"),
+        (8, "echo 8.0", None, "1"),
+        (1, "echo 9.0", None, None),
+        (2, "echo 10.0; echo 10.0", None, None),
+        (2, "echo 12.1", None, None),
+        (2, "echo 9.0", "8", "8"),
+        (2, "exit 9", None, "1"),
+        (2, "echo No devices were found", None, "1"),
+    ],
+    ids=["Hopper", "Ampere", "tp 1", "Blackwell", "later", "the user's", "a driver that fails", "no word"],
+)
+def test_one_queue_is_for_tensor_parallelism_before_blackwell(tp, driver, chosen, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv(QUEUES, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(QUEUES)
+    one_queue(tp)
+    assert os.environ.get(QUEUES) == found
+
+
+def test_nobody_else_decides_it():
+    assert QUEUES not in library_settings(on_cuda=True)
+    assert QUEUES not in (ROOT / "launch" / "env.sh").read_text(encoding="utf-8")

@@ -114,3 +114,25 @@ def test_of_nothing_nothing_leaves():
 def test_a_part_of_a_storage_cannot_leave(tensors):
     with pytest.raises(AssertionError):
         Offload([tensors[0][:3]])
+
+
+def test_where_there_is_no_room_to_return_nothing_is_taken(offload, tensors, monkeypatch):
+    """As on a device that is full: half of the memory would be nobody's."""
+    expected, homes = [tensor.clone() for tensor in tensors], offload._at_home
+    go(offload)
+    resize = torch.UntypedStorage.resize_
+
+    def full(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if size == homes[1].nbytes:
+            raise torch.OutOfMemoryError("full")
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        offload.start_returning()
+    assert [home.untyped_storage().nbytes() for home in homes] == [0, 0, 0]
+    assert offload.where is Where.AWAY
+    monkeypatch.undo()
+    offload.start_returning()
+    offload.require_home()
+    assert all(torch.equal(tensor, then) for tensor, then in zip(tensors, expected, strict=True))

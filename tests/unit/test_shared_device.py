@@ -162,6 +162,7 @@ def on_cuda(tensor_parallel_size: int = 1, visible_devices: int = 8, agents_on_d
         tensor_parallel_size=tensor_parallel_size,
         visible_devices=visible_devices,
         agents_on_device=agents_on_device,
+        timeout_s=77.5,
     )
 
 
@@ -179,7 +180,12 @@ def test_custom_all_reduce_and_growing_segments_exclude_each_other():
     """vLLM's issue 42609: the process ends while graphs are captured, without a traceback."""
     found = [
         engine_defaults(
-            on_cuda=True, tensor_parallel_size=tp, visible_devices=8, agents_on_device=1, expandable_segments=True
+            on_cuda=True,
+            tensor_parallel_size=tp,
+            visible_devices=8,
+            agents_on_device=1,
+            timeout_s=77.5,
+            expandable_segments=True,
         )
         for tp in (1, 2)
     ]
