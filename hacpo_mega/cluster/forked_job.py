@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from hacpo_mega.cluster.machine_limits import num_cores
+
 # The server's own. One thread: a pool of threads would not survive the fork. And torch would initialise CUDA to say
 # whether there is some, which no child could undo; asked this way it looks at the driver's library alone.
 SERVER_ONLY = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -52,7 +54,7 @@ class JobServer:
         """The processes of `run`, by rank, while they run; none of them does afterwards."""
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
-        threads = self._threads_asked or str(max(1, (os.cpu_count() or 1) // world_size))
+        threads = self._threads_asked or str(max(1, num_cores() // world_size))
         port = free_port()
         processes: list[BaseProcess] = []
         try:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hacpo_mega.cluster.environment import LAUNCHER_PID
+from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.watchdog import FAILED, SIGNALLED
 
 DEFERRED = (signal.SIGTERM, signal.SIGUSR1)
@@ -28,7 +29,7 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
     rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after which all are gone.
     The launcher picks a free port, so that two jobs on one machine do not meet.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     os.environ[LAUNCHER_PID] = str(os.getpid())
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
