@@ -110,7 +110,7 @@ def _has_cuda() -> bool:
 
 
 def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
-    """What a launcher tells a process and srun does not, from the variables of a Slurm task that may use `allowed` cores.
+    """What a launcher tells a process and srun does not, from a Slurm task's variables; it may use `allowed` cores.
 
     Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
     """

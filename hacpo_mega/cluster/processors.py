@@ -1,8 +1,8 @@
 """Which processors a process of a Slurm job may use, and those near its GPU. Before any thread is born; no torch.
 
 `srun --cpu-bind=cores` gives every process processors of its own, spread over the sockets as Slurm likes. The GPUs of a
-node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node share
-the same processors anew, each near its GPU. Everybody computes the same, so that nobody asks anybody.
+node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node
+share the same processors anew, each near its GPU. Everybody computes the same, so that nobody asks anybody.
 Not here: how many processors a process gets (slurm_request.py).
 """
 

@@ -20,7 +20,7 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class Request:
-    """What the job asks for. `cpus` of each process; `gpus` is the line of each component, "" without; `why` of cpus."""
+    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""."""
 
     cpus: int
     why: str
@@ -42,13 +42,10 @@ def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[Node
     parts = plan.components
     groups = [_groups(part, known) for part in parts]
     for part, own in zip(parts, groups, strict=True):
-        _require_nodes(
-            part.kind.partition, [other for other in parts if other.kind.partition == part.kind.partition], own
-        )
-    counts_none = [
-        bool(own) and part.kind.gpus > 0 and not any(g.gpus for g in own) for part, own in zip(parts, groups)
-    ]
-    asks_none = slurm.gres == "none" or (slurm.gres is None and any(counts_none))
+        alike = [other for other in parts if other.kind.partition == part.kind.partition]
+        _require_nodes(_spoken(part), sum(len(other.counts) for other in alike), own)
+    counts_none = any(own and part.kind.gpus and not any(one.gpus for one in own) for part, own in zip(parts, groups))
+    asks_none = slurm.gres == "none" or (slurm.gres is None and counts_none)
     whole = asks_none or WHOLE_NODE in slurm.sbatch_options
     gpus = tuple(_gpus_line(part, slurm.gres, asks_none) for part in parts)
     if slurm.cpus_per_rank is not None:
@@ -72,12 +69,16 @@ def _groups(part: Component, known: Mapping[str, Sequence[NodeGroup]]) -> Sequen
     return [group for name in names for group in known[name]]
 
 
-def _require_nodes(partition: str | None, parts: Sequence[Component], groups: Sequence[NodeGroup]) -> None:
-    needed, there = sum(len(part.counts) for part in parts), sum(group.num_nodes for group in groups)
+def _spoken(part: Component) -> str:
+    return f"partition {part.kind.partition}" if part.kind.partition else "the default partition"
+
+
+def _require_nodes(where: str, needed: int, groups: Sequence[NodeGroup]) -> None:
+    there = sum(group.num_nodes for group in groups)
     if groups and needed > there:
         raise ValueError(
-            f"the job needs {needed} nodes, partition {partition or '(the default one)'} has {there}: it would wait for "
-            "ever. Use fewer lanes or cells, more processes on a node, or another partition"
+            f"the job needs {needed} nodes, {where} has {there}: it would wait for ever. Use fewer lanes or cells, "
+            "more processes on a node, or another partition"
         )
 
 
@@ -87,15 +88,12 @@ def _require_processors(part: Component, groups: Sequence[NodeGroup], cpus: int)
     if groups and not any(group.cpus >= ranks * cpus for group in groups):
         most = max(group.cpus for group in groups)
         raise ValueError(
-            f"{ranks} processes of {cpus} processors need {ranks * cpus} on a node, the largest of partition "
-            f"{part.kind.partition or '(the default one)'} has {most}. Nearest: slurm.cpus_per_rank={max(1, most // ranks)}"
+            f"{ranks} processes of {cpus} processors need {ranks * cpus} on a node, the largest of {_spoken(part)} has "
+            f"{most}. Nearest: slurm.cpus_per_rank={max(1, most // ranks)}"
         )
     most = max((group.gpus for group in groups), default=0)
     if 0 < most < min(gpus, ranks):
-        raise ValueError(
-            f"slurm.gpus_per_node ({gpus}): the nodes of partition {part.kind.partition or '(the default one)'} have "
-            f"{most}. Nearest: {most}"
-        )
+        raise ValueError(f"slurm.gpus_per_node ({gpus}): a node of {_spoken(part)} has {most}. Nearest: {most}")
 
 
 def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[int, str]:

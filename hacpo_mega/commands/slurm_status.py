@@ -1,4 +1,4 @@
-"""`hacpo-mega slurm --status RUN`: how a run stands, on one screen, from its folder and, where there is Slurm, its queue.
+"""`hacpo-mega slurm --status RUN`: how a run stands, on one screen, from its folder and from Slurm's queue.
 
 Reads the ends of files alone, so that it answers at once beside a run of any size. Imports no torch.
 Not here: what a run has learnt (report/).
@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,8 @@ LAST_STEPS = 10  # over which the seconds of a step are the median
 # What the job script, the ranks and Python say of trouble; of a job that queues again this line is no trouble yet.
 TROUBLE = re.compile(
     r"ended first|no word from|stops:|ends with status|cannot queue again|does not queue again|no checkpoint in time|"
-    r"slurm\.setup|the preflight failed|does not get past|warning: |[A-Z]\w*(?:Error|Exception)\b|^srun: error|BAD$|CANCELLED"
+    r"slurm\.setup|the preflight failed|does not get past|warning: |[A-Z]\w*(?:Error|Exception)\b|"
+    r"^srun: error|BAD$|CANCELLED"
 )
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -95,12 +97,13 @@ def _timings(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _speed(timings: dict[int, dict[str, Any]], step: int, num_steps: int | None) -> str:
     """Seconds from the end of a step to that of the next, over the last ones of this start."""
     ends = [timings[n]["time_unix_s"] for n in sorted(timings)[-LAST_STEPS - 1 :]]
-    between = [later - earlier for earlier, later in zip(ends, ends[1:])]
+    between = [later - earlier for earlier, later in pairwise(ends)]
     if not between:
         return "no two steps yet"
     seconds = median(between)
     left = "" if num_steps is None or step >= num_steps else f", about {_spoken_s(seconds * (num_steps - step))} left"
-    return f"{seconds:.1f} s a step (median of {len(between)}), the last ended {_spoken_s(time.time() - ends[-1])} ago{left}"
+    ago = _spoken_s(time.time() - ends[-1])
+    return f"{seconds:.1f} s a step (median of {len(between)}), the last ended {ago} ago{left}"
 
 
 def _spoken_s(seconds: float) -> str:

@@ -80,8 +80,8 @@ class SlurmConfig(Section):
     ranks_per_node: Count | None = None
     """Processes of a node without GPUs; needed where gpus_per_node is 0."""
     gres: Annotated[str, AfterValidator(_gres)] | None = None
-    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: nothing is asked, as where Slurm counts no
-    GPUs, and whole nodes are taken; not given: gpus_per_node of any type, none where sinfo shows none."""
+    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: nothing is asked, as Slurm counts no GPUs, and
+    whole nodes are taken; not given: gpus_per_node of any type, none where sinfo shows none."""
     cpus_per_rank: Count | None = None
     """Processors of each process, as Slurm counts them; not given: an equal share of a whole node (--exclusive), else
     what belongs to one of the node's GPUs by sinfo, 8 where sinfo cannot be asked."""
@@ -106,15 +106,15 @@ class SlurmConfig(Section):
     container_image: Line | None = None
     """Image of a pyxis container that every process runs in, unpacked once a node and attempt."""
     container_mounts: tuple[Line, ...] = ()
-    """What is mounted there, such as /data:/data:ro, beside the repository, the current folder and those of the run, the
-    models and the data files."""
+    """What is mounted there, such as /data:/data:ro, beside the repository, the current folder and those of the run,
+    the models and the data files."""
     python: str | None = None
     """Interpreter on the nodes, in the container if there is one; not given: the one that submits."""
     srun_options: tuple[str, ...] = ()
     """Further options of the srun that starts the processes; it binds each to its own cores unless these say another
     --cpu-bind."""
     sbatch_options: tuple[Line, ...] = ()
-    """Further options of the job, one `#SBATCH` line each, such as --exclusive or --reservation=NAME; they come last."""
+    """Further options of the job, one `#SBATCH` line each, such as --exclusive or --reservation=NAME; they win."""
     template: FilePath | None = None
     """A job script of your own in place of launch/slurm.sbatch, with its placeholders."""
     signal_s: Annotated[int, Field(strict=True, ge=30, le=65535)] = 300
