@@ -51,13 +51,13 @@ def job_name(run_dir: Path) -> str:
 
 
 def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
-    """The jobs of a run that wait or run, anybody's; None where there is no squeue, or it does not answer."""
+    """The jobs of a run that run, and then those that wait, anybody's; None where there is no squeue, or it does not answer."""
     said = _ask("squeue", "--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
     if said is None:
         return None
     lines = [line.split("|") for line in said.splitlines()]
-    # A part of a heterogeneous job is not a job of its own.
-    return [QueuedJob(*line) for line in lines if len(line) == len(JOB_FIELDS) and not re.search(r"\+[1-9]", line[0])]
+    found = [QueuedJob(*line) for line in lines if len(line) == len(JOB_FIELDS)]
+    return sorted(found, key=lambda job: job.state == "PENDING")
 
 
 def partitions() -> dict[str, list[NodeGroup]]:
