@@ -135,8 +135,9 @@ def source_digest() -> str:
 
 
 def _installed() -> dict[str, str]:
-    """All packages that Python finds here, and their versions."""
-    return {package.name: package.version for package in importlib.metadata.distributions()}
+    """All packages that Python finds here, and their versions; of two of one name the first is imported."""
+    found = [(package.name, package.version) for package in importlib.metadata.distributions()]
+    return dict(reversed(found))
 
 
 def _digest(content: bytes) -> str:

@@ -51,7 +51,7 @@ def job_name(run_dir: Path) -> str:
 
 
 def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
-    """The jobs of a run that run, and then those that wait, anybody's; None where there is no squeue, or it does not answer."""
+    """The jobs of a run that run, and then those that wait, anybody's; None where squeue does not answer."""
     said = _ask("squeue", "--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
     if said is None:
         return None

@@ -80,8 +80,8 @@ class SlurmConfig(Section):
     ranks_per_node: Count | None = None
     """Processes of a node without GPUs; needed where gpus_per_node is 0."""
     gres: Annotated[str, AfterValidator(_gres)] | None = None
-    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: nothing is asked, as Slurm counts none, and
-    whole nodes are taken; not given: gpus_per_node of any type, none where sinfo shows none."""
+    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: nothing is asked, as Slurm counts none,
+    and whole nodes are taken; not given: gpus_per_node of any type, none where sinfo shows none."""
     cpus_per_rank: Count | None = None
     """Processors of each process, as Slurm counts them; not given: an equal share of a whole node (--exclusive), else
     what belongs to one of the node's GPUs by sinfo, 8 where sinfo cannot be asked."""
