@@ -17,6 +17,8 @@ else
   exec >>"$name.log" 2>&1
 fi
 echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, process $$, $(date '+%F %T')"
+source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+[[ -n ${NCCL_IB_HCA+set} ]] || { found=$(active_infiniband /sys) && [[ -n $found ]] && export NCCL_IB_HCA=$found; }
 
 "$@" &
 child=$!

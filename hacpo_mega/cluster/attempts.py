@@ -9,6 +9,7 @@ Not here: which attempt this process is in (environment.py).
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 MOST_IN_VAIN = 3  # attempts in a row that commit no further step
 
@@ -22,15 +23,22 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
-    """Whether the last attempts of this job all began where this one does. What this attempt notes is not looked at."""
+def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`."""
     path = run_dir / "logs" / "attempts.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    begun = {}
-    for number, text in enumerate(lines, start=1):
+    attempts = []
+    for number, line in enumerate(lines, start=1):
         try:
-            line = json.loads(text)
-            begun |= {line["attempt"]: line["step"]} if line["job"] == job else {}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not an attempt ({error}): take it out, to go on") from error
+            attempts.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: not a line of an attempt ({error}); move the file away"
+            ) from error
+    return attempts
+
+
+def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
+    """Whether the last attempts of this job all began where this one does. What this attempt notes is not looked at."""
+    begun = {line["attempt"]: line["step"] for line in read_attempts(run_dir) if line["job"] == job}
     return all(begun.get(attempt - back) == step for back in range(1, MOST_IN_VAIN + 1))

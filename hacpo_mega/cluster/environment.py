@@ -17,7 +17,9 @@ import subprocess
 import warnings
 from collections.abc import Mapping
 
+from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import own_folder
+from hacpo_mega.cluster.processors import num_threads, stay_near_gpu
 from hacpo_mega.cluster.seat import expand_nodes, is_on_one_machine, tasks_of_nodes
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
@@ -58,7 +60,11 @@ LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by local_job.py for the ranks it
 
 def prepare_environment() -> None:
     """Sets the variables above where they are not set. Must run before any heavy import."""
-    under_srun = from_slurm(os.environ) if _is_slurm_task() else {}
+    under_srun = {}
+    if _is_slurm_task():
+        if _has_cuda():
+            stay_near_gpu(os.environ)
+        under_srun = from_slurm(os.environ, num_cores())
     for name, value in {**library_settings(on_cuda=_has_cuda()), **under_srun}.items():
         os.environ.setdefault(name, value)
     if inside_a_job() and (interface := _interface_of_job()):
@@ -120,8 +126,8 @@ def _has_cuda() -> bool:
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
-def from_slurm(task: Mapping[str, str]) -> dict[str, str]:
-    """What a launcher tells a process and srun does not, from the variables of a Slurm task.
+def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
+    """What a launcher tells a process and srun does not, from a Slurm task's variables; it may use `allowed` cores.
 
     Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
     """
@@ -129,8 +135,7 @@ def from_slurm(task: Mapping[str, str]) -> dict[str, str]:
     # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
     port = 10_000 + (int(task["SLURM_JOB_ID"]) * 8 + int(task.get("SLURM_STEP_ID", "0"))) % 20_000
     num_local = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"])[int(task["SLURM_NODEID"])]
-    share = int(task.get("SLURM_CPUS_ON_NODE", "1")) // num_local
-    threads = int(task.get("SLURM_CPUS_PER_TASK", "0")) or max(1, share)
+    threads = num_threads(task, num_local, allowed)
     return {"MASTER_ADDR": expand_nodes(nodes)[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
 
 
@@ -138,6 +143,22 @@ def _interface_of_job() -> str | None:
     host = os.environ.get("MASTER_ADDR", "localhost")
     is_here = is_on_one_machine() or host == "localhost" or host.startswith("127.")
     return "lo" if is_here else _interface_towards(host)
+
+
+def cores_of_a_process(num_local: int) -> int:
+    """Processors that each of this node's processes has to itself."""
+    return num_threads(os.environ if _is_slurm_task() else {}, num_local, num_cores())
+
+
+def num_threads_set() -> int:
+    """Threads that this process was told to compute with; 0 where nobody has."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() else 0
+
+
+def visible_devices() -> str | None:
+    """The GPUs that this process is shown, as CUDA reads the variable; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def _interface_towards(host: str) -> str | None:
@@ -175,6 +196,14 @@ def attempt_of_job() -> tuple[str, int] | None:
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}", 1 + restarts
     return None
+
+
+def place_in_cluster() -> dict[str, str]:
+    """The job and the nodes that a start is traced to; empty where no cluster started this process."""
+    if (found := attempt_of_job()) is None:
+        return {}
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    return {"job": found[0]} | ({"nodes": nodes} if nodes else {})
 
 
 def end_with_launcher() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hacpo_mega.cluster.local_job import launcher_environment
+from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import job_folder
 from hacpo_mega.cluster.secret import new_secret
 
@@ -54,7 +55,7 @@ class JobServer:
         """The processes of `run`, by rank, while they run; none of them does afterwards."""
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
-        threads = self._threads_asked or str(max(1, (os.cpu_count() or 1) // world_size))
+        threads = self._threads_asked or str(max(1, num_cores() // world_size))
         secret = new_secret()
         processes: list[BaseProcess] = []
         with job_folder() as private:

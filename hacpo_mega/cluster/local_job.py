@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hacpo_mega.cluster.environment import LAUNCHER_PID
 from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
+from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import FOLDER, job_folder
 from hacpo_mega.cluster.seat import STORE_FILE
 from hacpo_mega.cluster.secret import SECRET, new_secret
@@ -33,7 +34,7 @@ def run_on_this_machine(arguments: list[str], world_size: int) -> int:
     SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75 (docs/faults.md). A
     rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after which all are gone.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     ranks = _Ranks()
     for number in (*DEFERRED, *AT_ONCE):
         signal.signal(number, ranks.pass_on)

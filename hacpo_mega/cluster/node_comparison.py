@@ -9,6 +9,8 @@ from hacpo_mega.cluster.node_report import NodeReport, size
 
 MAX_CLOCK_SKEW_S = 2.0  # files of a later step must not look older
 MIN_MEMORY_SHARE = 0.5  # of what the other nodes of the same agents have free
+MIN_CORES_SHARE = 0.5  # of what a process has on other nodes of the same agents with as many processes
+MOST_PACKAGES = 5  # that are named of one node
 PROBED_NEIGHBOURS = 2  # a node that nobody reaches is told from one that reaches nobody
 
 
@@ -43,11 +45,25 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
     found = [Finding(report.node, problem) for report in reports for problem in report.problems]
     reports = [report for report in reports if report.in_job]
     found += _differing((report.node, report.in_job) for report in reports)
+    found += _other_packages(reports)
     for agents in dict.fromkeys(report.agents for report in reports):
         peers = [report for report in reports if report.agents == agents]
         found += _differing((report.node, report.in_agents) for report in peers)
         found += _short_of_memory(peers)
+        found += _short_of_cores(peers)
     return found
+
+
+def warnings(reports: Sequence[NodeReport]) -> list[str]:
+    """What slows a run down wherever it runs, so that leaving nodes out would not mend it; the first node's words."""
+    said = {}
+    for report in reports:
+        at = f"{report.node}: {report.cores} processor(s) of each process"
+        if report.threads > report.cores > 0:
+            said.setdefault("threads", f"{at} for {report.threads} threads (OMP_NUM_THREADS)")
+        if 0 < report.cores < report.wanted:
+            said.setdefault("wanted", f"{at} for a trainer, an engine and {report.wanted - 2} grading processes")
+    return [f"warning: {text}: see slurm.cpus_per_rank" for text in said.values()]
 
 
 def look_findings(looks: Mapping[str, Look], told_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
@@ -99,6 +115,36 @@ def _short_of_memory(reports: Sequence[NodeReport]) -> list[Finding]:
         for report in reports
         if report.memory_bytes < MIN_MEMORY_SHARE * usual
     ]
+
+
+def _short_of_cores(reports: Sequence[NodeReport]) -> list[Finding]:
+    """Against nodes with as many processes: what nobody binds, all processes of a node share."""
+    found = []
+    for number in dict.fromkeys(report.num_ranks for report in reports):
+        peers = [report for report in reports if report.num_ranks == number]
+        usual = statistics.median(report.cores for report in peers)
+        found += [
+            Finding(report.node, f"processors of each process: {report.cores}; {usual:.0f} on the other nodes")
+            for report in peers
+            if report.cores < MIN_CORES_SHARE * usual
+        ]
+    return found
+
+
+def _other_packages(reports: Sequence[NodeReport]) -> list[Finding]:
+    """The packages by which a node differs from most, in a line."""
+    usual = {
+        name: Counter(report.packages.get(name, "absent") for report in reports).most_common(1)[0][0]
+        for name in sorted({name for report in reports for name in report.packages})
+    }
+    found = []
+    for report in reports:
+        own = {name: report.packages.get(name, "absent") for name in usual}
+        other = [f"{name} {own[name]} ({usual[name]} on others)" for name in usual if own[name] != usual[name]]
+        if other:
+            more = f" and {len(other) - MOST_PACKAGES} more" if len(other) > MOST_PACKAGES else ""
+            found.append(Finding(report.node, f"installed packages: {', '.join(other[:MOST_PACKAGES])}{more}"))
+    return found
 
 
 def _ways(looks: Mapping[str, Look]) -> Iterator[Finding]:

@@ -7,14 +7,14 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hacpo_mega.cluster.environment import cores_of_a_process, num_threads_set, visible_devices
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.visible_gpus import Gpu, visible_gpus
 from hacpo_mega.config import Config
 from hacpo_mega.models.folder import dtype_name
 
@@ -25,8 +25,6 @@ SHM_BYTES_WITH_GPUS = 1 << 30
 # The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/faults.md).
 SHM_BYTES_PER_RANK = 4 << 20
 CHECKPOINT_BYTES_PER_PARAMETER = 18.4  # measured, docs/reliability.md
-GPU_QUERY = "name,memory.total,memory.used,driver_version,clocks.max.sm,clocks.max.memory"
-MAX_USED_SHARE = 0.1  # of a GPU's memory; a driver alone holds a few hundred MiB
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,9 @@ class NodeReport:
     agents      names of the agents whose ranks are on it
     in_job      what must be equal on all nodes, by what it is
     in_agents   what must be equal on the nodes of the same agents: other partitions may have other devices
+    packages    all that Python finds, name to version: equal on all nodes, as in_job
+    cores       processors of each process; threads   how many it runs on them (OMP_NUM_THREADS)
+    wanted      processors that a process needs at least
     *_bytes     free now: host memory, /dev/shm, the disk of the run folder
     problems    what is wrong with it whatever the others say
     """
@@ -46,6 +47,10 @@ class NodeReport:
     agents: str = ""
     in_job: Mapping[str, str] = field(default_factory=dict)
     in_agents: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    cores: int = 0
+    threads: int = 0
+    wanted: int = 0
     memory_bytes: int = 0
     shm_bytes: int = 0
     disk_bytes: int = 0
@@ -54,11 +59,10 @@ class NodeReport:
 
 def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeReport:
     """This node's report, made by its first process; `versions` are those of the installed packages."""
-    problems: list[str] = []
-    gpus = _gpus(problems)
+    shown = visible_devices()
+    gpus, problems = visible_gpus(shown)
     facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}
     facts |= {f"{name}'s version": version for name, version in versions.items()}
-    facts["all installed packages"] = _installed()
     model_bytes = checkpoint_bytes = 0
     for agent in config.agents:
         try:
@@ -83,7 +87,8 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
     if shm < shm_needed:
         problems.append(f"/dev/shm: {size(shm)} free, {size(shm_needed)} needed")
     devices = min(seat.num_local, RankMap.of(config).num_devices)
-    if gpus and len(gpus) < devices:
+    has_its_own = shown is not None and len(gpus) == 1  # Slurm may show each process one, another to each
+    if 0 < len(gpus) < devices and not has_its_own:
         problems.append(f"{len(gpus)} GPUs, {devices} needed")
     return NodeReport(
         node=seat.node,
@@ -92,6 +97,10 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
         agents=_agents_of(seat, config),
         in_job=facts,
         in_agents=_device_facts(gpus),
+        packages=_installed(),
+        cores=cores_of_a_process(seat.num_local),
+        threads=num_threads_set(),
+        wanted=config.reward.num_workers + 2 if gpus else 1,
         memory_bytes=_free_memory(),
         shm_bytes=shm,
         disk_bytes=disk,
@@ -125,10 +134,10 @@ def source_digest() -> str:
     return digest.hexdigest()[:SHORT]
 
 
-def _installed() -> str:
-    """All packages that Python finds here, in short: `pip freeze` on both nodes shows which differ."""
-    found = {(package.name, package.version) for package in importlib.metadata.distributions()}
-    return f"{len(found)} of them, {_digest(repr(sorted(found)).encode())}"
+def _installed() -> dict[str, str]:
+    """All packages that Python finds here, and their versions; of two of one name the first is imported."""
+    found = [(package.name, package.version) for package in importlib.metadata.distributions()]
+    return dict(reversed(found))
 
 
 def _digest(content: bytes) -> str:
@@ -161,35 +170,12 @@ def _free_memory() -> int:
     return 0
 
 
-def _gpus(problems: list[str]) -> list[list[str]]:
-    """A row of GPU_QUERY per GPU of this node; none without NVIDIA's tool. Adds what is wrong with them."""
-    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        return []
-    except subprocess.TimeoutExpired:
-        problems.append("nvidia-smi does not answer: the driver or a GPU hangs")
-        return []
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
-        problems.append(f"nvidia-smi fails: {said[0]}")
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    for index, (_, total, used, *_) in enumerate(rows):
-        with suppress(ValueError):  # "[N/A]" where a device does not tell
-            if int(used) > MAX_USED_SHARE * int(total):
-                problems.append(f"GPU {index}: {used} of {total} MiB are in use by another process")
-    return rows
-
-
-def _device_facts(gpus: list[list[str]]) -> dict[str, str]:
+def _device_facts(gpus: Sequence[Gpu]) -> dict[str, str]:
     if not gpus:
         return {"devices": "no GPU"}
-    kinds = [f"{name} with {total} MiB" for name, total, *_ in gpus]
-    clocks = dict.fromkeys(f"{sm} / {memory} MHz" for *_, sm, memory in gpus)
+    kinds = [gpu.name for gpu in gpus]
     return {
         "devices": ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)),
-        "driver": ", ".join(dict.fromkeys(row[3] for row in gpus)),
-        "highest clocks": ", ".join(clocks),
+        "driver": ", ".join(dict.fromkeys(gpu.driver for gpu in gpus)),
+        "highest clocks": ", ".join(dict.fromkeys(f"{gpu.clocks} MHz" for gpu in gpus)),
     }

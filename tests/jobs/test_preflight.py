@@ -79,7 +79,7 @@ def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     texts = visit.texts()
     version, packages = texts["n1"]
     assert version == f"torch's version: 0.0.1; on 2 other node(s): {metadata.version('torch')}"
-    assert packages.startswith("all installed packages: ")
+    assert packages == f"installed packages: torch 0.0.1 ({metadata.version('torch')} on others)"
     (disk,) = texts["n2"]
     assert disk.startswith("disk of run: 4 KiB free, ") and "3 checkpoints" in disk
     assert any("nowhere" in text and "config.json" in text for text in texts["n3"]), texts

@@ -43,7 +43,7 @@ MailProg=/bin/true
 MpiDefault=none
 SwitchType=switch/none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
@@ -84,7 +84,8 @@ def why_not() -> str | None:
 class Cluster:
     """The cluster as long as it is a context. `root` holds its settings and the daemons' logs."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpus: int = 16, task_plugin: str = "task/none") -> None:
+        """`cpus` of each node; more than this machine has only where no plug-in binds anything to them."""
         self.root = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.root.chmod(0o755)  # munged wants a socket that everybody reaches
         self._doors: dict[str, subprocess.Popen] = {}
@@ -93,9 +94,9 @@ class Cluster:
             (self.root / name).mkdir()
         for number in range(8):
             (self.root / f"gpu{number}").symlink_to("/dev/null")
-        nodes = (f"NodeName={n} NodeAddr={ADDRESSES[n]} CPUs=16 RealMemory=200000 Gres=gpu:8" for n in NODES)
+        nodes = (f"NodeName={n} NodeAddr={ADDRESSES[n]} CPUs={cpus} RealMemory=200000 Gres=gpu:8" for n in NODES)
         conf = {
-            "slurm.conf": "\n".join([SLURM_CONF.format(root=self.root), *nodes, ""]),
+            "slurm.conf": "\n".join([SLURM_CONF.format(root=self.root, task_plugin=task_plugin), *nodes, ""]),
             "gres.conf": f"AutoDetect=off\nNodeName=node[1-4] Name=gpu File={self.root}/gpu[0-7]\n",
             "cgroup.conf": CGROUP_CONF.format(root=self.root),
             "hosts": "\n".join(["127.0.0.1 localhost", *(f"{a} {name}" for name, a in ADDRESSES.items()), ""]),

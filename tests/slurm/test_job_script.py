@@ -3,6 +3,7 @@
 No rank trains here: ending.sh stands before its command and ends as it is told.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,17 +35,31 @@ def play(slurm, config: Path, name: str, endings: str, *overrides: str) -> tuple
 
 def test_a_job_queues_again_until_starting_again_would_change_nothing(slurm, config):
     """A rank fails, then the run is told to end, then its input is wrong: three attempts in one log."""
-    _, said, job = play(slurm, config, "again", "1:9 75 2")
+    _, said, job = play(slurm, config, "again", "1:9 75 1:2")
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "2")
     first, second, third = said.split("] attempt ")[1:]
     assert "rank 1 on node1 ended first, with status 9; the end of" in first
     assert first.index("rank_1.log:") < first.index("the reason why") < first.index("queues again")
     assert "ended first" not in second and "queues again" in second
+    assert "rank 1 on node1 ended first, with status 2; the end of" in third and "the reason why" in third
     assert "ends with status 2; starting again would change nothing" in third and "queues again" not in third
     logs = config.parent / "again" / "logs" / "attempt_1"
     assert "the reason why" in (logs / "rank_1.log").read_text()
     nodes = [(logs / f"rank_{rank}.ended").read_text().split()[3] for rank in range(3)]
     assert nodes == ["node1", "node1", "node2"]
+    assert_told_afresh(config.parent / "again", num_attempts=3)
+
+
+def assert_told_afresh(run_dir: Path, num_attempts: int) -> None:
+    """Every attempt has a secret of its own, in no log, and other steps than the one before it."""
+    told = [[(run_dir / f"told/{n}.{rank}").read_text().split() for rank in range(3)] for n in range(num_attempts)]
+    assert all(attempt[0] == attempt[1] == attempt[2] for attempt in told)
+    steps, cpus, secrets = zip(*(attempt[0] for attempt in told))
+    assert set(cpus) == {"2"}, "16 of a node, for each of its 8 GPUs"
+    assert len(set(secrets)) == num_attempts and all(len(secret) == 64 for secret in secrets)
+    assert all(one != other for one, other in pairwise(steps)), "a lost node may cancel the last attempt's"
+    written = "".join(path.read_text() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "told")
+    assert not any(secret in written for secret in secrets)
 
 
 def test_attempts_have_an_end(slurm, config):
@@ -55,9 +70,10 @@ def test_attempts_have_an_end(slurm, config):
 
 
 def test_where_nothing_may_queue_again_the_user_is_told_how(slurm, config):
-    _, said, job = play(slurm, config, "never", "75", 'slurm.sbatch_options=["--no-requeue"]')
+    """And where Slurm hands nothing down (--export=NONE), the processes find their environment all the same."""
+    _, said, job = play(slurm, config, "never", "75", 'slurm.sbatch_options=["--no-requeue", "--export=NONE"]')
     assert job["JobState"] == "FAILED"
-    assert f"cannot queue again; by hand: sbatch {config.parent}/never/slurm/job.sbatch" in said
+    assert f"cannot queue again; by hand: sbatch {config.parent}/never/slurm/job.1.sbatch" in said
 
 
 def test_a_run_that_gets_nowhere_is_stopped_with_the_reason(slurm, config):
@@ -72,7 +88,7 @@ def test_a_checkpoint_that_takes_too_long_is_not_waited_for(slurm, config):
     run_dir = config.parent / "deaf"
     overrides = (
         f"run_dir={run_dir}",
-        'slurm.environment={ENDINGS = "deaf 0"}',
+        f'slurm.environment={{ENDINGS = "deaf 0", RUN = "{run_dir}"}}',
         f"slurm.run_with={ENDING}",
         "slurm.signal_s=30",
         "slurm.time=60",
@@ -80,10 +96,30 @@ def test_a_checkpoint_that_takes_too_long_is_not_waited_for(slurm, config):
     number = slurm.submit(config, *overrides)
     log = run_dir / "slurm" / f"{number}.log"
     slurm.cluster.wait(lambda: (run_dir / "logs/attempt_1/rank_2.log").exists(), f"the ranks, see {log}")
+    second = assert_a_running_job_keeps_its_run(slurm, config, overrides, number)
     slurm.cluster.on(CONTROL, "scancel", "--batch", "--signal=USR1", number)  # as Slurm does before the time limit
     assert slurm.wait_for_end(number, log) == "COMPLETED"
+    assert slurm.wait_for_end(second, log) in ("COMPLETED", "FAILED")
+    assert slurm.cluster.job(number)["EndTime"] <= slurm.cluster.job(second)["StartTime"], "one goes at a time"
     said = log.read_text()
     assert said.index("the time limit is near") < said.index("no checkpoint in time") < said.index("] done")
+
+
+def assert_a_running_job_keeps_its_run(slurm, config: Path, overrides: tuple[str, ...], number: str) -> str:
+    """A second submission waits, with its own configuration, and --fresh takes nothing away; the second's number."""
+    folder = config.parent / "deaf" / "slurm"
+    before = (folder / "config.1.toml").read_text()
+    refused = slurm.run(config, *overrides, "--fresh")
+    assert refused.returncode == 2 and f"--fresh: job {number} RUNNING on node" in refused.stderr, refused.stderr
+    assert f"scancel {number}" in refused.stderr and not (config.parent / "deaf.1").exists()
+    added = slurm.run(config, *overrides, 'slurm.environment={ENDINGS = "0", RUN = "/tmp"}', "num_steps=99")
+    assert added.returncode == 0 and f"this run has a job already: job {number} RUNNING" in added.stdout, added
+    assert (folder / "config.1.toml").read_text() == before != (folder / "config.2.toml").read_text()
+    assert oct(folder.stat().st_mode)[-2:] == "55" and oct((folder / "job.2.sbatch").stat().st_mode)[-2:] == "44"
+    shown = slurm.run("--status", config.parent / "deaf")
+    assert shown.returncode == 0 and f"queue    job {number} RUNNING on node[" in shown.stdout, shown
+    assert "PENDING (Dependency)" in shown.stdout and "0 of 99, safe 0" in shown.stdout
+    return next(line.split()[1].rstrip(",") for line in added.stdout.splitlines() if line.startswith("job "))
 
 
 def test_a_node_that_fails_the_preflight_is_left_out(slurm, config, python):
@@ -100,7 +136,22 @@ def test_a_node_that_fails_the_preflight_is_left_out(slurm, config, python):
     assert "on node[2-3]" in second and "] done" in second
 
 
-def test_slurms_own_words_are_passed_on(slurm, config):
-    done = slurm.run(config, "slurm.partition=nope", f"run_dir={config.parent / 'nope'}")
-    assert done.returncode == 2
-    assert "Invalid partition name specified" in done.stderr and done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["slurm.partition=nope"], "slurm.partition nope: there is no such partition; there are: main, new, old"),
+        (["slurm.constraint=nope"], "Slurm refuses the job: allocation failure: Invalid feature specification"),
+        (
+            ["slurm.cpus_per_rank=9"],
+            "2 processes of 9 processors need 18 on a node, the largest of the default partition",
+        ),
+        (
+            ["slurm.partition=old", "lanes=2", "slurm.gpus_per_node=2"],
+            "the job needs 3 nodes, partition old has 2: it would wait for ever",
+        ),
+    ],
+)
+def test_what_the_cluster_can_never_run_is_said_before_anything_is_written(slurm, config, overrides, said):
+    done = slurm.run(config, *overrides, f"run_dir={config.parent / 'nope'}")
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (config.parent / "nope").exists()

@@ -36,7 +36,7 @@ def test_a_dry_run_prints_a_script_that_bash_reads_and_writes_nothing(config):
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     wanted = {"--time=12:00:00", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--signal=B:USR1@300"}
     assert wanted | {"--requeue", "--open-mode=append"} <= set(directives) and "hetjob" not in directives
-    assert "counts=(2 1)" in script and "\nmodule load 'x y'\n" in script
+    assert "counts=(2 1)" in script and "\neval 'module load" in script
     assert "@directives@" not in script and "@settings@" not in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert not (config.parent / "run").exists()
@@ -107,12 +107,19 @@ TASK = {
 
 
 def test_a_task_finds_rank_0_and_its_share_of_the_processors():
-    found = from_slurm(TASK)
+    found = from_slurm(TASK, 16)
     assert (found["MASTER_ADDR"], found["OMP_NUM_THREADS"]) == ("node3", "8")
-    assert from_slurm(TASK | {"SLURM_NODEID": "2"})["OMP_NUM_THREADS"] == "16"
-    assert from_slurm(TASK | {"SLURM_CPUS_PER_TASK": "3"})["OMP_NUM_THREADS"] == "3"
-    ports = {from_slurm(TASK | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in ("0", "1", "2")}
+    assert from_slurm(TASK | {"SLURM_NODEID": "2"}, 16)["OMP_NUM_THREADS"] == "16"
+    assert from_slurm(TASK | {"SLURM_CPUS_PER_TASK": "3"}, 16)["OMP_NUM_THREADS"] == "3"
+    ports = {from_slurm(TASK | {"SLURM_STEP_ID": step}, 16)["MASTER_PORT"] for step in ("0", "1", "2")}
     assert len(ports) == 3 and all(10_000 <= int(port) < 30_000 for port in ports), "a step finds no port of the last"
+
+
+def test_threads_are_no_more_than_the_processors_that_srun_binds_to():
+    """One core beside the node's share of threads (12 of 96 for 8 ranks) is what a user had."""
+    assert from_slurm(TASK, 1)["OMP_NUM_THREADS"] == "1"
+    assert from_slurm(TASK, 4)["OMP_NUM_THREADS"] == "4", "bound: what it may use, not the node's share"
+    assert from_slurm(TASK | {"SLURM_CPUS_PER_TASK": "12"}, 1)["OMP_NUM_THREADS"] == "1"
 
 
 def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):

@@ -1,0 +1,95 @@
+"""The GPUs that a job has on this node, asked of nvidia-smi, which also lists those of other jobs. Imports no torch.
+
+CUDA_VISIBLE_DEVICES names them by number, by UUID (or the beginning of one), or by a slice of one (MIG); a slice counts
+as a device, and its card's memory, which others may use, says nothing of it.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+GPU_QUERY = "index,uuid,name,memory.total,memory.used,driver_version,clocks.max.sm,clocks.max.memory"
+MAX_USED_SHARE = 0.1  # of a GPU's memory; a driver alone holds a few hundred MiB
+ANSWER_S = 20.0
+CARD = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>[\w-]+)\)")
+SLICE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[\w/-]+)\)")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device of the job: a card, or a slice of one, whose `name` then says of what size."""
+
+    index: str
+    name: str
+    driver: str
+    clocks: str
+    problem: str = ""
+
+
+def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
+    """The devices that `visible` (CUDA_VISIBLE_DEVICES) leaves, all where it is None, and what is wrong with them.
+
+    Without NVIDIA's tool there are none.
+    """
+    said = _ask(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
+    if isinstance(said, str):
+        return [], [said] if said else []
+    cards = [[cell.strip() for cell in line.split(",")] for line in said]
+    if visible is None:
+        gpus = [_card(card) for card in cards]
+    else:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        slices = list(_slices()) if any(name.startswith("MIG-") for name in names) else []
+        named = {name: _named(name, cards, slices) for name in names}
+        gpus = [gpu for gpu in named.values() if gpu is not None]
+        if strange := [name for name, gpu in named.items() if gpu is None]:
+            return gpus, [f"CUDA_VISIBLE_DEVICES names {', '.join(strange)}, which nvidia-smi does not list"]
+    return gpus, [gpu.problem for gpu in gpus if gpu.problem]
+
+
+def _named(name: str, cards: Sequence[Sequence[str]], slices: Sequence[tuple[str, str, str]]) -> Gpu | None:
+    """The device that a word of CUDA_VISIBLE_DEVICES means; None for one that is not there."""
+    if name.startswith("MIG-"):
+        for uuid, profile, card in slices:
+            # Older drivers name a slice by its card: MIG-GPU-<uuid>/instance/instance.
+            if uuid == name or uuid.removeprefix("MIG-").startswith(name.removeprefix("MIG-")):
+                index, _, kind, _, _, driver, *clocks = next(row for row in cards if row[1] == card)
+                return Gpu(index, f"{kind} MIG {profile}", driver, " / ".join(clocks))
+        return None
+    found = [card for card in cards if card[0] == name or (name.startswith("GPU-") and card[1].startswith(name))]
+    return _card(found[0]) if found else None
+
+
+def _card(card: Sequence[str]) -> Gpu:
+    index, _, name, total, used, driver, *clocks = card
+    problem = ""
+    with suppress(ValueError):  # "[N/A]" where a device does not tell
+        if int(used) > MAX_USED_SHARE * int(total):
+            problem = f"GPU {index}: {used} of {total} MiB are in use by another process"
+    return Gpu(index, f"{name} with {total} MiB", driver, " / ".join(clocks), problem)
+
+
+def _slices() -> Iterator[tuple[str, str, str]]:
+    """(UUID, profile, its card's UUID) of every slice."""
+    card = ""
+    said = _ask("-L")
+    for line in said if isinstance(said, list) else ():
+        if found := CARD.match(line):
+            card = found["uuid"]
+        elif found := SLICE.match(line):
+            yield found["uuid"], found["profile"], card
+
+
+def _ask(*options: str) -> list[str] | str:
+    """The lines that nvidia-smi prints; what is wrong with it, "" where there is none."""
+    try:
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        return ""
+    except subprocess.TimeoutExpired:
+        return "nvidia-smi does not answer: the driver or a GPU hangs"
+    if done.returncode:
+        return f"nvidia-smi fails: {((done.stdout + done.stderr).strip().splitlines() or ['no word'])[0]}"
+    return done.stdout.splitlines()

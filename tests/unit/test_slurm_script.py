@@ -1,0 +1,140 @@
+"""launch/slurm.sbatch in real bash, with programs that stand in for Slurm's: what it says, and how it ends."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.commands.slurm import prepare
+from hacpo_mega.config import load_config
+
+# Knows one job, which may be queued again; srun plays the ranks by $PLAY and notes what it was told.
+SCONTROL = """#!/bin/bash
+case "$*" in
+  *hostnames*) printf 'node1\\nnode2\\n' ;;
+  *"show job"*) echo "JobId=7 JobState=RUNNING ExcNodeList=(null)" ;;
+  requeue*) echo "requeued" ;;
+esac
+"""
+SRUN = """#!/bin/bash
+[[ "$*" == *rank.sh* ]] || exit 0
+while [[ $1 != */rank.sh ]]; do echo "$1" >>"$NOTES"; shift; done
+echo "secret $HACPO_MEGA_SECRET export $SLURM_EXPORT_ENV" >>"$NOTES"
+logs=$2 python3 -c "$PLAY"
+"""
+MANY = 32_768
+ALL_ENDED = f"""
+import os
+logs = os.environ['logs']
+for rank in range({MANY}):
+    if rank != 20_000:
+        with open(f'{{logs}}/rank_{{rank}}.ended', 'w') as file:
+            print(rank, 2 if rank == 31_000 else 1, 10**18 - rank % 7, 'node1', file=file)
+open(f'{{logs}}/rank_31000.log', 'w').write('the reason why\\n')
+os._exit(2)
+"""
+
+
+class Attempt:
+    """The script of a small run, run once."""
+
+    def __init__(self, folder: Path, play: str = "", num_ranks: int | None = None, **slurm) -> None:
+        agents = [agent_table(folder, name, "qwen3", CHARACTERS) for name in ("a", "b")]
+        config = write_config(folder, agents, slurm={"gpus_per_node": 1, "preflight": False} | slurm)
+        self.run_dir = folder / "run"
+        text = prepare(load_config(config)).script(1)
+        if num_ranks is not None:
+            text = text.replace("num_ranks=2\n", f"num_ranks={num_ranks}\n")
+        for name, content in (("scontrol", SCONTROL), ("srun", SRUN)):
+            (folder / name).write_text(content)
+            (folder / name).chmod(0o755)
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "PLAY": play, "NOTES": str(folder / "notes")}
+        environment = os.environ | job | {"PATH": f"{folder}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, cwd=ROOT)
+        self.status, self.said, self.script = done.returncode, done.stdout + done.stderr, text
+        self.notes = (folder / "notes").read_text().splitlines() if (folder / "notes").exists() else []
+
+
+def test_the_ranks_of_a_large_job_are_all_heard(tmp_path):
+    """The names of 32,768 files are more than a command line takes."""
+    attempt = Attempt(tmp_path, ALL_ENDED, MANY)
+    assert attempt.status == 2, attempt.said
+    assert "rank 31000 on node1 ended first, with status 2" in attempt.said and "the reason why" in attempt.said
+    assert (tmp_path / "run/logs/attempt_1/ended").read_text().count("\n") == MANY - 1
+    assert "too long" not in attempt.said
+
+
+def test_the_silent_are_named_and_not_all_of_a_large_job(tmp_path):
+    attempt = Attempt(tmp_path, "import os; os._exit(9)", 100)
+    assert "no word from the ranks 0 1 2 " in attempt.said and " 31 and 68 more: their node is gone" in attempt.said
+    assert "requeued" in attempt.said and attempt.status == 0
+
+
+@pytest.mark.parametrize("line", ["module load cuda", "cd /nonexistent", "false | false"])
+def test_a_line_of_the_user_that_fails_ends_the_job_and_is_named(tmp_path, line):
+    attempt = Attempt(tmp_path, setup=["export FINE=1", line, "touch never"])
+    assert attempt.status == 2 and f"slurm.setup: this line failed: {line}" in attempt.said, attempt.said
+    assert attempt.notes == [] and not (ROOT / "never").exists()
+
+
+def test_a_line_that_is_none_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"slurm.setup: 'if true; then' is no whole command: .*; give a construct as one"
+    ):
+        Attempt(tmp_path, setup=["if true; then", "x=1", "fi"])
+    attempt = Attempt(tmp_path, setup=["if true; then\n export X=1\nfi"])
+    assert attempt.status == 0, attempt.said
+
+
+def test_what_srun_is_told(tmp_path):
+    """Processors always, the user's words after the script's own, and a secret that nobody prints."""
+    attempt = Attempt(tmp_path, cpus_per_rank=3, srun_options=["--label"], setup=["set -x"], environment={"A": "x y"})
+    assert attempt.status == 0, attempt.said
+    assert attempt.notes[:2] == ["--cpus-per-task=3", "--cpu-bind=cores"] and "--label" in attempt.notes
+    words = next(line for line in attempt.notes if line.startswith("secret ")).split()
+    assert len(words[1]) == 64 and words[3] == "ALL" and words[1] not in attempt.said
+    assert not any("--container" in note for note in attempt.notes)
+
+
+def test_a_container_is_unpacked_once_and_shows_what_processes_read(tmp_path):
+    image = {"container_image": "team/image.sqsh", "container_mounts": ["/data:/data:ro"], "preflight": True}
+    notes = Attempt(tmp_path, **image).notes
+    assert notes.count("--container-name=hacpo-mega-7-1") == 2, "by the preflight and by the training"
+    assert notes.count("--cpu-bind=cores") == 2 and "--container-image=team/image.sqsh" in notes
+    mounts = next(note for note in notes if note.startswith("--container-mounts=")).partition("=")[2].split(",")
+    assert mounts[-1] == "/data:/data:ro" and f"{tmp_path}:{tmp_path}" in mounts and f"{ROOT}:{ROOT}" in mounts
+    assert f"--container-workdir={Path.cwd()}" in notes
+
+
+def test_a_template_of_ones_own_has_the_same_placeholders(tmp_path):
+    own = tmp_path / "own.sbatch"
+    own.write_text("#!/bin/bash\n@directives@\n@settings@\n@setup@\necho mine of $num_ranks, me@site.org\n")
+    attempt = Attempt(tmp_path, template=str(own))
+    assert attempt.status == 0 and attempt.said == "mine of 2, me@site.org\n"
+    for text, said in (
+        ("@directives@ @settings@ @setup@ @nodes@", "@nodes@ is no placeholder"),
+        ("@setup@", "is missing"),
+    ):
+        own.write_text(text)
+        with pytest.raises(ValueError, match=f"slurm.template: .*{said}"):
+            Attempt(tmp_path, template=str(own))
+
+
+def test_only_infiniband_that_is_up_is_used(tmp_path):
+    ports = {
+        "mlx5_0/ports/1": ("4: ACTIVE", "InfiniBand"),
+        "mlx5_1/ports/1": ("1: DOWN", "InfiniBand"),
+        "mlx5_2/ports/1": ("4: ACTIVE", "Ethernet"),
+        "mlx5_3/ports/2": ("4: ACTIVE", "InfiniBand"),
+    }
+    asked = ["bash", "-c", 'source "$0"; active_infiniband "$1"', ROOT / "launch/node.sh", tmp_path]
+    assert subprocess.run(asked, capture_output=True, text=True).stdout == ""
+    for port, (state, layer) in ports.items():
+        folder = tmp_path / "class/infiniband" / port
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(f"{state}\n")
+        (folder / "link_layer").write_text(f"{layer}\n")
+    assert subprocess.run(asked, capture_output=True, text=True).stdout == "=mlx5_0:1,mlx5_3:2\n"

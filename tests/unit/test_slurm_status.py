@@ -1,0 +1,119 @@
+"""`hacpo-mega slurm --status RUN` from files alone, and what a job asks of nodes that sinfo tells of."""
+
+import json
+import os
+import time
+
+import pytest
+from job import run_here
+
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.slurm import Plan
+from hacpo_mega.cluster.slurm_queue import NodeGroup, job_name, num_gpus, partitions
+from hacpo_mega.cluster.slurm_request import request_of
+from hacpo_mega.config import SlurmConfig
+
+KNOWN = {"": [NodeGroup(2, 96, 8)], "gpu": [NodeGroup(2, 96, 8)], "cpu": [NodeGroup(4, 32, 0)]}
+
+
+def ask(known=KNOWN, tp: int = 8, lanes: int = 1, **slurm):
+    table = SlurmConfig.model_validate(slurm)
+    return request_of(Plan.of(RankMap(lanes, (AgentShape("a", tp=tp, engine_tp=1),)), table), table, known)
+
+
+def test_a_process_gets_what_belongs_to_its_gpu():
+    assert (ask().cpus, ask().mem, ask().gpus) == (12, "0", ("gpus-per-node=8",))
+    assert ask(tp=2, gpus_per_node=2).cpus == 12, "a quarter of the node for two of its eight GPUs"
+    assert ask(tp=2, gpus_per_node=2, sbatch_options=["--exclusive"]).cpus == 48, "the whole node"
+    assert ask(cpus_per_rank=3).cpus == 3 and ask(known={}).cpus == 8
+    assert "sinfo could not be asked" in str(ask(known={}))
+
+
+def test_gpus_by_type_and_clusters_that_count_none():
+    assert ask(gres="h100:8").gpus == ("gres=gpu:h100:8",)
+    assert ask(gres="h100:8", tp=4).gpus == ("gres=gpu:h100:4",), "as many as the fullest node uses"
+    none = ask(partition="cpu")
+    assert (none.gpus, none.takes_whole_nodes, none.cpus) == (("",), True, 4)
+    assert ask(gres="none").gpus == ("",)
+    with pytest.raises(ValueError, match=r"slurm.gres \(gpu:h100:4\) has 4 GPUs, gpus_per_node 8"):
+        ask(gres="h100:4")
+    with pytest.raises(ValueError, match="needs a type and a number of GPUs"):
+        ask(gres="h100")
+
+
+@pytest.mark.parametrize(
+    ("slurm", "said"),
+    [
+        ({"partition": "gpus"}, "slurm.partition gpus: there is no such partition; there are: cpu, gpu"),
+        ({"lanes": 3}, "the job needs 3 nodes, the default partition has 2: it would wait for ever"),
+        (
+            {"cpus_per_rank": 13},
+            "8 processes of 13 processors need 104 on a node, the largest .* has 96. Nearest: .*=12",
+        ),
+        ({"tp": 16, "gpus_per_node": 16}, r"slurm.gpus_per_node \(16\): a node of the default partition has 8"),
+    ],
+)
+def test_what_no_node_could_give_is_refused(slurm, said):
+    with pytest.raises(ValueError, match=said):
+        ask(**slurm)
+
+
+def test_slurms_tables_are_read(tmp_path, monkeypatch):
+    assert [num_gpus(text) for text in ("gpu:8", "gpu:h100:8(S:0-1),tmp:1", "(null)", "")] == [8, 8, 0, 0]
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'main*|4|96|gpu:h100:8(S:0-1)'\necho 'old|2|16|(null)'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    main, old = [NodeGroup(4, 96, 8)], [NodeGroup(2, 16, 0)]
+    assert partitions() == {"main": main, "": main, "old": old}
+
+
+def test_runs_of_one_name_have_jobs_of_two(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    assert job_name(tmp_path / "a" / "run") == job_name(tmp_path / "link" / "run") != job_name(tmp_path / "b" / "run")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of ten steps that is in its sixth, in its second attempt; Slurm is not here."""
+    monkeypatch.setenv("PATH", "/usr/bin-without-slurm")
+    for name in ("slurm", "logs/attempt_1", "logs/attempt_2", "checkpoints/step_000004"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "slurm/config.1.toml").write_text("num_steps = 10\n")
+    now = time.time()
+    steps = [{"step": n, "values": {}, "timing": {"time_unix_s": now - 10 * (6 - n)}} for n in range(6)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + '\n{"step": 6, "val')
+    begun = [{"time_unix_s": now, "job": "slurm 12", "attempt": n, "step": 2 * n} for n in (1, 2)]
+    (tmp_path / "logs/attempts.jsonl").write_text("\n".join(map(json.dumps, begun)) + "\n")
+    said = "[slurm 2026] rank 1 on node2 ended first, with status 9\n\x1b[31mstep 5/10 | safe 4\n"
+    (tmp_path / "slurm/12.log").write_text(said)
+    return tmp_path
+
+
+def test_how_a_run_stands_is_one_screen(run):
+    done = run_here("slurm", "--status", run)
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.split(None, 1) for line in done.stdout.splitlines())
+    assert rows["queue"].startswith("unknown: squeue is not on the PATH")
+    assert rows["attempt"].startswith("2 (slurm 12), the last began ") and rows["attempt"].endswith("after step 4")
+    assert rows["step"] == "5 of 10, safe 4" and rows["speed"].startswith("10.0 s a step (median of 5)")
+    assert rows["speed"].endswith("about 00:00:50 left")
+    assert rows["trouble"].startswith("[slurm 2026] rank 1 on node2 ended first") and rows["in"].endswith(
+        "slurm/12.log"
+    )
+
+
+def test_its_exit_code_says_whether_anybody_works(run, tmp_path, monkeypatch):
+    assert run_here("slurm", "--status", tmp_path / "nothing").returncode == 2
+    (run / "squeue").write_text("#!/bin/sh\n")
+    (run / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{run}:/usr/bin:/bin")
+    done = run_here("slurm", "--status", run)
+    assert done.returncode == 1 and "no job of this run waits or runs" in done.stdout
+    (run / "squeue").write_text("#!/bin/sh\necho '12|RUNNING|None|1:02|58:58|node[1-2]'\n")
+    done = run_here("slurm", "--status", run)
+    assert done.returncode == 0 and "job 12 RUNNING on node[1-2] for 1:02, 58:58 left" in done.stdout
+    (run / "squeue").write_text("#!/bin/sh\n")
+    (run / "finished.json").write_text('{"steps_done": 10}')
+    assert run_here("slurm", "--status", run).returncode == 0
+    assert os.path.exists(run / "slurm/12.log"), "it only reads"
