@@ -14,7 +14,7 @@ __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
-        from hacpo_mega.trainer import Trainer
+        from hacpo_mega.trainer.trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

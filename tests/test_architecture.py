@@ -23,25 +23,25 @@ ROOT = Path(__file__).parent.parent
 TOP_FILES = {
     "records.py": "records",
     "agent.py": "agent",
-    "device_use.py": "agent",
+    "agent/devices.py": "agent",
     "policy_loss.py": "agent",
     "scoring.py": "agent",
-    "checkpoint.py": "checkpoint",
+    "checkpoint/files.py": "checkpoint",
     "stored_agent.py": "checkpoint",
     "disk_space.py": "checkpoint",
     "joint_checkpoint.py": "trainer",
     "step_answers.py": "trainer",
     "joint_disk.py": "trainer",
     "trainer.py": "trainer",
-    "cli.py": "cli",
-    "cli_chaos.py": "cli",
-    "cli_data.py": "cli",
-    "cli_bench.py": "cli",
-    "cli_experiment.py": "cli",
-    "cli_export.py": "cli",
-    "cli_plan.py": "cli",
-    "cli_preflight.py": "cli",
-    "cli_slurm.py": "cli",
+    "cli/app.py": "cli",
+    "cli/chaos.py": "cli",
+    "cli/data.py": "cli",
+    "cli/bench.py": "cli",
+    "cli/experiment.py": "cli",
+    "cli/export.py": "cli",
+    "cli/plan.py": "cli",
+    "cli/preflight.py": "cli",
+    "cli/slurm.py": "cli",
     "__init__.py": "cli",
 }
 # Lowest first. A room may use the rooms on lower floors, and nothing beside it.
@@ -66,7 +66,7 @@ CLI = tuple(f"hacpo_mega/{file}" for file, room in TOP_FILES.items() if room == 
 DOORS = {
     "megatron": ("hacpo_mega/megatron/",),
     # and where an experiment's server imports it for the ranks that it forks
-    "vllm": ("hacpo_mega/rollout/engine.py", "hacpo_mega/experiments/preloaded.py"),
+    "vllm": ("hacpo_mega/rollout/engine.py", "hacpo_mega/lab/experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/logbook/metrics.py",),
     "matplotlib": ("hacpo_mega/report/",),
@@ -86,8 +86,8 @@ COLLECTIVES = (
 ENVIRONMENT = (
     "hacpo_mega/cluster/device.py",
     "hacpo_mega/cluster/environment.py",
-    "hacpo_mega/cluster/forked_job.py",
-    "hacpo_mega/cluster/local_job.py",
+    "hacpo_mega/jobs/forked.py",
+    "hacpo_mega/jobs/local.py",
     "hacpo_mega/cluster/place.py",
     "hacpo_mega/cluster/private_folder.py",
     "hacpo_mega/cluster/rank_map.py",
@@ -434,7 +434,7 @@ def test_what_starts_jobs_and_measures_kernels_makes_no_code_of_what_it_reads() 
     assert sources and list(nothing_is_pickled(sources)) == []
 
 
-A = "hacpo_mega/agent.py"
+A = "hacpo_mega/agent/agent.py"
 RUNNING = (
     "dist.broadcast_object_list(name)",
     "gather = torch.distributed.all_gather_object",
@@ -459,9 +459,9 @@ RUNNING = (
 )
 BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (every_file_has_a_room, {"hacpo_mega/elsewhere.py": ""}),
-    (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.agent import Agent", A: ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.agent.agent import Agent", A: ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.algorithm import y", "hacpo_mega/algorithm/y.py": ""}),
-    (imports_go_down, {"hacpo_mega/data/x.py": "def f():\n    import hacpo_mega.agent", A: ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "def f():\n    import hacpo_mega.agent.agent", A: ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "from ..agent import Agent", A: ""}),
     (imports_have_no_circle, {"hacpo_mega/data/x.py": "from .y import b", "hacpo_mega/data/y.py": "from .x import a"}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),

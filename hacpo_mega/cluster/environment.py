@@ -1,6 +1,6 @@
 """The environment of a job's processes, and whether this process is one of them.
 
-`hacpo-mega train|init|doctor CONFIG` outside a job starts one (local_job.py) and runs itself in every rank; inside one
+`hacpo-mega train|init|doctor CONFIG` outside a job starts one (jobs/local.py) and runs itself in every rank; inside one
 (torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 
@@ -55,7 +55,7 @@ NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JO
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
 PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
-LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by local_job.py for the ranks it starts
+LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by jobs/local.py for the ranks it starts
 
 
 def prepare_environment() -> None:

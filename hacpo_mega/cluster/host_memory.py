@@ -1,7 +1,7 @@
 """Whether every node's memory holds what its processes are about to pin there, asked before any of them does.
 
 Pinned memory is never swapped: a node that has too little of it kills processes long after the start.
-Not here: how many bytes that is (models/budget.py).
+Not here: how many bytes that is (memory/budget.py).
 """
 
 import json

@@ -3,7 +3,7 @@
 vLLM measures the device while it starts, to see how much of it is left, and takes what another process of the same
 device allocates or frees meanwhile for its own. So agents that share a device start their engines one after another;
 and where the configuration asks for it (`placement = "shared"`), they do everything on a device one after another.
-Not here: which device a process has (device.py), what an agent does in its turn (device_use.py).
+Not here: which device a process has (device.py), what an agent does in its turn (agent/devices.py).
 """
 
 from collections import Counter

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.agent import Agent
+from hacpo_mega.agent.agent import Agent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of, table, worst_of

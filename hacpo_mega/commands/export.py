@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from hacpo_mega.checkpoint.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
 from hacpo_mega.logbook.metrics import read_metrics
@@ -27,7 +28,6 @@ from hacpo_mega.megatron.hf_writer import copy_beside_weights, finite, write_wei
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import all_sources
-from hacpo_mega.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 
 CARD = "README.md"
 OURS = ".draft"  # in a folder that an export is making: who makes it

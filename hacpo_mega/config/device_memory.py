@@ -1,6 +1,6 @@
 """What every agent of a configuration takes of its devices, as `hacpo-mega check` prints and refuses it.
 
-The arithmetic is that of models/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
+The arithmetic is that of memory/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
 and what does not fit is said in one line with the nearest change that does. One process has a device to itself, or,
 with placement = "shared", in its agent's turns.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
+from hacpo_mega.memory.budget import GIB, Budget, EnginePlan, fullest_stage, left_behind
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.budget import GIB, Budget, EnginePlan, fullest_stage, left_behind
 from hacpo_mega.models.layout import Layout, layout_problems
-from hacpo_mega.models.memory import CPU, CUDA, ActorPlan, Recompute
 
 # What torch sees of a device that is sold as 80 GB, rounded down.
 DEFAULT_GIB = 79.0

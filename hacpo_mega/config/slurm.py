@@ -1,6 +1,6 @@
 """The [slurm] table: what `hacpo-mega slurm` asks a cluster for. It changes where and how a run starts, never the run.
 
-Not here: who runs on which node (cluster/slurm.py), and the job script itself (launch/slurm.sbatch).
+Not here: who runs on which node (jobs/slurm_plan.py), and the job script itself (launch/slurm.sbatch).
 """
 
 import datetime

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hacpo_mega.checkpoint.stored_agent import StoredAgent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device
@@ -34,7 +35,6 @@ from hacpo_mega.models.segments import all_sources
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine, answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
-from hacpo_mega.stored_agent import StoredAgent
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
 ANSWERS_PER_WRITE = 512

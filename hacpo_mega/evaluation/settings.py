@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, config_of_run
 from hacpo_mega.config.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
 from hacpo_mega.evaluation.benchmarks import (
@@ -21,7 +22,6 @@ from hacpo_mega.evaluation.benchmarks import (
 )
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.weight_files import weights_fingerprint
-from hacpo_mega.stored_agent import StoredAgent, stored_agent_at
 
 
 @dataclass(frozen=True)

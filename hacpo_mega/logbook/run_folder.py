@@ -1,7 +1,7 @@
 """The folder of a run, and what its processes write into it.
 
     config.toml   resolved        starts.jsonl   commit and versions of every start
-    checkpoints/step_*/           hacpo_mega/checkpoint.py
+    checkpoints/step_*/           hacpo_mega/checkpoint/files.py
     metrics.jsonl, tensorboard/   metrics.py     rollouts/step_*.lane_*.jsonl   rollout_log.py
     agents/<name>/   every agent as a Hugging Face folder, at the end     finished.json   the steps they have learnt
 
@@ -17,7 +17,7 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from hacpo_mega.checkpoint import remove_unfinished
+from hacpo_mega.checkpoint.files import remove_unfinished
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config

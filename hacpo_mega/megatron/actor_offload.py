@@ -3,7 +3,7 @@
 Weights, main weights and moments go to the host and come back (offload.py). Gradient buffers are not copied, since
 every backward begins by filling them with zeros: their bytes are given back and taken again. What Megatron keeps from
 one forward to the next to gather into is made anew by the next one.
-Not here: whose turn it is (device_use.py), and how many bytes stay all the same (models/budget.py).
+Not here: whose turn it is (agent/devices.py), and how many bytes stay all the same (memory/budget.py).
 """
 
 from megatron.core import parallel_state

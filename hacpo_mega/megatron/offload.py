@@ -10,7 +10,7 @@ stay with it. `placement = "shared"` sends all of an actor away (actor_offload.p
     require_home       the device's work from here on waits for them; the state is there
 
 On CUDA the copies run on a stream of their own through pinned memory, beside what the device and the process do
-meanwhile: out beside publishing, back beside judging, exchanging and scoring (device_use.py). On the CPU they are done
+meanwhile: out beside publishing, back beside judging, exchanging and scoring (agent/devices.py). On the CPU they are done
 when they begin, and the bytes are given back and taken again all the same.
 
 Why not Megatron's own (core 0.16.1): `MegatronOptimizer.offload_to_cpu` and `restore_from_cpu` wait for every copy, use
@@ -18,7 +18,7 @@ pageable memory that they allocate anew each time, do nothing for a tensor that 
 another storage: a view of a float32 model's weights comes back as a second copy of them, and other views read what was
 before. `optimizer_cpu_offload` (HybridDeviceOptimizer) takes the optimizer step itself to the CPU. Here every
 tensor keeps its storage, whose bytes go and come, so that whatever views it finds its numbers again.
-Not here: when (device_use.py), and how many bytes that is (models/memory.py).
+Not here: when (agent/devices.py), and how many bytes that is (memory/actor_bytes.py).
 """
 
 import enum

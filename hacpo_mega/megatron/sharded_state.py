@@ -6,7 +6,7 @@ So any tp, pp, number of cells and padding of the vocabulary can take it up. Meg
 Not stored, since it follows: the model's own weights (the main weights, rounded), the rows that pad a vocabulary
 (zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (by the
 number of updates), the reference policy (the model folder).
-Not here: which steps are kept, and that a step exists for all agents or for none (checkpoint.py).
+Not here: which steps are kept, and that a step exists for all agents or for none (checkpoint/files.py).
 """
 
 from collections import defaultdict

@@ -1,6 +1,6 @@
 """What vLLM leaves undone when it wakes from level 2: memory that an error has left behind, and a cache unwritten.
 
-Not here: what is awake when (engine.py, device_use.py). It gets vLLM handed in, inside its door (engine_door.py).
+Not here: what is awake when (engine.py, agent/devices.py). It gets vLLM handed in, inside its door (engine_door.py).
 """
 
 import enum

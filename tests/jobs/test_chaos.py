@@ -10,12 +10,12 @@ import pytest
 from job import play_command, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained, opened_since
-from hacpo_mega.chaos.faults import KINDS, Fault, draw_fault
-from hacpo_mega.chaos.table import costs, write_table
-from hacpo_mega.chaos.verdict import compare
-from hacpo_mega.cli_experiment import train_rank
+from hacpo_mega.cli.experiment import train_rank
 from hacpo_mega.config import load_config
+from hacpo_mega.lab.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained, opened_since
+from hacpo_mega.lab.chaos.faults import KINDS, Fault, draw_fault
+from hacpo_mega.lab.chaos.table import costs, write_table
+from hacpo_mega.lab.chaos.verdict import compare
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import record_start
 

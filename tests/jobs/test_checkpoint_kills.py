@@ -21,17 +21,17 @@ from job import run_ranks, start_ranks
 from run_cases import CHARACTERS, write_config
 from tiny_models import make_model
 
-import hacpo_mega.joint_checkpoint
 import hacpo_mega.megatron.sharded_state
-from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint, remove_unfinished
-from hacpo_mega.cluster.forked_job import wait_for_ranks
+import hacpo_mega.trainer.joint_checkpoint
+from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint, remove_unfinished
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
-from hacpo_mega.joint_checkpoint import JointCheckpoint, RunState, agree_on_start
-from hacpo_mega.joint_disk import JointDisk
+from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.samples.tokenizers import make_tokenizer
+from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, agree_on_start
+from hacpo_mega.trainer.joint_disk import JointDisk
 
 pytestmark = pytest.mark.slow
 FOREVER_S = 3600.0
@@ -57,10 +57,12 @@ STAGES = {
         hacpo_mega.megatron.sharded_state, "_write", ANY, False, False, rank_1_writes=False
     ),
     "between the agents": Stage(hacpo_mega.megatron.sharded_state, "_write", ANY, True, False, rank_1_writes=False),
-    "when all have written": Stage(hacpo_mega.joint_checkpoint, "commit", ANY, False, False),
+    "when all have written": Stage(hacpo_mega.trainer.joint_checkpoint, "commit", ANY, False, False),
     "before the rename": Stage(pathlib.Path, "rename", IS_NEW, False, False, asynchronous=False),
     "after the rename": Stage(pathlib.Path, "rename", IS_NEW, True, True),
-    "before the retention": Stage(hacpo_mega.joint_checkpoint, "remove_old", ANY, False, True, asynchronous=False),
+    "before the retention": Stage(
+        hacpo_mega.trainer.joint_checkpoint, "remove_old", ANY, False, True, asynchronous=False
+    ),
     "as the retention begins": Stage(shutil, "rmtree", IS_OLD, False, True),
     "in the retention": Stage(os, "unlink", IS_NO_PROBE, True, True),
 }

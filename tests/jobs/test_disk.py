@@ -16,9 +16,9 @@ from job import play_command, run_group, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.checkpoint.disk_space import checkpoint_bytes, free_bytes
+from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.config import load_config
-from hacpo_mega.disk_space import checkpoint_bytes, free_bytes
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
 from hacpo_mega.megatron.stored_state import NotWritten, Part, write_parts

@@ -16,7 +16,7 @@ from job import play_command, start_command, start_ranks
 from processes import descendants, is_running
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
-from hacpo_mega.checkpoint import committed_steps
+from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import read_metrics
 

@@ -16,13 +16,13 @@ from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.memory.actor_bytes import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.memory import num_weights
 
 pytestmark = pytest.mark.slow
 

@@ -19,13 +19,13 @@ from megatron.core import parallel_state
 
 import hacpo_mega.cluster.place
 from hacpo_mega.cluster.place import Place, gather_bytes
-from hacpo_mega.cluster.preflight import GroupTest
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable
 from hacpo_mega.cluster.secret import Secret
 from hacpo_mega.cluster.spans import WatchedGroup
 from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.preflight.meeting import GroupTest
 
 SMALL = st.integers(1, 4)
 

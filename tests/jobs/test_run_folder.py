@@ -18,18 +18,18 @@ from run_cases import CHARACTERS, write_config
 from test_checkpoint_kills import save, state_after
 from tiny_models import make_model
 
-from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
-from hacpo_mega.cluster.forked_job import wait_for_ranks
+from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
 from hacpo_mega.config.run_dirs import LOCK
-from hacpo_mega.joint_checkpoint import JointCheckpoint, agree_on_start
-from hacpo_mega.joint_disk import JointDisk
+from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.samples.tokenizers import make_tokenizer
+from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, agree_on_start
+from hacpo_mega.trainer.joint_disk import JointDisk
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,11 @@ from scale_model import CountingStore
 
 import hacpo_mega.cluster.place
 from hacpo_mega.cluster.place import Place, gather_bytes
-from hacpo_mega.cluster.preflight import Meeting
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.cluster.store_cost import cost, groups_of, peers
 from hacpo_mega.cluster.tree import Tree
+from hacpo_mega.lab.planning.store_cost import cost, groups_of, peers
+from hacpo_mega.preflight.meeting import Meeting
 
 FOUR = RankMap(2, (AgentShape("A"), AgentShape("B")))
 EIGHT = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))

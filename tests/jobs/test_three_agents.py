@@ -12,7 +12,7 @@ from job import run_command, run_here
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 
-from hacpo_mega.checkpoint import committed_steps, folder_of, read_checkpoint
+from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 

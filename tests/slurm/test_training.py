@@ -14,7 +14,7 @@ from cluster import CONTROL
 from repository import ROOT
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
-from hacpo_mega.checkpoint import committed_steps
+from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.rollout_log import read_rollouts

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
+from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.policy_loss import PolicyLoss
 from hacpo_mega.records import MicroBatch, Sample
 
 VOCAB = 131

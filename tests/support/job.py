@@ -40,11 +40,11 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.environment import library_settings
-from hacpo_mega.cluster.forked_job import changed_environment, wait_for_ranks
-from hacpo_mega.cluster.local_job import launcher_environment
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.secret import new_secret
+from hacpo_mega.jobs.forked import changed_environment, wait_for_ranks
+from hacpo_mega.jobs.local import launcher_environment
 
 # What counts the GPUs of a machine cannot use them after a fork: on CUDA every rank is a fresh interpreter.
 ON_CUDA = torch.cuda.is_available()
@@ -132,7 +132,7 @@ def run_command(num_ranks: int, *arguments: str | Path) -> None:
 
 def play_command(*arguments: str) -> None:
     """`hacpo-mega ARGUMENTS` in this process; SystemExit if it fails."""
-    from hacpo_mega.cli import main
+    from hacpo_mega.cli.app import main
 
     sys.argv = ["hacpo-mega", *arguments]
     try:

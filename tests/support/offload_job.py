@@ -10,9 +10,9 @@ from pathlib import Path
 
 from job import play_command
 
-from hacpo_mega.agent import Agent
+from hacpo_mega.agent.agent import Agent
+from hacpo_mega.agent.scoring import Scoring
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.scoring import Scoring
 
 METHODS = ("roll_out", "answer_greedily", "diagnose", "learn", "publish_weights", "verify_weights", "save")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from job import play_command
 
-import hacpo_mega.cluster.preflight
-import hacpo_mega.commands.preflight
+import hacpo_mega.preflight.command
+import hacpo_mega.preflight.meeting
 
 
 def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
@@ -52,13 +52,13 @@ def _closed_port(folder: Path) -> None:
     """Its door is announced on a port where nobody listens, as behind a firewall."""
     with socket.create_server(("", 0)) as server:
         closed = server.getsockname()[1]
-    start = hacpo_mega.cluster.preflight.Door.__init__
+    start = hacpo_mega.preflight.meeting.Door.__init__
 
     def start_behind_a_wall(door, node, secret):
         start(door, node, secret)
         door.port = closed
 
-    hacpo_mega.cluster.preflight.Door.__init__ = start_behind_a_wall
+    hacpo_mega.preflight.meeting.Door.__init__ = start_behind_a_wall
 
 
 def _wrong_clock(folder: Path) -> None:
@@ -67,7 +67,7 @@ def _wrong_clock(folder: Path) -> None:
 
 
 def _hangs(folder: Path) -> None:
-    hacpo_mega.cluster.preflight.GroupTest.run = lambda *_: time.sleep(3600.0)
+    hacpo_mega.preflight.meeting.GroupTest.run = lambda *_: time.sleep(3600.0)
 
 
 FAULTS = {

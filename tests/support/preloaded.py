@@ -13,12 +13,12 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from transformers import AutoModelForCausalLM  # noqa: F401
 from vllm.platforms.cpu import CpuPlatform
 
-import hacpo_mega.cli
+import hacpo_mega.cli.app
 import hacpo_mega.commands.doctor
 import hacpo_mega.commands.warm_start
 import hacpo_mega.evaluation.evaluate
 import hacpo_mega.evaluation.table
-import hacpo_mega.trainer  # noqa: F401
+import hacpo_mega.trainer.trainer  # noqa: F401
 
 # Every engine looks through all modules for Triton kernels to replace, a second of work: done here, for all children.
 CpuPlatform.register_triton_kernel_overrides()

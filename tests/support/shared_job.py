@@ -11,10 +11,10 @@ from pathlib import Path
 
 from job import play_command
 
-from hacpo_mega import joint_disk
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.trainer import joint_disk
 
 METHODS = {
     Engine: ("wake", "load", "differences", "generate", "sleep"),

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.memory_trace import _fake_world
+from hacpo_mega.lab.memory_trace import _fake_world
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.megatron.names import slots_of
 from hacpo_mega.megatron.optimizer import ActorOptimizer

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from types import SimpleNamespace
 
-from hacpo_mega.device_use import SharedDevices
+from hacpo_mega.agent.devices import SharedDevices
 
 
 class Faults:

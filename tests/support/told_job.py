@@ -5,14 +5,14 @@ import time
 
 from job import play_command
 
-import hacpo_mega.trainer
-from hacpo_mega.agent import Agent
+import hacpo_mega.trainer.trainer
+from hacpo_mega.agent.agent import Agent
 from hacpo_mega.cluster.watchdog import Watchdog
 
 
 def told_at_call(rank: int, number: int, name: str, nth: int, *arguments: str) -> None:
     """`hacpo-mega ARGUMENTS`, in which a rank is told to end as it calls a function for the nth time."""
-    owner = Agent if name == "learn" else hacpo_mega.trainer
+    owner = Agent if name == "learn" else hacpo_mega.trainer.trainer
     original, calls, watchdogs = getattr(owner, name), [], []
 
     def telling(*args, **options):

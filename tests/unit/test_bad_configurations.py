@@ -18,7 +18,7 @@ from bad_cases import DATA, GROUPS, INIT, ROWS
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega import cli
+from hacpo_mega.cli import app as cli
 from hacpo_mega.config import load_config
 from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega import cli
+from hacpo_mega.cli import app as cli
 from hacpo_mega.cluster.seat import from_launcher
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.data.files import MAX_LINE_BYTES, check_data

@@ -7,16 +7,16 @@ import pytest
 from plan_cases import CLUSTER, write_cluster, write_small_job
 from typer.testing import CliRunner
 
-from hacpo_mega import cli_plan
-from hacpo_mega.cli import app
+from hacpo_mega.cli import plan as cli_plan
+from hacpo_mega.cli.app import app
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.planning.calibration import COMPARED
-from hacpo_mega.planning.cluster_file import load_cluster
-from hacpo_mega.planning.configuration import load_planned
-from hacpo_mega.planning.plan import make_plan
-from hacpo_mega.planning.work import Lengths, work_of
-from hacpo_mega.throughput import schedules
-from hacpo_mega.throughput.measure import AgentStep, MeasuredStep
+from hacpo_mega.lab.planning.calibration import COMPARED
+from hacpo_mega.lab.planning.cluster_file import load_cluster
+from hacpo_mega.lab.planning.configuration import load_planned
+from hacpo_mega.lab.planning.plan import make_plan
+from hacpo_mega.lab.planning.work import Lengths, work_of
+from hacpo_mega.lab.throughput import schedules
+from hacpo_mega.lab.throughput.measure import AgentStep, MeasuredStep
 
 MIB = 2.0**20
 

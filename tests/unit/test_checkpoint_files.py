@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from hacpo_mega.checkpoint import (
+from hacpo_mega.checkpoint.files import (
     FORMAT,
     RECORD,
     AgentState,

@@ -7,7 +7,7 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
-from hacpo_mega.cli import app
+from hacpo_mega.cli.app import app
 from hacpo_mega.commands.convert_data import convert
 from hacpo_mega.commands.grade import grade
 from hacpo_mega.commands.inspect_data import inspect

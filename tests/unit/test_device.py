@@ -10,8 +10,8 @@ import torch
 from device_table import DeviceTable
 
 from hacpo_mega.cluster.device import rank_device
-from hacpo_mega.cluster.forked_job import SERVER_ONLY, changed_environment
-from hacpo_mega.cluster.node_report import _device_facts, _gpus
+from hacpo_mega.jobs.forked import SERVER_ONLY, changed_environment
+from hacpo_mega.preflight.node_report import _device_facts, _gpus
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_cpu_environment_on_a_machine_without_gpus_is_the_cpu(monkeypatch, tmp
 
 
 def test_the_server_asks_for_gpus_without_initialising_cuda(monkeypatch):
-    """torch, asked under the variables of forked_job.py, counts the driver's devices; else a fork would be too late."""
+    """torch, asked under the variables of jobs/forked.py, counts the driver's devices; else a fork would be too late."""
 
     def initialise():
         raise AssertionError("CUDA's runtime was asked, which initialises it")

@@ -10,10 +10,10 @@ from job import run_here
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.config import load_config
-from hacpo_mega.experiments.grid import Cell, load_grid
-from hacpo_mega.experiments.identity import folder_digest, identity_of
-from hacpo_mega.experiments.result import diagnose, measure, read_result, write_result
-from hacpo_mega.experiments.trust import (
+from hacpo_mega.lab.experiments.grid import Cell, load_grid
+from hacpo_mega.lab.experiments.identity import folder_digest, identity_of
+from hacpo_mega.lab.experiments.result import diagnose, measure, read_result, write_result
+from hacpo_mega.lab.experiments.trust import (
     check_cells,
     check_identities,
     read_results,

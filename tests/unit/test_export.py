@@ -23,7 +23,7 @@ from run_cases import train
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.checkpoint import FORMAT, RECORD, Checkpoint, FileState, file_sha256, folder_of, remove_old
+from hacpo_mega.checkpoint.files import FORMAT, RECORD, Checkpoint, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
 from hacpo_mega.commands.export import OURS, draft_of, export_copy, trained_agent
 from hacpo_mega.logbook.metrics import read_metrics

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from hacpo_mega.lab.memory_trace import _fake_world, _NumbersThatAreKnown
 from hacpo_mega.megatron import layers
-from hacpo_mega.megatron.memory_trace import _fake_world, _NumbersThatAreKnown
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hacpo_mega.cli import app
+from hacpo_mega.cli.app import app
 from hacpo_mega.commands.grade import grade_file, judge_options
 from hacpo_mega.grading.graders import arithmetic, exact, length_penalised, requiring_format
 from hacpo_mega.grading.judge import Judge

@@ -9,7 +9,7 @@ from job import run_here
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega import disk_space
+from hacpo_mega.checkpoint import disk_space
 from hacpo_mega.cluster import machine_limits
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap

@@ -11,16 +11,16 @@ from hacpo_kernels.linear_logprob import chunk_rows
 from paper_models import make_paper_workplace
 from repository import ROOT
 
-from hacpo_mega import cli
-from hacpo_mega.checkpoint import plain
+from hacpo_mega.checkpoint.files import plain
+from hacpo_mega.cli import app as cli
 from hacpo_mega.config import device_memory, load_config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import ROOM, agent_budget, memory_table
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory, logit_rows, num_weights
+from hacpo_mega.memory.budget import GIB, PHASES
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.budget import GIB, PHASES
 from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.memory import CPU, CUDA, ActorPlan, actor_memory, logit_rows, num_weights
 
 PAPER = ROOT / "configs" / "paper"
 PAIRS = sorted(file.stem for file in PAPER.glob("*.toml"))

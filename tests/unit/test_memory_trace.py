@@ -11,8 +11,8 @@ import pytest
 from memory_benchmark import LLAMA, QWEN2, SMALL, learn_of_budget, learn_of_trace, paper_plans, plan_of, traced
 from paper_models import make_paper_workplace
 
-from hacpo_mega.megatron.memory_trace import TracedMemory
-from hacpo_mega.models.memory import CPU, ActorPlan, actor_memory
+from hacpo_mega.lab.memory_trace import TracedMemory
+from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
 
 # Of the six pairs, every model in every layout that it has there.
 PAPER = [

@@ -17,6 +17,7 @@ from hacpo_kernels.bounds import CrossObjective as KernelObjective
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.algorithm import (
     advantages_of,
     capability_ratios,
@@ -27,7 +28,6 @@ from hacpo_mega.algorithm import (
 )
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.config.methods import METHODS, CrossObjective
-from hacpo_mega.policy_loss import PolicyLoss
 from hacpo_mega.records import MicroBatch, Sample
 
 U64, U32 = 2.0**-53, 2.0**-24

@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from job import run_here
 
-from hacpo_mega.checkpoint import AgentState, Checkpoint, FileState, file_sha256, model_digests, plain
+from hacpo_mega.checkpoint.files import AgentState, Checkpoint, FileState, file_sha256, model_digests, plain
 from hacpo_mega.config import Config
 from hacpo_mega.evaluation.settings import EvaluationSettings, settings_for
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from hacpo_mega.cluster.forked_job import changed_environment
-from hacpo_mega.cluster.node_comparison import Look, look_findings, neighbours, report_findings, suspects
-from hacpo_mega.cluster.node_report import NodeReport, size
 from hacpo_mega.cluster.seat import Seat, expand_nodes
+from hacpo_mega.jobs.forked import changed_environment
+from hacpo_mega.preflight.node_comparison import Look, look_findings, neighbours, report_findings, suspects
+from hacpo_mega.preflight.node_report import NodeReport, size
 
 SOUND = NodeReport("", 0, 1, "A", {"code": "c1"}, {"devices": "8 x H100"}, memory_bytes=100)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from hacpo_mega.agent.policy_loss import PolicyLoss, scores_of_update
 from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, sample_weight, sequence_objective
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.policy_loss import PolicyLoss, scores_of_update
 from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
 # Unit roundoff of float32 and float64. A tolerance is a number of roundings.

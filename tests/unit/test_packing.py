@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hacpo_mega.policy_loss import sample_columns
+from hacpo_mega.agent.policy_loss import sample_columns
 from hacpo_mega.records import Sample, TokenSequence
 from hacpo_mega.samples.packing import input_length, microbatch, pack, pack_update, plan_updates
 

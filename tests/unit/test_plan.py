@@ -14,19 +14,19 @@ from plan_cases import CLUSTER, write_cluster, write_small_job
 from repository import ROOT
 from typer.testing import CliRunner
 
-from hacpo_mega.cli import app
+from hacpo_mega.cli.app import app
+from hacpo_mega.lab.planning.cluster_file import load_cluster
+from hacpo_mega.lab.planning.configuration import Planned, load_planned
+from hacpo_mega.lab.planning.kinds import KINDS
+from hacpo_mega.lab.planning.plan import make_plan
+from hacpo_mega.lab.planning.refusals import refusals
+from hacpo_mega.lab.planning.search import find_ways, lightest
+from hacpo_mega.lab.planning.traced import trace
+from hacpo_mega.lab.planning.work import Lengths, work_of
+from hacpo_mega.memory.actor_bytes import num_weights
 from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.memory import num_weights
 from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
 from hacpo_mega.models.segments import all_sources
-from hacpo_mega.planning.cluster_file import load_cluster
-from hacpo_mega.planning.configuration import Planned, load_planned
-from hacpo_mega.planning.kinds import KINDS
-from hacpo_mega.planning.plan import make_plan
-from hacpo_mega.planning.refusals import refusals
-from hacpo_mega.planning.search import find_ways, lightest
-from hacpo_mega.planning.traced import trace
-from hacpo_mega.planning.work import Lengths, work_of
 
 SCALE, CLUSTERS = ROOT / "configs" / "scale", ROOT / "configs" / "clusters"
 PAIR, LARGE = SCALE / "qwen-8b_llama-8b.toml", SCALE / "qwen-32b_llama-70b.toml"
@@ -107,7 +107,7 @@ def test_all_clusters_of_the_repository_are_used_or_named():
 @pytest.mark.parametrize("config", ON, ids=lambda file: file.stem)
 def test_a_large_plan_is_quick_and_loads_no_torch(config, tmp_path):
     code = (
-        "import sys, time\nfrom hacpo_mega.cli import app\nstart = time.process_time()\n"
+        "import sys, time\nfrom hacpo_mega.cli.app import app\nstart = time.process_time()\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
         "print('torch' in sys.modules, time.process_time() - start)"
     )

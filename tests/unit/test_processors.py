@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.cluster.node_comparison import report_findings, warnings
-from hacpo_mega.cluster.node_report import NodeReport
 from hacpo_mega.cluster.processors import listed, near_shares
 from hacpo_mega.cluster.visible_gpus import visible_gpus
+from hacpo_mega.preflight.node_comparison import report_findings, warnings
+from hacpo_mega.preflight.node_report import NodeReport
 
 CARDS = """\
 0, GPU-aa, NVIDIA H100, 81559, 500, 580, 1980, 2619

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from hacpo_mega.checkpoint import find_start
+from hacpo_mega.checkpoint.files import find_start
 from hacpo_mega.config import load_config
 from hacpo_mega.config.run_dirs import is_run
 from hacpo_mega.logbook.metrics import require_readable_metrics

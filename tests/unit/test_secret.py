@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.cluster.forked_job import changed_environment
-from hacpo_mega.cluster.local_job import launcher_environment
-from hacpo_mega.cluster.preflight import Door, knock
 from hacpo_mega.cluster.private_folder import job_folder, own_folder
 from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.cluster.secret import MAX_CALLERS, SECRET, Gate, Secret, Stranger, introduce, new_secret
+from hacpo_mega.jobs.forked import changed_environment
+from hacpo_mega.jobs.local import launcher_environment
+from hacpo_mega.preflight.meeting import Door, knock
 
 RIGHT, WRONG = Secret(bytes(range(32))), Secret(bytes(32))
 LIMIT_S = 300.0  # of a hang, not of a slow machine

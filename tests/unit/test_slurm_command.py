@@ -10,11 +10,11 @@ from job import run_here
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.cli_slurm import begin_attempt
-from hacpo_mega.cluster.attempts import goes_in_circles, record_attempt
+from hacpo_mega.cli.slurm import begin_attempt
 from hacpo_mega.cluster.environment import from_slurm
 from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.config import load_config
+from hacpo_mega.jobs.attempts import goes_in_circles, record_attempt
 from hacpo_mega.logbook.older_runs import move_aside
 
 
@@ -78,7 +78,9 @@ def test_without_sbatch_nothing_is_written(config, monkeypatch):
 
 
 def test_who_submits_needs_no_torch(config):
-    code = "import sys; from hacpo_mega.cli import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    code = (
+        "import sys; from hacpo_mega.cli.app import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    )
     command = [sys.executable, "-c", code, "slurm", config, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "False"
@@ -168,7 +170,7 @@ def test_a_run_is_moved_aside_and_the_logs_of_its_job_are_not(tmp_path):
 
 def test_another_cluster_is_no_other_run(config):
     """The [slurm] table may change while a run goes on."""
-    from hacpo_mega.checkpoint import plain
+    from hacpo_mega.checkpoint.files import plain
     from hacpo_mega.config.changes import changes, refusals
 
     before, now = (plain(load_config(config, [f"slurm.{key}"])) for key in ("time=10", "agents.wide.partition=x"))

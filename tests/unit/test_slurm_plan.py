@@ -3,8 +3,8 @@
 import pytest
 
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.cluster.slurm import Plan, seconds_of
 from hacpo_mega.config import SlurmConfig
+from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
 
 
 def plan_of(*shapes: AgentShape, lanes: int = 1, **slurm) -> Plan:

@@ -8,8 +8,8 @@ import pytest
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.commands.slurm import prepare
 from hacpo_mega.config import load_config
+from hacpo_mega.jobs.slurm_script import prepare
 
 # Knows one job, which may be queued again; srun plays the ranks by $PLAY and notes what it was told.
 SCONTROL = """#!/bin/bash

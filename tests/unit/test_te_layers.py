@@ -17,9 +17,9 @@ from repository import ROOT
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.megatron.memory_trace import TracedMemory
+from hacpo_mega.lab.memory_trace import TracedMemory
 from hacpo_mega.megatron.te_layers import chosen_transformer
-from hacpo_mega.models.memory import actor_memory
+from hacpo_mega.memory.actor_bytes import actor_memory
 
 # family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output
 MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True}}

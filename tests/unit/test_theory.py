@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from hacpo_mega.commands.theory import Scale, check_theory, with_error
-from hacpo_mega.commands.theory_gradients import (
+from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.lab.theory.gradients import (
     GradientSize,
     Objective,
     Pair,
@@ -21,7 +21,7 @@ from hacpo_mega.commands.theory_gradients import (
     objectives,
     sampled_gradients,
 )
-from hacpo_mega.commands.theory_rewards import (
+from hacpo_mega.lab.theory.rewards import (
     ESTIMATED,
     ONE,
     ORACLE,
@@ -33,8 +33,8 @@ from hacpo_mega.commands.theory_rewards import (
     replicated_advantages,
     track_capability,
 )
-from hacpo_mega.commands.theory_world import Estimate, Size, World, draw_history
-from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.lab.theory.theory import Scale, check_theory, with_error
+from hacpo_mega.lab.theory.world import Estimate, Size, World, draw_history
 from hacpo_mega.report.theory import draw_theory
 
 U64 = 2.0**-53

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hacpo_kernels import objective_from_mean
 
+from hacpo_mega.agent.policy_loss import BatchReport, ratios_by_key
 from hacpo_mega.algorithm import objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.step_metrics import add_diagnosis, add_update, add_view
-from hacpo_mega.policy_loss import BatchReport, ratios_by_key
 from hacpo_mega.records import GradientProducts, UpdateStats, ViewCounts
 
 NAMES = ("a", "b", "c")

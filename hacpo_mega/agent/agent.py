@@ -1,0 +1,346 @@
+"""One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
+
+It rolls out, scores, learns, and publishes its weights.
+
+Every rank of a cell calls every method with equal arguments; what a method returns is equal on all of them.
+Not here: other agents (trainer.py exchanges with them) and what an advantage is (algorithm/).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hacpo_mega.agent.devices import BusyDevices, OwnDevices, SharedDevices
+from hacpo_mega.agent.policy_loss import (
+    REPORTS,
+    PolicyLoss,
+    SampleKey,
+    own_token_logprobs,
+    ratios_by_key,
+    scores_of_update,
+)
+from hacpo_mega.agent.scoring import Scoring, WritersScoring
+from hacpo_mega.algorithm import sample_weight
+from hacpo_mega.checkpoint.files import Checkpoint
+from hacpo_mega.cluster.host_memory import require_host_memory
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.turns import agents_per_device, in_turn
+from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.memory.actor_bytes import Recompute
+from hacpo_mega.records import (
+    Completion,
+    GradientProducts,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    Stop,
+    UpdateStats,
+)
+from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine_thread import EngineThread, Generate
+from hacpo_mega.rollout.exchange import share_completions
+from hacpo_mega.samples.packing import plan_updates
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
+
+AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
+
+
+class Agent:
+    """The agent whose ranks include this one."""
+
+    def __init__(self, spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None = None) -> None:
+        """Loads the model twice: into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
+
+        `start` is the step to go on from; the reference policy of a KL is that of the model folder all the same.
+        """
+        self.name = spec.name
+        self.index = place.agent
+        self.place = place
+        self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
+        self._seed = config.seed
+        self._rollout = config.rollout
+        self._algorithm = config.algorithm
+        self._logs_tokens = config.logging.rollout_tokens
+        self._num_agents = len(config.agents)
+        self._prompts_per_update = config.prompts_per_update
+        self._answers_per_prompt = config.answers_per_prompt
+        self._cells = config.lanes * spec.cells_per_lane
+        # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
+        self._share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
+        self.ahead = EngineThread()
+        # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
+        self.answer_lengths: Callable[[int, int, int], int] | None = None
+        budget = agent_budget(config, spec, architecture_of(spec))
+        require_host_memory(place, budget.parts["on the host"])
+        agents_on_device, shares = agents_per_device(place), config.placement == "shared"
+        with in_turn(place, shares):
+            self.actor = _actor(spec, place, config, start, budget.actor.recompute)
+            self.dtype = self.actor.model.config.params_dtype
+            self.offload = self.actor.optimizer.offload
+            if shares:
+                away = ActorOffload(self.actor.model, self.actor.optimizer)
+                away.leave()
+                self.engine = _engine(spec, place, config, self.dtype, agents_on_device=1)
+                self.devices = SharedDevices(place, self.actor, away, self.engine)
+        if not shares:
+            with in_turn(place, agents_on_device > 1):
+                self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
+                kind = BusyDevices if config.rollout.one_step_off else OwnDevices
+                self.devices = kind(place, self.actor, self.engine)
+                self.publish_weights()
+        scoring = WritersScoring if config.rollout.one_step_off else Scoring
+        self.scoring = scoring(self.actor, self.devices, self.codec, config, self._cells)
+        self._weight = sample_weight(
+            self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
+        )
+
+    @property
+    def layers_said(self) -> str:
+        """Whose layers the actor has, for people."""
+        return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
+
+    @property
+    def asleep_bytes(self) -> int | None:
+        """What was not free on this rank's device when its engine had last fallen asleep; None: it never has."""
+        return self.devices.asleep_bytes
+
+    def roll_out(
+        self, prompts: Sequence[Prompt], step: int, on_answer: Callable[[Prompt, Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
+
+        `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
+        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
+        """
+        places = self._places(prompts)
+        generate = self._sampling(places, step)
+
+        def told(place: int, completion: Completion) -> None:
+            answered = places[self._share][place]
+            on_answer(answered[0], self._rollout_of(answered, completion))
+
+        with self.devices.rolling_out():
+            completions = generate(on_answer=None if on_answer is None else told)
+            return self._rollouts(places, share_completions(completions, self.place, len(places)))
+
+    def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
+        """Begins the answers of a step to come, on the weights that the engine has now, beside what is done meanwhile.
+
+        Until `finish_ahead` the engine answers nothing else and takes no weights.
+        """
+        self.ahead.begin(self._sampling(self._places(prompts), step))
+
+    def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """Waits for them; `rollouts_of` has them as `roll_out` would. Collective over the cell."""
+        return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
+
+    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
+        """One most likely answer per prompt: the agent as it would be deployed."""
+        places = [(prompt, 0) for prompt in prompts]
+        with self.devices.answering():
+            completions = self._generate(places, [0] * len(prompts), max_tokens, temperature=0.0)()
+            return self._rollouts(places, share_completions(completions, self.place, len(places)))
+
+    def rollouts_of(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
+        """The cell's answers to `prompts`, by prompt, then by rollout, as records with their text."""
+        return self._rollouts(self._places(prompts), completions)
+
+    def _places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
+        return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
+
+    def _sampling(self, places: Sequence[AnswerPlace], step: int) -> Generate:
+        # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
+        seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
+        lengths = None
+        if self.answer_lengths is not None:
+            lengths = [self.answer_lengths(step, prompt.index, g) for prompt, g in places][self._share]
+        return self._generate(
+            places,
+            seeds,
+            self._rollout.max_answer_tokens,
+            self._rollout.temperature,
+            # At no cost: what the trainer says of the same tokens is held against them, or they are the scores.
+            return_logprobs=True,
+            lengths=lengths,
+            cut_after=self._rollout.biased_cut_after,
+        )
+
+    def _generate(
+        self, places: Sequence[AnswerPlace], seeds: Sequence[int], max_tokens: int, temperature: float, **options: Any
+    ) -> Generate:
+        """The call of this rank's engine for its share of `places`."""
+        asked = [self.codec.encode_prompt(prompt.text) for prompt, _ in places[self._share]]
+        how = {"max_tokens": max_tokens, "temperature": temperature} | options
+        return partial(self.engine.generate, asked, seeds[self._share], **how)
+
+    def _rollouts(self, places: Sequence[AnswerPlace], completions: Sequence[Completion]) -> list[Rollout]:
+        return [self._rollout_of(place, completion) for place, completion in zip(places, completions, strict=True)]
+
+    def _rollout_of(self, place: AnswerPlace, completion: Completion) -> Rollout:
+        (prompt, g), ended = place, completion.stop is Stop.EOS
+        # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
+        text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
+        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs)
+
+    def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
+        """This cell's samples, split into the updates of the step."""
+        return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self._cells)
+
+    def learn(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None) -> UpdateStats:
+        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks.
+
+        `low_N` is where the band of each source begins in a step, None for that of the configuration.
+        """
+        return self.actor.learn(update, self._policy_loss(update, update_index, low_N))
+
+    def diagnose(
+        self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None
+    ) -> GradientProducts:
+        """What own answers pull at, and beside it every source's, by the loss that `learn` would have now.
+
+        Group 0 is the own answers', then the other agents' by their index. The agent is the same afterwards, to the
+        last bit. Collective over the agent's ranks.
+        """
+        sources = (self.index, *(j for j in range(self._num_agents) if j != self.index))
+        groups = [[sample for sample in update if sample.source == source] for source in sources]
+        return self.actor.gradient_products(groups, self._policy_loss(update, update_index, low_N))
+
+    def _policy_loss(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None) -> PolicyLoss:
+        reference = self._reference_logprobs(update)
+        return PolicyLoss(update_index, self._weight, self._algorithm, reference, low_N, self._logs_tokens)
+
+    def describe(
+        self,
+        prompts: Sequence[Prompt],
+        rollouts: Sequence[Rollout],
+        scores: Sequence[Score | None],
+        updates: Sequence[UpdateStats],
+    ) -> AnswerNotes:
+        """What this cell knows of the answers to the lane's `prompts`, for the log; rollouts and scores are its own."""
+        ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
+        seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
+        tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
+        scored = tuple((*key, score.mean_logprob) for key, score in scores_of_update(updates[0]).items())
+        return AnswerNotes(ratios, seen, tuple(tokens), scored)
+
+    def _describe_tokens(
+        self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
+    ) -> Iterator[AnswerTokens]:
+        """The tokens of this cell's answers with what the actor said of them."""
+        learnt = own_token_logprobs(updates, self.index)
+        for rollout, score in zip(rollouts, scores, strict=True):
+            old = None if score is None else score.token_logprobs
+            new = learnt.get((rollout.prompt_index, rollout.rollout_index))
+            ratios = None if old is None or new is None else np.exp(new - old)
+            pieces = self.codec.pieces(rollout.token_ids.tolist())
+            yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, pieces, old, ratios)
+
+    def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
+        """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""
+        if self._algorithm.kl_coef == 0.0:
+            return {}
+        counted = [sample for sample in update if sample.is_self or self._algorithm.kl_on == "all"]
+        keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in counted]
+        return dict(zip(keys, self.actor.reference_token_logprobs(counted)))
+
+    def publish_weights(self) -> None:
+        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it answers with them next."""
+        self.devices.publish()
+
+    def verify_weights(self) -> None:
+        """Compares what the engine holds, number by number, with what the actor would publish now.
+
+        RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
+        Nothing is compared where the engine quantizes. Every tensor is gathered, as by `publish_weights`.
+        """
+        found = self.devices.differences()
+        said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
+        lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
+        if lines:
+            raise RunStopped(f"the engine of {self.name} holds other weights than were published, first {lines[0]}")
+
+    def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
+        """What AgentState says of weights and optimizer, and what writes these into an empty folder; as Actor.save.
+
+        Collective as `learn`.
+        """
+        counts, write = self.actor.save(folder, copies=copies)
+        return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
+
+    def not_finite(self) -> str | None:
+        """What of this rank's share of the agent's weights and optimizer holds NaN or infinity; None where nothing."""
+        found = self.actor.not_finite()
+        return None if found is None else f"{found} of {self.name} is not finite"
+
+    def export(self, folder: Path) -> None:
+        """Writes the agent as a Hugging Face folder that runs by itself."""
+        with self.devices.scoring():
+            self.actor.save_hf(folder)
+
+    def close(self) -> None:
+        """Shuts the engine down, while the process groups it uses still exist; what it still answers is dropped."""
+        self.ahead.stop()
+        self.engine.close()
+
+
+def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
+    """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
+    actor = Actor(
+        spec.model,
+        tp=spec.tp,
+        pp=spec.pp,
+        optimizer=spec.optimizer,
+        total_updates=config.updates_per_step * config.num_steps,
+        max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        pack_by=config.training.pack_by,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        recompute=recompute,
+        offloads=spec.offload == "optimizer",
+        leaves=config.placement == "shared",
+        transformer=spec.transformer,
+        communication=spec.data_parallel,
+        overrides=spec.megatron,
+        spans=place.spans,
+        timeout_s=config.wait_s,
+        on_progress=place.progress,
+        reports=REPORTS,
+    )
+    if config.algorithm.kl_coef > 0.0:
+        actor.keep_reference()
+    if start is not None:
+        state = start.agents[spec.name]
+        actor.load(start.folder / spec.name, num_updates=state.num_updates, num_applied=state.num_applied)
+    actor.optimizer.offload.start_leaving()
+    actor.optimizer.offload.finish_leaving()
+    return actor
+
+
+def _engine(spec: AgentConfig, place: Place, config: Config, dtype: torch.dtype, agents_on_device: int) -> Engine:
+    """On random weights: reading the folder twice would double the start of a large model."""
+    return Engine(
+        spec.model,
+        max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
+        dtype=dtype,
+        tensor_parallel_size=spec.engine_tensor_parallel,
+        seed=config.seed,
+        trust_remote_code=spec.trust_remote_code,
+        random_weights=True,
+        agents_on_device=agents_on_device,
+        timeout_s=config.wait_s,
+        options=spec.vllm,
+        on_progress=place.progress,
+    )

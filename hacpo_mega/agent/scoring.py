@@ -1,0 +1,114 @@
+"""How an agent's own answers get their scores: the log-probs that its actor gives them before it learns.
+
+They are scored before the step's first update, as the updates will pack them. With `training.score_in_first_update`
+those that the first update trains are not: that update computes the same log-probs, of the same weights and in the same
+micro-batches, so they are taken from its report and are the same numbers to the last bit. Only where nobody else waits
+for them: another agent needs an answer's score before it learns from it, engine_correction before an advantage is made.
+With `rollout.one_step_off` the actor is asked for none: what wrote the answers is an older policy, whose log-probs
+came with them from the engine.
+Not here: the forward pass itself (megatron/actor.py) and the ratios that the scores are for (policy_loss.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hacpo_mega.agent.devices import OwnDevices
+from hacpo_mega.agent.policy_loss import scores_of_update
+from hacpo_mega.algorithm import engine_weights
+from hacpo_mega.config import Config
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.records import Prompt, Rollout, Score, Stop, TokenSequence, UpdateStats
+from hacpo_mega.samples.learner_view import trained_tokens
+from hacpo_mega.samples.tokenizers import TextCodec
+
+
+class Scoring:
+    """The scores of one cell's own answers, step by step. Every rank of the cell calls every method alike."""
+
+    def __init__(self, actor: Actor, devices: OwnDevices, codec: TextCodec, config: Config, num_cells: int) -> None:
+        """`num_cells` share the agent's prompts; `devices` are those of `actor`."""
+        self._actor, self._devices, self._codec = actor, devices, codec
+        self._rollout, self._eos_in_loss = config.rollout, config.algorithm.eos_in_loss
+        self._answers_per_prompt = config.answers_per_prompt
+        self._answers_per_update = config.prompts_per_update // num_cells * config.answers_per_prompt
+        self._in_first_update = config.training.score_in_first_update
+
+    def before_learning(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
+    ) -> list[Score | None]:
+        """Log-probs under the actor as it is before any update of this step; None where nobody asks for them now.
+
+        rollouts    those of `Agent.roll_out`, in its order
+        own_P       bool, to which of `prompts` this agent trains on its own answers: all of these are scored
+        wanted_PG   bool, which answers others train on
+        They are scored update by update, as `learn` will pack them, so that the first update repeats these forwards
+        bit by bit; what only others want comes after.
+        """
+        own_B, wanted_B = own_P.repeat_interleave(self._answers_per_prompt).tolist(), wanted_PG.flatten().tolist()
+        texts = {prompt.index: prompt.text for prompt in prompts}
+        starts = range(0, len(rollouts), self._answers_per_update)
+        batches = [[b for b in range(start, start + self._answers_per_update) if own_B[b]] for start in starts]
+        scores: list[Score | None] = [None] * len(rollouts)
+        if self._in_first_update:
+            for b in batches.pop(0):
+                if self._num_trained(rollouts[b]) == 0:  # nor does the update compute anything of it
+                    scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
+        if not batches:  # nobody else wants any (config/checks.py), so nobody needs the device for it
+            return scores
+        batches.append([b for b in range(len(rollouts)) if wanted_B[b] and not own_B[b]])
+        with self._devices.scoring():
+            for batch in batches:
+                sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
+                for b, score in zip(batch, self._actor.score(sequences), strict=True):
+                    scores[b] = self._weighted(score, rollouts[b])
+        return scores
+
+    def after_learning(
+        self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
+    ) -> list[Score | None]:
+        """`scores`, completed with those that the step's first update has computed."""
+        found = scores_of_update(updates[0])
+        return [
+            found.get((rollout.prompt_index, rollout.rollout_index)) if score is None else score
+            for rollout, score in zip(rollouts, scores, strict=True)
+        ]
+
+    def _weighted(self, score: Score, rollout: Rollout) -> Score:
+        """The score with the weights that correct what the engine sampled, as rollout.engine_correction asks."""
+        of_answer, of_tokens = engine_weights(
+            trainer_T=torch.from_numpy(score.token_logprobs),
+            engine_T=torch.from_numpy(rollout.logprobs[: len(score.token_logprobs)]),
+            correction=self._rollout.engine_correction,
+            cap=self._rollout.engine_correction_cap,
+        )
+        return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
+
+    def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
+        prompt_ids = np.array(self._codec.encode_prompt(prompt_text), dtype=np.int32)
+        return TokenSequence(prompt_ids, rollout.token_ids, self._num_trained(rollout))
+
+    def _num_trained(self, rollout: Rollout) -> int:
+        return trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._eos_in_loss)
+
+
+class WritersScoring(Scoring):
+    """The same scores by the policy that wrote the answers, as its engine gave them with these."""
+
+    def before_learning(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
+    ) -> list[Score | None]:
+        """Of the answers that somebody trains on; nothing is computed and nobody is waited for."""
+        asked_B = own_P.repeat_interleave(self._answers_per_prompt) | wanted_PG.flatten()
+        return [
+            self._writers_score(rollout) if asked else None
+            for rollout, asked in zip(rollouts, asked_B.tolist(), strict=True)
+        ]
+
+    def _writers_score(self, rollout: Rollout) -> Score:
+        logprobs = rollout.logprobs[: self._num_trained(rollout)]
+        mean = np.float32(logprobs.mean(dtype=np.float64)) if len(logprobs) else 0.0
+        return Score(float(mean), logprobs)

@@ -1,0 +1,90 @@
+"""Whether a disk has room for what a run puts on it: asked before its first step, before a checkpoint and at its end.
+
+Sizes are estimates from parameter counts until there is a checkpoint to measure. Imports no torch, so that a run that
+can never be kept is refused at once. Not here: what is written (checkpoint/files.py) and logs (logbook/backlog.py).
+"""
+
+import math
+import os
+import shutil
+from pathlib import Path
+
+from hacpo_mega.checkpoint.files import committed_steps, folder_of
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.models.segments import all_sources
+
+# Main weight and both moments in float32, and the index.
+CHECKPOINT_BYTES_PER_PARAMETER = 13
+EXPORT_BYTES_PER_PARAMETER = 4  # float32; bf16 has half
+# A token's id and log-prob, in answers that are ready for the next step (rollout/ready_answers.py).
+BYTES_PER_READY_TOKEN = 8
+PROBE_BYTES = 1 << 12
+
+
+def num_parameters(agent: AgentConfig) -> int:
+    """Of an agent's model, as its folder or its init table describes it."""
+    return sum(math.prod(source.shape) for source in all_sources(architecture_of(agent)))
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Of the next checkpoint: as many as the newest one has, else by the number of parameters.
+
+    With rollout.one_step_off there are answers to the next step in it: at first all as long as they may be.
+    """
+    steps = committed_steps(config.run_dir)
+    if steps:
+        newest = folder_of(config.run_dir, steps[-1])
+        return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+    ready = 0
+    if config.rollout.one_step_off:
+        answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
+        ready = answers * config.rollout.max_answer_tokens * BYTES_PER_READY_TOKEN
+    return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
+
+
+def export_bytes(config: Config) -> int:
+    """Of the Hugging Face folders of all agents."""
+    return EXPORT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
+
+
+def free_bytes(folder: Path) -> int:
+    """That this user may still write on the disk of a folder, or of the first one above it that exists."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))).free
+
+
+def require_bytes(needed: int, folder: Path) -> None:
+    """OSError where the disk of a folder has less room than `needed` bytes."""
+    if (free := free_bytes(folder)) < needed:
+        raise OSError(f"{needed:,} bytes are needed, {free:,} are free on the disk of {folder}")
+
+
+def require_room(config: Config, *, fresh: bool = False) -> None:
+    """ValueError, one line with the arithmetic, when the checkpoints and exports of a run can never fit its disk.
+
+    At a moment there is one checkpoint more than are kept; those that lie there count, unless the run begins `fresh`.
+    """
+    when = config.checkpoint
+    if not (when.every_steps or when.every_minutes):
+        return
+    each, export = checkpoint_bytes(config), export_bytes(config)
+    there = 0 if fresh else len(committed_steps(config.run_dir))
+    number = max(1, when.keep_last + 1 - there)
+    try:
+        require_bytes(number * each + export, config.run_dir)
+    except OSError as short:
+        raise ValueError(
+            f"run_dir: {short}: {number} checkpoints (checkpoint.keep_last + 1, less those that are there) of {each:,} "
+            f"and {export:,} for the exported models. Make room, give another run_dir or a smaller checkpoint.keep_last"
+        ) from short
+
+
+def probe(folder: Path, name: str) -> None:
+    """Writes some bytes into a folder and removes them. OSError where that fails: full, read-only, gone, over quota."""
+    path = folder / f".{name}.probe"
+    try:
+        with path.open("wb", buffering=0) as file:
+            file.write(bytes(PROBE_BYTES))
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""One agent of a committed step, for those who use it while its run goes on or after: `export` and `eval`.
+
+    RUN/checkpoints/step_000020/NAME
+
+The step holds the weights; architecture, tokenizer and chat template are those of the model folder that the run began
+with, as the run's own export takes them. The run may remove the step at any time (checkpoint.keep_last).
+Not here: the weights themselves (megatron/stored_state.py). Imports no torch.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacpo_mega.checkpoint.files import (
+    RECORD,
+    Checkpoint,
+    committed_steps,
+    file_sha256,
+    folder_of,
+    model_digests,
+    read_checkpoint,
+)
+from hacpo_mega.config import AgentConfig, Config, config_of_table
+
+
+@dataclass(frozen=True)
+class StoredAgent:
+    """An agent as `checkpoint` has it; `config` is the run's at that step, `agent` its table there."""
+
+    checkpoint: Checkpoint
+    config: Config
+    agent: AgentConfig
+
+    @property
+    def folder(self) -> Path:
+        """Where its state lies."""
+        return self.checkpoint.folder / self.agent.name
+
+    @property
+    def file(self) -> Path:
+        """Where its run's configuration stands."""
+        return self.checkpoint.folder / RECORD
+
+    @property
+    def dtype(self) -> str:
+        """The type of the run's weights, such as "bfloat16"."""
+        return self.checkpoint.agents[self.agent.name].dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of its state, by what the step says of its files."""
+        said = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+    def require_unaltered(self, share: slice = slice(None)) -> None:
+        """Reads a share of its files. ValueError for one whose bytes are not those that were written."""
+        for path, sha256 in self._digests()[share]:
+            file = self.checkpoint.folder / path
+            if file_sha256(file) != sha256:
+                raise ValueError(f"{file} is damaged: it is not what was written (SHA-256 differs)")
+
+    def _digests(self) -> list[tuple[str, str]]:
+        files = self.checkpoint.files.items()
+        return [(path, file.sha256) for path, file in files if path.startswith(f"{self.agent.name}/")]
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Around whatever reads its files: ValueError when the run removes the step meanwhile."""
+        try:
+            yield
+        except OSError as error:
+            if (self.checkpoint.folder / RECORD).exists():
+                raise
+            raise ValueError(
+                f"{self.checkpoint.folder} was removed while it was read: its run keeps checkpoint.keep_last steps. "
+                f"{_others(self.checkpoint.folder)}"
+            ) from error
+
+
+def stored_agent(folder: Path, name: str | None) -> StoredAgent:
+    """The agent `name` of a committed step, which may be None when there is one; reads none of its state.
+
+    ValueError, one line, when the folder is no committed step or not whole, for an unknown agent, and when the model
+    folder is gone or another one.
+    """
+    try:
+        found = read_checkpoint(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}. {_others(folder)}") from error
+    config = config_of_table(found.config, folder / RECORD)
+    agent = chosen_agent(config, name, folder)
+    digest = model_digests(config).get(agent.name)
+    if digest != found.models[agent.name]:
+        what = "is not there" if digest is None else "is not what it was"
+        raise ValueError(
+            f"{folder} has the weights of {agent.name}, {agent.model} the architecture and the tokenizer, but its "
+            f"config.json {what}: put it back (a relative path is looked for from the current folder)"
+        )
+    return StoredAgent(found, config, agent)
+
+
+def stored_agent_at(path: Path) -> StoredAgent | None:
+    """The agent that RUN/checkpoints/step_N/NAME is, None for another path. ValueError as `stored_agent`."""
+    if is_checkpoint(path):
+        agents = ", ".join(str(path / name) for name in read_checkpoint(path).agents)
+        raise ValueError(f"{path} holds all agents of a run: give one of them, {agents}")
+    is_model = (path / "config.json").is_file()
+    return stored_agent(path.parent, path.name) if is_checkpoint(path.parent) and not is_model else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is, or by its name would be, a step of a run; another trainer's step is a model folder."""
+    path = path.resolve()
+    named = path.parent.name == "checkpoints" and path.name.startswith("step_")
+    return (path / RECORD).is_file() or (named and not (path / "config.json").is_file())
+
+
+def chosen_agent(config: Config, name: str | None, where: Path) -> AgentConfig:
+    """The table of an agent; `name` may be None when there is one. ValueError, naming them all, for any other."""
+    names = [agent.name for agent in config.agents]
+    if name is None and len(names) > 1:
+        raise ValueError(f"{where} trained {', '.join(names)}: say which one with --agent")
+    if name is not None and name not in names:
+        raise ValueError(f"{where} has no agent {name!r}; there are: {', '.join(names)}")
+    return config.agents[0 if name is None else names.index(name)]
+
+
+def _others(folder: Path) -> str:
+    """What else the run has, for who asked in vain for `folder`."""
+    folder = folder.resolve()
+    run_dir = folder.parent.parent
+    others = [str(step) for step in committed_steps(run_dir) if folder_of(run_dir, step) != folder]
+    return f"Other steps there: {', '.join(others)}" if others else "There is no other step"

@@ -1,0 +1,67 @@
+"""The commands that read files and train nothing: `hacpo-mega data inspect | convert`, `hacpo-mega grade`.
+
+Imports nothing heavy at the top, as cli/app.py.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hacpo_mega.commands.inspect_data import Findings
+
+data_app = typer.Typer(no_args_is_help=True, help="Read public mathematics data of any layout.")
+
+
+@data_app.command()
+def inspect(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
+    model: Annotated[list[Path] | None, typer.Option(help="A model folder: lengths under its tokenizer.")] = None,
+    against: Annotated[list[Path] | None, typer.Option(help="An evaluation set that must not be in them.")] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
+) -> None:
+    """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
+    from hacpo_mega.commands.inspect_data import inspect as inspect_files
+    from hacpo_mega.grading.judge import Judge
+
+    with Judge("math", num_workers=2) if golds else nullcontext() as judge:
+        _print_findings(*inspect_files(files, model or [], against or [], max_prompt_tokens, judge))
+
+
+@data_app.command()
+def convert(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
+    out: Annotated[Path, typer.Option(help="The JSON Lines file to write, for data.files of a run.")],
+    without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
+) -> None:
+    """Write files of any public layout as one JSON Lines file, each problem once."""
+    from hacpo_mega.commands.convert_data import convert as convert_files
+
+    _print_findings(convert_files(files, out, without or []))
+
+
+def grade(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
+    out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
+    reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
+    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
+) -> None:
+    """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
+    from hacpo_mega.commands.grade import grade as grade_answers
+    from hacpo_mega.commands.grade import judge_options
+    from hacpo_mega.grading.judge import Judge
+
+    with Judge(reward, workers, timeout_s, options=judge_options(option or [])) as judge:
+        _print_findings(grade_answers(file, out, judge, explain))
+
+
+def _print_findings(*findings: "Findings") -> None:
+    print("\n".join(line for found in findings for line in found.lines))
+    if not all(found.is_sound for found in findings):
+        raise typer.Exit(1)

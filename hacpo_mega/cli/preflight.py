@@ -1,0 +1,74 @@
+"""The command `hacpo-mega preflight`: every node of a job is looked at before a model is loaded.
+
+Imports are inside the function, as in cli/app.py: a node's own facts are collected without torch.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, prepare_environment
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.preflight.node_report import NodeReport, report_of
+
+
+def preflight(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which whoever is still awaited is named.")] = 60.0,
+) -> None:
+    """Compare all nodes of a job and time its groups before a model is loaded; names the nodes that differ. Exit 5."""
+    prepare_environment()
+    if not inside_a_job():
+        world_size = RankMap.of(_load(config_file, overrides or [])).world_size
+        from hacpo_mega.jobs.local import run_on_this_machine
+
+        code = run_on_this_machine(sys.argv[1:], world_size)
+    else:
+        end_with_launcher()
+        code = _take_part(config_file, overrides or [], wait)
+    if code:
+        raise typer.Exit(code)
+
+
+def _take_part(config_file: Path, overrides: list[str], wait_s: float) -> int:
+    """One rank. A configuration that cannot be read here may be in order on the other nodes: that is a finding."""
+    seat = Seat.find()
+    rank_map = run_dir = None
+    report = NodeReport(seat.node, seat.rank, seat.num_local)
+    try:
+        config = _load(config_file, overrides)
+    except ValueError as error:
+        report = replace(report, problems=tuple(str(error).splitlines()))
+    else:
+        rank_map, run_dir = RankMap.of(config), config.run_dir
+        _require_world_size(rank_map, seat)
+        if seat.is_first_of_node:
+            report = report_of(seat, config, installed_versions())
+    from hacpo_mega.preflight.command import Preflight
+
+    return Preflight(seat, rank_map, run_dir, report, wait_s).run()
+
+
+def _load(config_file: Path, overrides: list[str]) -> Config:
+    config = load_config(config_file, overrides)
+    if missing := missing_models(config):
+        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+    return config
+
+
+def _require_world_size(rank_map: RankMap, seat: Seat) -> None:
+    """All ranks find the same here; the first says it."""
+    try:
+        rank_map.require_world_size(seat.world_size)
+    except ValueError:
+        if seat.rank == 0:
+            raise
+        raise typer.Exit(2) from None

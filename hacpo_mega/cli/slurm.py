@@ -1,0 +1,102 @@
+"""The command that gives a run to a Slurm cluster, `hacpo-mega slurm`, and how a rank begins an attempt of a job.
+
+Imports nothing heavy: who submits needs no torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.checkpoint.files import committed_steps, find_start
+from hacpo_mega.cluster.environment import attempt_of_job, is_first_of_the_job, shown_environment
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.checks import batch_problems, find_problems
+from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
+
+
+def slurm(
+    config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="slurm.time=12:00:00")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print placement and job script; submit nothing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")] = False,
+    accept: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As in train.")] = None,
+    branch: Annotated[Path | None, typer.Option("--from", metavar="STEP", help="As in train.")] = None,
+    last_whole: Annotated[bool, typer.Option("--last-whole", help="As in train.")] = False,
+    status: Annotated[
+        Path | None, typer.Option("--status", metavar="RUN", help="Show how a run stands, on one screen.")
+    ] = None,
+) -> None:
+    """Train on a Slurm cluster: show who runs on which node, write the job script and submit it."""
+    if status is not None:
+        if config_file is not None or dry_run or fresh:
+            raise ValueError("--status takes a run folder and nothing else: hacpo-mega slurm --status RUN")
+        raise typer.Exit(_show(status))
+    if config_file is None:
+        raise ValueError("give a configuration, or --status RUN")
+    from hacpo_mega.jobs.slurm_script import prepare, submit
+
+    options = [word for key in accept or [] for word in ("--accept", key)]
+    options += ["--from", str(branch.absolute())] if branch is not None else []
+    options += ["--last-whole"] if last_whole else []
+    if dry_run:
+        job = prepare(_placed(config_file, overrides or []), options)
+        print(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
+        return
+    config = load_config(config_file, overrides or [])
+    if missing := missing_models(config):
+        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+    job = prepare(config, options)
+    find_start(config, fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    print(f"{job.plan.table()}\n{job.request}")
+    for line in submit(job, fresh=fresh):
+        print(line)
+
+
+def _placed(file: Path, overrides: Sequence[str]) -> Config:
+    """A configuration whose weights and data need not be here: what submission would miss is said on stderr.
+
+    ValueError with a line per problem that no file would mend: keys, batches, layouts of models that are known.
+    """
+    from hacpo_mega.lab.planning.configuration import named_models
+
+    config = load_unchecked(file, tuple(overrides))
+    if problems := [*batch_problems(config), *named_models(config)[1]]:
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
+    for problem in find_problems(config):
+        print(f"submission would be refused: {file}: {problem}", file=sys.stderr)
+    return config
+
+
+def _show(run_dir: Path) -> int:
+    from hacpo_mega.jobs.slurm_status import status_of
+
+    found = status_of(run_dir)
+    print(found.text)
+    return found.exit_code
+
+
+def begin_attempt(run_dir: Path) -> None:
+    """Notes which attempt of its job this process is in, where a launcher starts jobs again; rank 0 writes and says it.
+
+    Exit 3 on every rank when the last attempts all began after the step that this one begins after.
+    """
+    if (found := attempt_of_job()) is None:
+        return
+    (job, attempt), step = found, max(committed_steps(run_dir), default=0)
+    is_first = is_first_of_the_job()
+    if goes_in_circles(run_dir, job, attempt, step):
+        if is_first:
+            print(
+                f"{run_dir} does not get past step {step}: the last {MOST_IN_VAIN} attempts of this job all began "
+                "after it and committed no other. Their logs say why; mend it and start again",
+                file=sys.stderr,
+            )
+        raise typer.Exit(3)
+    if is_first:
+        record_attempt(run_dir, job, attempt, step)
+        print(f"attempt {attempt} of job {job} begins after step {step}; {shown_environment()}", flush=True)

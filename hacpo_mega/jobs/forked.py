@@ -1,0 +1,115 @@
+"""Jobs on this machine whose ranks are forked from one server process, which has imported the heavy libraries once.
+
+A rank in a fresh interpreter spends most of its first twenty seconds on imports; a forked one has them done. The server
+is multiprocessing's fork server: it only imports, it computes nothing and never touches CUDA, so that every child can.
+The ranks get a launcher's variables and end with the process that asked for them, however that one ends.
+Not here: what the ranks do (the caller's function), and jobs in fresh interpreters (jobs/local.py).
+"""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hacpo_mega.cluster.machine_limits import num_cores
+from hacpo_mega.cluster.private_folder import job_folder
+from hacpo_mega.cluster.secret import new_secret
+from hacpo_mega.jobs.local import launcher_environment
+
+# The server's own. One thread: a pool of threads would not survive the fork. And torch would initialise CUDA to say
+# whether there is some, which no child could undo; asked this way it looks at the driver's library alone.
+SERVER_ONLY = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# After a rank has failed, the others get this long to say what they know of it.
+LAST_WORDS_S = 20.0
+
+
+class JobServer:
+    """Runs jobs one after the other. The server starts with the first of them and ends with this process."""
+
+    def __init__(self, preload: str) -> None:
+        """`preload` is the module that the server imports; environment.py must have set the variables before."""
+        self._threads_asked = os.environ.get("OMP_NUM_THREADS")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload])
+
+    def run(self, world_size: int, folder: Path, function: Callable[..., None], *arguments: Any) -> list[int | None]:
+        """Calls `function(*arguments)`, which must be importable, in `world_size` ranks; their exit statuses, by rank.
+
+        What rank r writes goes to r.out and r.err of `folder`. None: a rank that was killed because another failed.
+        """
+        with self.ranks(world_size, folder, function, *arguments) as processes:
+            wait_for_ranks(processes)
+            return [process.exitcode for process in processes]
+
+    @contextmanager
+    def ranks(
+        self, world_size: int, folder: Path, function: Callable[..., None], *arguments: Any
+    ) -> Iterator[list[BaseProcess]]:
+        """The processes of `run`, by rank, while they run; none of them does afterwards."""
+        with changed_environment(SERVER_ONLY):
+            forkserver.ensure_running()
+        threads = self._threads_asked or str(max(1, num_cores() // world_size))
+        secret = new_secret()
+        processes: list[BaseProcess] = []
+        with job_folder() as private:
+            try:
+                for rank in range(world_size):
+                    told = launcher_environment(rank, world_size, private, secret)
+                    call = (rank, folder, told | {"OMP_NUM_THREADS": threads}, function, arguments)
+                    processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
+                    processes[-1].start()
+                yield processes
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
+
+
+def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    threading.Thread(target=_end_with_queue, name="queue", daemon=True).start()
+    for name in SERVER_ONLY:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    function(*arguments)
+
+
+def _end_with_queue() -> None:
+    """Ends this rank when the process that asked for it is gone: a killed one cannot end its ranks."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def wait_for_ranks(processes: list[BaseProcess]) -> None:
+    """Until all have ended, or one has failed and the others have had their last words."""
+    running = {process.sentinel: process for process in processes}
+    has_failed = False
+    while running:
+        ended = connection.wait(list(running), timeout=LAST_WORDS_S if has_failed else None)
+        if not ended:
+            return
+        for sentinel in ended:
+            process = running.pop(sentinel)
+            process.join()
+            has_failed = has_failed or process.exitcode != 0
+
+
+@contextmanager
+def changed_environment(changes: dict[str, str]) -> Iterator[None]:
+    """Variables set inside, and everything as it was afterwards."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,216 @@
+"""Who runs on which node of a Slurm job: pure arithmetic on the rank map and the [slurm] table.
+
+Nodes are filled with whole cells in the order of ranks, so that
+
+    the tensor ranks of a cell are on one node, where the fast links are
+    its pipeline stages follow each other, and a cell of several nodes fills them
+    the agents, and with them the leaders of a lane, are on different nodes as soon as one of them fills a node
+
+Nodes of one kind are an ordinary job. Where agents ask for nodes of different kinds it is a heterogeneous one, whose
+components all have the same number of processes on each of their nodes, since srun spreads unequal ones as it likes.
+Not here: the job script (jobs/slurm_script.py), what a process finds in its environment (environment.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.config.slurm import SlurmAgentConfig, SlurmConfig
+
+SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """What is asked of a node. `ranks` is how many processes it takes: one per GPU, where it has some."""
+
+    partition: str | None
+    constraint: str | None
+    gpus: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the job, known by its number until Slurm has chosen it, and the global ranks that run there."""
+
+    kind: NodeKind
+    first: int
+    num_ranks: int
+
+    @property
+    def ranks(self) -> str:
+        last = self.first + self.num_ranks - 1
+        return f"{self.first}" if last == self.first else f"{self.first}-{last}"
+
+
+@dataclass(frozen=True)
+class Component:
+    """Nodes of one kind: an ordinary job, or a part of a heterogeneous one. `counts` are the processes of each node."""
+
+    kind: NodeKind
+    counts: tuple[int, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all nodes have the same number of processes."""
+        return len(set(self.counts)) == 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The nodes of a job, in the order of their ranks."""
+
+    rank_map: RankMap
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def of(cls, rank_map: RankMap, slurm: SlurmConfig) -> "Plan":
+        """The plan of a configuration. ValueError, with the arithmetic, for a layout that the nodes cannot take."""
+        if rank_map.shares_devices:
+            raise ValueError(
+                "placement = 'shared': hacpo-mega slurm gives every process a GPU of its own. In an allocation of one "
+                f"node with {rank_map.num_devices} GPUs, without binding tasks to them, say srun "
+                f"--ntasks={rank_map.world_size} hacpo-mega train CONFIG"
+            )
+        kinds = _kinds(rank_map, slurm)
+        for shape, kind in zip(rank_map.agents, kinds, strict=True):
+            _require_whole_cells(shape, kind, slurm.tp_across_nodes)
+        plan = cls(rank_map, tuple(_fill(rank_map, kinds)))
+        if slurm.nodes not in (None, len(plan.nodes)):
+            raise ValueError(
+                f"slurm.nodes ({slurm.nodes}) is not what {rank_map.world_size} ranks ({rank_map.arithmetic()}) fill "
+                f"at {_spoken(sorted({kind.ranks for kind in kinds}))} per node. Nearest: {len(plan.nodes)}"
+            )
+        return plan
+
+    @property
+    def components(self) -> list[Component]:
+        """What is asked for, in the order of ranks: one for an ordinary job, else parts of equal nodes."""
+        if len({node.kind for node in self.nodes}) == 1:
+            return [Component(self.nodes[0].kind, tuple(node.num_ranks for node in self.nodes))]
+        alike = groupby(self.nodes, key=lambda node: (node.kind, node.num_ranks))
+        return [Component(kind, tuple(node.num_ranks for node in nodes)) for (kind, _), nodes in alike]
+
+    def table(self, max_nodes: int = 16) -> str:
+        """The nodes as text, one per line, the middle left out beyond `max_nodes`; below them, why it is so."""
+        shown = [*range(len(self.nodes))]
+        if len(shown) > max_nodes:
+            shown = [*shown[: max_nodes - 2], -1, shown[-1]]
+        rows = [("...", "", "") if number < 0 else self._row(number) for number in shown]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [f"{node:{widths[0]}}  {ranks:{widths[1]}}  {who}".rstrip() for node, ranks, who in rows]
+        return "\n".join([f"{self.rank_map.world_size} ranks on {len(self.nodes)} nodes", *lines, *self._reasons()])
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node that a global rank runs on."""
+        return next(n for n, node in enumerate(self.nodes) if node.first <= rank < node.first + node.num_ranks)
+
+    def _row(self, number: int) -> tuple[str, str, str]:
+        node = self.nodes[number]
+        kind = f" ({node.kind.partition})" if node.kind.partition else ""
+        who: dict[str, set[int]] = {}
+        for rank in range(node.first, node.first + node.num_ranks):
+            place = self.rank_map.coordinate(rank)
+            who.setdefault(place.agent_name, set()).add(place.cell)
+        agents = "; ".join(f"{name} {_span('cell', cells)}" for name, cells in who.items())
+        plural = "s" if node.num_ranks > 1 else ""
+        return f"node {number}{kind}", f"rank{plural} {node.ranks}", agents + self._idle(node)
+
+    def _idle(self, node: Node) -> str:
+        idle = node.kind.ranks - node.num_ranks
+        return f"; {idle} of {node.kind.ranks} places idle" if idle else ""
+
+    def _reasons(self) -> list[str]:
+        lines = []
+        for agent, shape in enumerate(self.rank_map.agents):
+            first = self.rank_map.first_ranks[agent]
+            size = self.nodes[self.node_of(first)].kind.ranks
+            room = f"a cell fills {shape.cell_size // size} nodes" if shape.cell_size > size else "cells are whole"
+            tensor = f"over {-(-shape.tp // size)} nodes" if shape.tp > size else "on one node"
+            stages = f", its {shape.pp} pipeline stages next to each other" if shape.pp > 1 else ""
+            lines.append(f"{shape.name}: {room}, the tensor ranks of a cell {tensor}{stages}")
+        homes = {self.node_of(leader) for leader in self.rank_map.leaders(0)}
+        lines.append(f"lane 0: its leaders exchange {'over' if len(homes) > 1 else 'inside'} {_span('node', homes)}")
+        return lines
+
+
+def seconds_of(time: str) -> int:
+    """A limit of time in Slurm's forms, in seconds: "90", "30:00", "12:00:00", "2-12", "1-06:30:00"."""
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    names = "hms" if dash or len(parts) == 3 else "ms"
+    return int(days or 0) * SECONDS["d"] + sum(part * SECONDS[name] for part, name in zip(parts, names))
+
+
+def _kinds(rank_map: RankMap, slurm: SlurmConfig) -> list[NodeKind]:
+    """The nodes that every agent asks for, in the order of agents."""
+    names = [shape.name for shape in rank_map.agents]
+    for name in slurm.agents:
+        if name not in names:
+            raise ValueError(f"slurm.agents.{name}: there is no agent of that name; there are: {', '.join(names)}")
+    return [_kind(slurm, slurm.agents.get(name, SlurmAgentConfig()), name) for name in names]
+
+
+def _kind(slurm: SlurmConfig, own: SlurmAgentConfig, name: str) -> NodeKind:
+    gpus = slurm.gpus_per_node if own.gpus_per_node is None else own.gpus_per_node
+    ranks = gpus or own.ranks_per_node or slurm.ranks_per_node
+    if ranks is None:
+        raise ValueError(
+            f"slurm.ranks_per_node is not given, and the nodes of agent {name} have no GPUs (gpus_per_node 0): say how "
+            "many processes a node takes"
+        )
+    return NodeKind(own.partition or slurm.partition, own.constraint or slurm.constraint, gpus, ranks)
+
+
+def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: bool) -> None:
+    """ValueError where a tensor parallel group would cross nodes, or a cell would be cut at a node's end."""
+    key = "gpus_per_node" if kind.gpus else "ranks_per_node"
+    fits = kind.ranks % shape.tp == 0 or shape.cell_size < kind.ranks
+    if not (fits or tp_across_nodes):
+        raise ValueError(
+            f"agent {shape.name}: tp {shape.tp} would cross nodes of slurm.{key} {kind.ranks}, and every layer would "
+            f"wait for the network. Choose tp {_spoken(_divisors(kind.ranks))}, or slurm.tp_across_nodes=true"
+        )
+    small, large = sorted((shape.cell_size, kind.ranks))
+    if large % small:
+        divisors = [n for n in _divisors(shape.cell_size) if n <= kind.ranks]
+        raise ValueError(
+            f"slurm.{key} ({kind.ranks}) does not divide the cells of agent {shape.name} (tp {shape.tp} x pp "
+            f"{shape.pp} = {shape.cell_size} ranks), nor they it: a cell would be cut at a node's end. Nearest: "
+            f"{divisors[-1]}"
+        )
+
+
+def _fill(rank_map: RankMap, kinds: Sequence[NodeKind]) -> list[Node]:
+    """Nodes with whole cells, by rank; another kind of node, or a cell that no longer fits, begins a new one."""
+    nodes: list[Node] = []
+    rank = 0
+    for agent, (shape, kind) in enumerate(zip(rank_map.agents, kinds, strict=True)):
+        for _ in range(rank_map.lanes * shape.cells_per_lane):
+            left = shape.cell_size
+            while left:
+                part = min(left, kind.ranks)
+                last = nodes[-1] if nodes else None
+                if last is not None and last.kind == kind and last.num_ranks + part <= kind.ranks and part == left:
+                    nodes[-1] = Node(kind, last.first, last.num_ranks + part)
+                else:
+                    nodes.append(Node(kind, rank, part))
+                rank, left = rank + part, left - part
+        assert rank == rank_map.first_ranks[agent + 1], (rank, agent)
+    return nodes
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _span(word: str, numbers: set[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    return f"{word} {first}" if first == last else f"{word}s {first}-{last}"
+
+
+def _spoken(counts: Sequence[int]) -> str:
+    *first, last = map(str, counts)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,94 @@
+"""What Slurm says on the machine that submits: the jobs of a run, and the nodes of the partitions. Imports no torch.
+
+A run's jobs have a name of their own, so that whoever submits another one finds them, and --dependency=singleton lets
+one go at a time. Not here: the job script (jobs/slurm_script.py), what is asked for (slurm.py).
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
+JOB_FIELDS = ("%i", "%T", "%r", "%M", "%L", "%N")
+PARTITION_FIELDS = ("%P", "%D", "%c", "%G")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job of the run that waits or runs, in Slurm's words: `elapsed` and `left` are times, `nodes` a node list."""
+
+    number: str
+    state: str
+    reason: str
+    elapsed: str
+    left: str
+    nodes: str
+
+    def __str__(self) -> str:
+        if self.state == "PENDING":
+            return f"job {self.number} PENDING ({self.reason})"
+        return f"job {self.number} {self.state} on {self.nodes} for {self.elapsed}, {self.left} left"
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of a partition that are alike: how many, processors and GPUs of each, as Slurm counts them."""
+
+    num_nodes: int
+    cpus: int
+    gpus: int
+
+
+def job_name(run_dir: Path) -> str:
+    """The name of all jobs of a run, and of no other: a part of it for people, a digest of the real path."""
+    digest = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run_dir.name)[:40]}-{digest}"
+
+
+def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
+    """The jobs of a run that run, and then those that wait, anybody's; None where squeue does not answer."""
+    said = _ask("squeue", "--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
+    if said is None:
+        return None
+    lines = [line.split("|") for line in said.splitlines()]
+    found = [QueuedJob(*line) for line in lines if len(line) == len(JOB_FIELDS)]
+    return sorted(found, key=lambda job: job.state == "PENDING")
+
+
+def partitions() -> dict[str, list[NodeGroup]]:
+    """The nodes of every partition; the default one also by the name "". Empty where sinfo cannot be asked."""
+    found: dict[str, list[NodeGroup]] = {}
+    for line in (_ask("sinfo", "--noheader", "--exact", f"--format={'|'.join(PARTITION_FIELDS)}") or "").splitlines():
+        name, num_nodes, cpus, gres = (line.split("|") + [""] * 4)[:4]
+        if not (num_nodes.isdigit() and cpus.isdigit()):
+            continue
+        group = NodeGroup(int(num_nodes), int(cpus), num_gpus(gres))
+        for known in {name.rstrip("*"), *([""] if name.endswith("*") else [])}:
+            found.setdefault(known, []).append(group)
+    return found
+
+
+def num_gpus(gres: str) -> int:
+    """The GPUs in Slurm's word for a node's generic resources: "gpu:h100:8(S:0-1),tmp:1" has 8."""
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
+
+
+def _ask(program: str, *options: str) -> str | None:
+    """What a program of Slurm's says; None without it, when it fails, or does not answer in time."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=QUEUE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def spoken(jobs: Sequence[QueuedJob]) -> str:
+    """The jobs in a line."""
+    return "; ".join(map(str, jobs))

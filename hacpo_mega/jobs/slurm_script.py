@@ -1,0 +1,267 @@
+"""`hacpo-mega slurm`: the job script of a run, from launch/slurm.sbatch, and its submission. Imports no torch.
+
+    <run_dir>/slurm/job.<N>.sbatch   the script of the Nth submission    config.<N>.toml   of all its attempts
+    <run_dir>/slurm/<job>.log        what the script and rank 0 say
+
+Neither is ever written again: a job that waits or is queued again finds what it was submitted with.
+Not here: who runs where (jobs/slurm_plan.py), what a node is asked for (jobs/slurm_request.py), what becomes of an
+attempt (the script itself).
+"""
+
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from hacpo_mega.checkpoint.files import plain
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import Config, SlurmConfig
+from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
+from hacpo_mega.jobs.slurm_queue import job_name, jobs_of, partitions, spoken
+from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
+from hacpo_mega.logbook.older_runs import move_aside
+from hacpo_mega.logbook.run_lock import RunLock
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "launch" / "slurm.sbatch"
+PLACEHOLDERS = ("directives", "settings", "setup")
+# What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
+MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|unable to contact|limit")
+# File systems in the memory of one machine. Of others nothing is known here: the head node of a cluster may export its
+# own disk; a node that does not see the folder says so when the job starts.
+NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as Slurm is to have it. `config` is the TOML of its attempts; the script's text is `script` of a number."""
+
+    run_dir: Path
+    plan: Plan
+    request: Request
+    template: str
+    slurm: SlurmConfig
+    options: tuple[str, ...]
+    mounts: tuple[Path, ...]
+    config: str
+
+    def script(self, number: int) -> str:
+        """The job script of the Nth submission of the run."""
+        parts = {
+            "directives": "\n".join(_directives(self)),
+            "settings": "\n".join(_settings(self, number)),
+            "setup": "\n".join(_setup(self.slurm.setup)),
+        }
+        return re.sub("@([a-z_]+)@", lambda found: parts[found[1]], self.template)
+
+    def folder(self) -> Path:
+        return self.run_dir / "slurm"
+
+
+def prepare(config: Config, options: Sequence[str] = ()) -> Job:
+    """The job of a configuration; writes nothing. `options` are those of `train`.
+
+    ValueError, in one line, for what the cluster could not run.
+    """
+    slurm, plan = config.slurm, Plan.of(RankMap.of(config), config.slurm)
+    if slurm.time is not None and seconds_of(slurm.time) <= slurm.signal_s:
+        raise ValueError(
+            f"slurm.signal_s ({slurm.signal_s}) leaves nothing of slurm.time ({slurm.time} = {seconds_of(slurm.time)} "
+            "seconds) to train in: give less, or more time"
+        )
+    if slurm.nodelist is not None and len(plan.components) > 1:
+        raise ValueError("slurm.nodelist: nodes of several kinds cannot be named in one list; leave it out")
+    run_dir = config.run_dir.absolute()
+    if len(plan.nodes) > 1 and (kind := _file_system(run_dir)) in NEVER_SHARED:
+        raise ValueError(
+            f"run_dir {run_dir} is on {kind}, in this machine's memory: {len(plan.nodes)} nodes need a folder that all "
+            "of them see"
+        )
+    return Job(
+        run_dir=run_dir,
+        plan=plan,
+        request=request_of(plan, slurm, partitions()),
+        template=_template(slurm.template),
+        slurm=slurm,
+        options=tuple(options),
+        mounts=tuple(_seen_by_processes(config)),
+        config=tomli_w.dumps(plain(config)),
+    )
+
+
+def submit(job: Job, *, fresh: bool) -> Iterator[str]:
+    """Writes the script and gives it to sbatch; says the job's number, its log and how to watch and end it.
+
+    `fresh` moves what lies in the run's folder aside. ValueError without sbatch, when the run has a job already that
+    `fresh` would take the folder from, and with Slurm's own words when it refuses the job.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster; --dry-run shows the script")
+    others = jobs_of(job.run_dir) or []
+    if fresh and others:
+        numbers = " ".join(other.number for other in others)
+        raise ValueError(f"--fresh: {spoken(others)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
+    _refuse_if_slurm_would(sbatch, job)
+    if fresh:
+        with RunLock(job.run_dir):
+            move_aside(job.run_dir)
+    script = _write(job)
+    done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"Slurm refuses {script}: {_words(done.stderr)}")
+    number = done.stdout.strip().partition(";")[0]
+    log = job.folder() / f"{number}.log"
+    if others:
+        yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
+    yield f"job {number}, log {log}\nwatch: tail -F {log}\nstate: hacpo-mega slurm --status {job.run_dir}"
+    yield f"end:   scancel {number}"
+
+
+def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
+    """ValueError, before anything is written, in Slurm's words, for an account, qos or option that it does not know."""
+    command = [sbatch, "--test-only", "--output=/dev/null"]
+    done = subprocess.run(command, input=job.script(1), capture_output=True, text=True)
+    if done.returncode and not MAY_CHANGE.search(done.stderr):
+        raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
+
+
+def _words(said: str) -> str:
+    return "; ".join(line.replace("sbatch: error: ", "") for line in said.strip().splitlines())
+
+
+def _write(job: Job) -> Path:
+    """The next submission's two files, in a folder that nobody else may write; the script's path."""
+    folder = job.folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
+    except PermissionError as error:
+        raise ValueError(
+            f"{folder} is another user's: its job scripts would run as you; give another run_dir"
+        ) from error
+    number = 1
+    while (folder / f"config.{number}.toml").exists():
+        number += 1
+    script = folder / f"job.{number}.sbatch"
+    for path, text in ((folder / f"config.{number}.toml", job.config), (script, job.script(number))):
+        with path.open("x", encoding="utf-8") as file:
+            path.chmod(0o644)
+            file.write(text)
+    return script
+
+
+def _template(path: Path | None) -> str:
+    """The job script with its placeholders. ValueError where it has others, or lacks one."""
+    try:
+        text = (path or TEMPLATE).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"slurm.template: {path} cannot be read: {error}") from error
+    found = set(re.findall("@([a-z_]+)@", text))
+    for name in sorted(found.symmetric_difference(PLACEHOLDERS)):
+        problem = "is no placeholder" if name in found else "is missing"
+        raise ValueError(f"slurm.template: @{name}@ {problem} in {path}; it needs @{'@, @'.join(PLACEHOLDERS)}@")
+    return text
+
+
+def _seen_by_processes(config: Config) -> Iterator[Path]:
+    """The folders that a container must show at their own paths: the run's lock lies beside its folder."""
+    yield from (ROOT, Path.cwd(), config.run_dir.absolute().parent)
+    yield from (agent.model.absolute() for agent in config.agents)
+    yield from (file.absolute().parent for file in (*config.data.files, *config.evaluation.files))
+
+
+def _directives(job: Job) -> Iterator[str]:
+    """The #SBATCH lines: of the job, then of each component."""
+    slurm = job.slurm
+    yield f'#SBATCH --job-name="{job_name(job.run_dir)}"'
+    yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'
+    yield "#SBATCH --open-mode=append"
+    yield f'#SBATCH --chdir="{Path.cwd()}"'
+    yield "#SBATCH --dependency=singleton"
+    for number, component in enumerate(job.plan.components):
+        if number:
+            yield "#SBATCH hetjob"
+            # Else it would have the name of the first, and wait for that to end.
+            yield f'#SBATCH --job-name="{job_name(job.run_dir)}+{number}"'
+        options: Mapping[str, str | int | None] = {
+            "partition": component.kind.partition,
+            "constraint": component.kind.constraint,
+            "account": slurm.account,
+            "qos": slurm.qos,
+            "time": slurm.time,
+            "nodelist": slurm.nodelist,
+            "exclude": slurm.exclude,
+            "nodes": len(component.counts),
+            "ntasks-per-node": max(component.counts),
+            "cpus-per-task": job.request.cpus,
+            "mem": slurm.mem,
+            "signal": f"B:USR1@{slurm.signal_s}",
+        }
+        yield from (f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
+        yield from (f"#SBATCH --{gpus}" for gpus in filter(None, [job.request.gpus[number]]))
+        yield "#SBATCH --requeue"
+        if job.request.takes_whole_nodes and WHOLE_NODE not in slurm.sbatch_options:
+            yield f"#SBATCH {WHOLE_NODE}"
+        yield from (f"#SBATCH {option}" for option in slurm.sbatch_options)
+
+
+def _settings(job: Job, number: int) -> Iterator[str]:
+    """What the script's own lines refer to."""
+    slurm, plan, folder = job.slurm, job.plan, job.folder()
+    counts = plan.components[0].counts if len(plan.components) == 1 else ()
+    yield f"root={shlex.quote(str(ROOT))}"
+    yield f"run_dir={shlex.quote(str(job.run_dir))}"
+    yield f"config={shlex.quote(str(folder / f'config.{number}.toml'))}"
+    yield f"script={shlex.quote(str(folder / f'job.{number}.sbatch'))}"
+    yield f"python={shlex.quote(slurm.python or sys.executable)}"
+    yield f"options=({shlex.join(job.options)})"
+    yield f"run_with=({shlex.join(slurm.run_with)})"
+    yield f"srun_options=({shlex.join([*_container(job), *slurm.srun_options])})"
+    yield f"num_ranks={plan.rank_map.world_size}"
+    yield f"num_components={len(plan.components)}"
+    yield f"counts=({' '.join(map(str, counts))}) # processes of each node"
+    yield f"cpus={job.request.cpus} # processors of each process"
+    yield f"signal_s={slurm.signal_s}"
+    yield f"preflight={int(slurm.preflight)}"
+    yield f"preflight_wait_s={slurm.preflight_wait_s}"
+    yield f"max_attempts={slurm.max_attempts}"
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items())
+
+
+def _setup(lines: Sequence[str]) -> Iterator[str]:
+    """The user's own lines, each of which must succeed. ValueError for one that bash cannot read by itself."""
+    for line in lines:
+        done = subprocess.run(["bash", "-n"], input=f"{line}\n", capture_output=True, text=True)
+        if done.returncode:
+            said = done.stderr.strip().splitlines()[-1].removeprefix("bash: ")
+            raise ValueError(f"slurm.setup: {line!r} is no whole command: {said}; give a construct as one text")
+        yield f"eval {shlex.quote(line)} || setup_failed {shlex.quote(line)}"
+
+
+def _container(job: Job) -> Iterator[str]:
+    """The words of pyxis; the name, of which there is one an attempt, is the script's to say."""
+    if job.slurm.container_image is None:
+        if job.slurm.container_mounts:
+            raise ValueError("slurm.container_mounts: there is no slurm.container_image to mount them in")
+        return
+    folders = sorted(set(job.mounts))
+    outer = [one for one in folders if not any(other != one and one.is_relative_to(other) for other in folders)]
+    yield f"--container-image={job.slurm.container_image}"
+    yield f"--container-mounts={','.join([*(f'{one}:{one}' for one in outer), *job.slurm.container_mounts])}"
+    yield f"--container-workdir={Path.cwd()}"
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that holds a path, or would, once it exists."""
+    mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    types = {Path(left.split()[4]): right.split()[0] for left, right in mounts}
+    resolved = path.resolve()
+    return next((types[folder] for folder in (resolved, *resolved.parents) if folder in types), "unknown")

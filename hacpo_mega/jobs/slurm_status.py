@@ -1,0 +1,134 @@
+"""`hacpo-mega slurm --status RUN`: how a run stands, on one screen, from its folder and from Slurm's queue.
+
+Reads the ends of files alone, so that it answers at once beside a run of any size. Imports no torch.
+Not here: what a run has learnt (report/).
+"""
+
+import json
+import re
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hacpo_mega.checkpoint.files import committed_steps
+from hacpo_mega.jobs.attempts import read_attempts
+from hacpo_mega.jobs.slurm_queue import QueuedJob, jobs_of, spoken
+from hacpo_mega.logbook.provenance import exported_steps
+
+DONE_OR_ALIVE, NOBODY_WORKS, NO_RUN = 0, 1, 2  # exit codes
+END_BYTES = 1 << 20  # of a file that are looked at
+LAST_STEPS = 10  # over which the seconds of a step are the median
+# What the job script, the ranks and Python say of trouble; of a job that queues again this line is no trouble yet.
+TROUBLE = re.compile(
+    r"ended first|no word from|stops:|ends with status|cannot queue again|does not queue again|no checkpoint in time|"
+    r"slurm\.setup|the preflight failed|does not get past|warning: |[A-Z]\w*(?:Error|Exception)\b|"
+    r"^srun: error|BAD$|CANCELLED"
+)
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is shown, and 0 (done, or somebody works on it), 1 (nobody does), 2 (there is no run)."""
+
+    text: str
+    exit_code: int
+
+
+def status_of(run_dir: Path) -> Status:
+    """How the run of a folder stands."""
+    if not any((run_dir / name).exists() for name in ("slurm", "config.toml", "logs/attempts.jsonl")):
+        return Status(f"{run_dir} holds no run", NO_RUN)
+    jobs, num_steps, timings = jobs_of(run_dir), _num_steps(run_dir), dict(_timings(run_dir))
+    step, safe = max(timings, default=0), max(committed_steps(run_dir), default=0)
+    is_done = num_steps is not None and (exported_steps(run_dir) or 0) >= num_steps
+    rows = [
+        ("run", f"{run_dir}{', done' if is_done else ''}"),
+        ("queue", _queue(jobs)),
+        ("attempt", _attempt(run_dir)),
+        ("step", f"{step} of {num_steps or '?'}, safe {safe}"),
+        ("speed", _speed(timings, step, num_steps)),
+        ("trouble", _trouble(run_dir)),
+    ]
+    works = is_done or jobs is None or bool(jobs)
+    return Status("\n".join(f"{name:8} {text}" for name, text in rows), DONE_OR_ALIVE if works else NOBODY_WORKS)
+
+
+def _queue(jobs: Sequence[QueuedJob] | None) -> str:
+    if jobs is None:
+        return "unknown: squeue is not on the PATH, or does not answer"
+    return spoken(jobs) or "no job of this run waits or runs"
+
+
+def _attempt(run_dir: Path) -> str:
+    """The newest attempt, as rank 0 noted it, or as the job script made its folder."""
+    attempts = read_attempts(run_dir)
+    folders = len(list(run_dir.glob("logs/attempt_*")))
+    if not attempts:
+        return f"{folders}, of which no rank has begun" if folders else "none has begun"
+    last = attempts[-1]
+    when = time.strftime("%F %T", time.localtime(last["time_unix_s"]))
+    return f"{max(folders, len(attempts))} ({last['job']}), the last began {when} after step {last['step']}"
+
+
+def _num_steps(run_dir: Path) -> int | None:
+    """Of the newest configuration that was submitted, else of the one that runs."""
+    submitted = sorted(run_dir.glob("slurm/config.*.toml"), key=lambda path: path.stat().st_mtime)
+    for path in (*reversed(submitted), run_dir / "config.toml"):
+        with suppress(OSError, ValueError, KeyError):  # half written, or by another version: the next one tells
+            return int(tomllib.loads(path.read_text(encoding="utf-8"))["num_steps"])
+    return None
+
+
+def _timings(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The timing of the last steps; a torn line is left out."""
+    for line in _last_lines(run_dir / "metrics.jsonl"):
+        with suppress(ValueError, KeyError, TypeError):
+            table = json.loads(line)
+            yield int(table["step"]), table["timing"]
+
+
+def _speed(timings: dict[int, dict[str, Any]], step: int, num_steps: int | None) -> str:
+    """Seconds from the end of a step to that of the next, over the last ones of this start."""
+    ends = [timings[n]["time_unix_s"] for n in sorted(timings)[-LAST_STEPS - 1 :]]
+    between = [later - earlier for earlier, later in pairwise(ends)]
+    if not between:
+        return "no two steps yet"
+    seconds = median(between)
+    left = "" if num_steps is None or step >= num_steps else f", about {_spoken_s(seconds * (num_steps - step))} left"
+    ago = _spoken_s(time.time() - ends[-1])
+    return f"{seconds:.1f} s a step (median of {len(between)}), the last ended {ago} ago{left}"
+
+
+def _spoken_s(seconds: float) -> str:
+    days, rest = divmod(int(max(0.0, seconds)), 86_400)
+    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{clock}" if days else clock
+
+
+def _trouble(run_dir: Path) -> str:
+    """The last line of trouble in the newest job's log, with its file; other logs only where no job has one."""
+    logs = sorted(run_dir.glob("slurm/[0-9]*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for log in logs[:1] or sorted(run_dir.glob("logs/attempt_*/rank_0.log"))[-1:]:
+        for line in reversed(list(_last_lines(log))):
+            if TROUBLE.search(line):
+                return f"{CONTROL.sub('?', line)[:200]}\n{'':8} in {log}"
+        return f"none in {log}"
+    return "no log yet"
+
+
+def _last_lines(path: Path) -> list[str]:
+    """The whole lines in the last bytes of a file; none without it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - END_BYTES))
+            content = file.read()
+    except OSError:
+        return []
+    return content.decode("utf-8", "replace").split("\n")

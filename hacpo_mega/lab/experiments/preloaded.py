@@ -1,0 +1,29 @@
+"""What the server of an experiment's or a campaign's runs imports once, so that ranks forked from it start at once.
+
+What is named of vLLM is what it would import itself when its first engine starts.
+"""
+# ruff: noqa: E402, F401, I001
+
+from hacpo_mega.cluster.environment import prepare_environment
+
+prepare_environment()  # first: it silences what the others warn of when they are imported
+
+import atexit
+import gc
+import os
+
+from transformers import AutoModelForCausalLM
+import vllm.model_executor.models.llama
+import vllm.model_executor.models.qwen2
+import vllm.model_executor.models.qwen3
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.gpu_worker
+
+import hacpo_mega.trainer.trainer
+
+# Two million objects that every collection of a child would walk, and whose pages it would copy.
+gc.collect()
+gc.freeze()
+# The server ends at once when its queue has ended: taking two million objects down would print what Triton's bindings
+# leak on the user's terminal. Its children have an end of their own.
+atexit.register(os._exit, 0)

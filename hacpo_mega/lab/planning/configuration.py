@@ -1,0 +1,67 @@
+"""A configuration as the planner reads it: models by folder, by init table or by a public name, nothing else is there.
+
+Not checked here: prompt files, tokenizers, weights, the run folder, all of which are on the machines that will run it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.checks import architecture_of, batch_problems
+from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.config.pass_through import table_problems
+from hacpo_mega.lab.planning.cluster_file import Cluster
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout, layout_problems
+from hacpo_mega.models.public import public_architecture
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A configuration whose devices have the memory of the cluster's, and the model of every agent by name."""
+
+    config: Config
+    models: dict[str, Architecture]
+
+
+def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Planned:
+    """The configuration for a cluster. ValueError with one line per problem: keys, batches, unknown models, layouts."""
+    config = load_unchecked(file, tuple(overrides))
+    config = config.model_copy(update={"device_memory_gib": cluster.device.memory_gib})
+    problems = batch_problems(config)
+    if config.placement == "shared":
+        problems.append("placement: agents that take turns on devices are not planned for. Nearest: placement=split")
+    if config.rollout.one_step_off:
+        problems.append("rollout.one_step_off: steps that overlap are not planned for. Nearest: one_step_off=false")
+    models, wrong = named_models(config)
+    if problems := [*problems, *wrong]:
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
+    return Planned(config, models)
+
+
+def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
+    """The models that are known, by agent, and a line for every other one and every layout that a model cannot have."""
+    models, problems = {}, []
+    longest = config.rollout.max_prompt_tokens + config.longest_answer
+    for agent in config.agents:
+        try:
+            models[agent.name] = model_of(agent)
+            found = list(_layout_lines(agent, models[agent.name], longest))
+        except ValueError as problem:
+            found = [str(problem)]
+        problems += [f"agents.{agent.name}: {line}" for line in found]
+    return models, problems
+
+
+def model_of(agent: AgentConfig) -> Architecture:
+    """From the agent's folder or init table where there is one, else by its name. ValueError for an unknown one."""
+    if agent.init is not None or (agent.model / "config.json").is_file():
+        return architecture_of(agent)
+    return public_architecture(str(agent.model))
+
+
+def _layout_lines(agent: AgentConfig, model: Architecture, longest: int) -> Iterator[str]:
+    yield from table_problems(agent.megatron, agent.vllm)
+    layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel)
+    yield from layout_problems(model, layout, max_positions=longest)

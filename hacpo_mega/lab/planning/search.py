@@ -1,0 +1,228 @@
+"""Which layouts let all agents finish together: every tp, pp, engine and number of cells that models can have and fit.
+
+For every number of lanes each agent's layouts are judged for themselves, then one agent after the other is put on the
+devices that are left; of two ways to use as many devices, one that is nowhere faster is dropped. More devices or
+memory only add ways, so the best never gets slower.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.lab.planning.cluster_file import Cluster
+from hacpo_mega.lab.planning.configuration import Planned
+from hacpo_mega.lab.planning.plan import AgentPlan, plan_agent, stretches, wall_seconds
+from hacpo_mega.lab.planning.traffic import Spread, spread_of
+from hacpo_mega.lab.planning.work import Work
+from hacpo_mega.memory.budget import Budget
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_problems
+
+MAX_STAGES = 16
+# Beyond it nobody is told that more memory would do.
+MOST_GIB = 1024
+# Measured over planned seconds, by agent and phase; 1 where nothing was measured.
+Factors = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An agent in one layout: the plan of it, and its seconds between meetings."""
+
+    plan: AgentPlan
+    stretches_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """All agents on the devices."""
+
+    lanes: int
+    choices: tuple[Choice, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it uses."""
+        return sum(choice.plan.num_devices for choice in self.choices)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of a step."""
+        return wall_seconds([choice.stretches_s for choice in self.choices])
+
+    def idle_share(self, choice: Choice) -> float:
+        """Of a step, what an agent waits for others."""
+        return max(0.0, 1.0 - sum(choice.stretches_s) / self.wall_s)
+
+    def overrides(self) -> list[str]:
+        """What makes a configuration this one, as key=value."""
+        keys = ("tp", "pp", "cells_per_lane", "engine_tp")
+        own = [f"agents.{s.plan.name}.{key}={getattr(s.plan.agent, key)}" for s in self.choices for key in keys]
+        return [f"lanes={self.lanes}", *own]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What was found: the fastest way for every number of devices where more of them make it faster, best last."""
+
+    frontier: tuple[Way, ...]
+
+    @property
+    def best(self) -> Way | None:
+        """The fastest; of equally fast ones that with the fewest devices."""
+        return self.frontier[-1] if self.frontier else None
+
+
+def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster, factors: Factors | None = None) -> Ways:
+    """All agents of the configuration on at most the cluster's devices. Empty where no layout of some agent fits."""
+    search = _Search(planned, work, cluster, factors or {})
+    found: list[Way] = []
+    for lanes in _divisors(planned.config.prompts_per_update):
+        if lanes <= cluster.num_devices:
+            found += search.ways_of(lanes)
+    frontier: list[Way] = []
+    for way in sorted(found, key=lambda way: (way.num_devices, way.wall_s, way.lanes)):
+        if not frontier or way.wall_s < frontier[-1].wall_s:
+            frontier.append(way)
+    return Ways(tuple(frontier))
+
+
+@dataclass
+class _Search:
+    """One search. Layouts and their budgets, which are of all cells, however they lie in lanes, are made once."""
+
+    planned: Planned
+    work: Mapping[str, Work]
+    cluster: Cluster
+    factors: Factors
+    layouts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    budgets: dict[tuple[Any, ...], Budget] = field(default_factory=dict)
+
+    def ways_of(self, lanes: int) -> list[Way]:
+        """Every way with so many lanes that is not beaten by another one on as many devices."""
+        config = self.planned.config.model_copy(update={"lanes": lanes})
+        partial: list[tuple[Choice, ...]] = [()]
+        for agent in config.agents:
+            choices = [choices[0] for choices in _undominated([(choice,) for choice in self._choices(config, agent)])]
+            partial = [
+                (*before, choice) for before in partial for choice in choices if _has_room(before, choice, self.cluster)
+            ]
+            partial = _undominated(partial)
+        return [Way(lanes, choices) for choices in partial]
+
+    def _choices(self, config: Config, agent: AgentConfig) -> Iterator[Choice]:
+        """Every layout of an agent that its model can have and a device can hold, on the cluster alone."""
+        factor, cluster = self.factors.get(agent.name, {}), self.cluster
+        if agent.name not in self.layouts:
+            self.layouts[agent.name] = list(_layouts(self.planned, agent, cluster))
+        for changes in self.layouts[agent.name]:
+            room = cluster.num_devices // (config.lanes * changes["tp"] * changes["pp"])
+            for cells in _divisors(config.prompts_per_update // config.lanes):
+                if cells > room:
+                    break
+                seated = agent.model_copy(update={**changes, "cells_per_lane": cells})
+                budget = self._budget(config, seated)
+                if budget.fits() and not budget.engine_is_too_small:
+                    plan = plan_agent(
+                        config, seated, budget, self.work[agent.name], cluster, _spread_alone(config, seated, cluster)
+                    )
+                    scaled = {phase: s * factor.get(phase, 1.0) for phase, s in plan.phases_s.items()}
+                    yield Choice(plan, stretches(scaled))
+
+    def _budget(self, config: Config, agent: AgentConfig) -> Budget:
+        key = (agent.name, agent.tp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
+        if key not in self.budgets:
+            model = self.planned.models[agent.name]
+            self.budgets[key] = agent_budget(config, agent, model, on_cpu=self.cluster.on_cpu)
+        return self.budgets[key]
+
+
+def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
+    """Where the groups of an agent lie that begins at a node."""
+    shape = AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel)
+    return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node)
+
+
+def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """tp, pp and engine_tp that the model can have, tensor ranks inside a node; models/layout.py decides."""
+    model, config = planned.models[agent.name], planned.config
+    is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
+    for tp in _divisors(cluster.devices_per_node):
+        for pp in range(1, MAX_STAGES + 1) if is_even else (agent.pp,):
+            for engine_tp in _divisors(tp * pp):
+                layout = Layout.of(tp, pp, agent.megatron, engine_tp)
+                is_inside = cluster.devices_per_node % engine_tp == 0
+                if (
+                    is_inside
+                    and not layout_problems(model, layout)
+                    and config.training.max_tokens_per_microbatch % tp == 0
+                ):
+                    yield {"tp": tp, "pp": pp, "engine_tp": engine_tp}
+
+
+def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
+    """Whether the choice fits behind the others, with its groups where they were when it was judged for itself.
+
+    Alone it began at a node: an agent of at most a node must not straddle two, a larger one begins with a whole cell.
+    """
+    first, size = sum(s.plan.num_devices for s in before), choice.plan.num_devices
+    node, cell = cluster.devices_per_node, choice.plan.agent.cell_size
+    stays = first % node + size <= node if size <= node else first % node == 0 or node % cell == 0 == first % cell
+    return first + size <= cluster.num_devices and stays
+
+
+def _undominated(ways: list[tuple[Choice, ...]]) -> list[tuple[Choice, ...]]:
+    """Of ways with as many devices, those that are faster than each other one between some two meetings."""
+    kept: dict[int, list[tuple[tuple[float, ...], tuple[Choice, ...]]]] = {}
+    slowest = [(tuple(map(max, zip(*(choice.stretches_s for choice in choices)))), choices) for choices in ways]
+    for stretches_s, choices in sorted(slowest, key=lambda pair: pair[0]):
+        group = kept.setdefault(sum(choice.plan.num_devices for choice in choices), [])
+        if not any(all(map(float.__le__, other, stretches_s)) for other, _ in group):
+            group.append((stretches_s, choices))
+    return [choices for group in kept.values() for _, choices in group]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def grown(cluster: Cluster, factor: int) -> Cluster:
+    """The cluster with `factor` times as many nodes."""
+    return cluster.model_copy(update={"nodes": cluster.nodes * factor})
+
+
+@dataclass(frozen=True)
+class Lightest:
+    """The layout of an agent that needs the least memory of a device, whole GiB, with everything computed again."""
+
+    agent: AgentConfig
+    memory_gib: int
+    num_devices: int
+
+
+def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest | None:
+    """That of a model on the cluster's devices; None where no memory up to MOST_GIB is enough in any layout."""
+    config = planned.config.model_copy(update={"lanes": 1})
+    found = []
+    for changes in _layouts(planned, agent, cluster):
+        size = changes["tp"] * changes["pp"]
+        if fitting := [cells for cells in _divisors(config.prompts_per_update) if cells * size <= cluster.num_devices]:
+            seated = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
+            needed = bisect_left(
+                range(1, MOST_GIB + 1),
+                True,
+                key=lambda gib, seated=seated: _holds(config, seated, planned.models[agent.name], gib, cluster.on_cpu),
+            )
+            if needed < MOST_GIB:
+                found.append(Lightest(seated, needed + 1, fitting[-1] * size))
+    return min(found, key=lambda least: (least.memory_gib, least.num_devices), default=None)
+
+
+def _holds(config: Config, agent: AgentConfig, model: Architecture, memory_gib: int, on_cpu: bool) -> bool:
+    sized = config.model_copy(update={"device_memory_gib": float(memory_gib)})
+    budget = agent_budget(sized, agent, model, on_cpu=on_cpu)
+    return budget.fits() and not budget.engine_is_too_small

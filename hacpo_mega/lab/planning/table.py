@@ -1,0 +1,117 @@
+"""A plan for people, as aligned text, and for programs, as JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hacpo_mega.config.device_memory import memory_table
+from hacpo_mega.lab.planning.cluster_file import Cluster
+from hacpo_mega.lab.planning.plan import AgentPlan, Plan
+from hacpo_mega.lab.planning.search import Ways
+from hacpo_mega.lab.planning.seconds import PHASES
+from hacpo_mega.lab.planning.store_cost import job_cost
+
+Rows = Sequence[Sequence[str]]
+GB = 1e9
+# Ways that are shown, the fastest first; JSON has all of them.
+MOST_WAYS = 5
+
+
+def shown(plan: Plan, ways: Ways) -> str:
+    """Everything, part by part."""
+    budgets = {agent.name: agent.budget for agent in plan.agents}
+    parts = [_cluster_lines(plan), plan.ranks.table(), memory_table(budgets), aligned(_seconds(plan))]
+    parts += [aligned(list(_terms(plan))), aligned(list(_messages(plan))), aligned(list(_ways(ways)))]
+    return "\n\n".join(parts)
+
+
+def aligned(rows: Rows) -> str:
+    """Rows as columns of equal width."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _cluster_lines(plan: Plan) -> str:
+    c, work = plan.cluster, plan.agents[0].work
+    device, links = c.device, c.links
+    keys, reads, size = job_cost(plan.ranks)
+    return "\n".join(
+        (
+            f"cluster: {c.nodes} nodes x {c.devices_per_node} devices ({c.kind or 'a kind of its own'}), each "
+            f"{device.memory_gib:g} GiB, {device.peak_tflops:g} TFLOP/s, {device.memory_gb_per_s:g} GB/s; links "
+            f"{links.inside_gb_per_s:g} GB/s inside a node, {links.between_gb_per_s:g} between",
+            f"step: {work.prompts} prompts of {work.prompt_tokens:g} tokens, {work.answers:g} answers per agent of "
+            f"{work.answer_tokens:g} (the longest {work.longest:g}), {work.trained:g} learnt from in {work.updates} "
+            "updates",
+            f"host of a node: a checkpoint's copy takes {plan.host_gib():.1f} of {c.host.memory_gib:g} GiB",
+            f"store: {keys} keys, {reads} reads, {size / 1e6:.1f} MB, all before the end of the first step",
+        )
+    )
+
+
+def _seconds(plan: Plan) -> Rows:
+    rows = [[f"seconds of a step: {plan.wall_s:.2f}", *PHASES, "busy", "idle", "most of it"]]
+    for agent in plan.agents:
+        seconds, (phase, term, share) = agent.phases_s, agent.bound_by
+        cells = [f"{seconds[name]:.2f}" for name in PHASES]
+        rows.append([agent.name, *cells, f"{agent.busy_s:.2f}", f"{plan.idle_share(agent):.0%}",
+                     f"{phase}: {term}, {share:.0%}"])  # fmt: skip
+    return rows
+
+
+def _terms(plan: Plan) -> Iterator[list[str]]:
+    names = list(dict.fromkeys(term for agent in plan.agents for terms in agent.phases.values() for term in terms))
+    yield ["seconds by what they are spent on", "", *names]
+    for agent in plan.agents:
+        for phase in PHASES:
+            terms = agent.phases[phase]
+            yield [agent.name, phase, *(f"{terms[name]:.2f}" if name in terms else "" for name in names)]
+
+
+def _messages(plan: Plan) -> Iterator[list[str]]:
+    yield ["bytes that a device sends in a step", "phase", "what", "link", "GB", "messages", "seconds"]
+    for agent in plan.agents:
+        for message in agent.messages:
+            link = "inside a node" if message.inside else "between nodes"
+            yield [agent.name, message.phase, message.what, link, f"{message.num_bytes / GB:.3f}",
+                   f"{message.count:.0f}", f"{message.seconds(plan.cluster):.2f}"]  # fmt: skip
+
+
+def _ways(ways: Ways) -> Iterator[list[str]]:
+    yield ["layouts that let all finish soonest", "s a step", "idle", "key=value"]
+    for way in ways.frontier[: -MOST_WAYS - 1 : -1]:
+        idle = " ".join(f"{way.idle_share(choice):.0%}" for choice in way.choices)
+        yield [f"{way.num_devices} devices", f"{way.wall_s:.2f}", idle, " ".join(way.overrides())]
+
+
+def as_json(plan: Plan, ways: Ways) -> str:
+    """The same for programs; sizes in bytes, times in seconds."""
+    table = {
+        "cluster": plan.cluster.model_dump(mode="json"),
+        "step_s": plan.wall_s,
+        "host_gib": plan.host_gib(),
+        "store": dict(zip(("keys", "reads", "bytes"), job_cost(plan.ranks))),
+        "agents": {agent.name: _agent_table(plan, agent, plan.cluster) for agent in plan.agents},
+        "layouts": [
+            {"devices": w.num_devices, "step_s": w.wall_s, "idle": [w.idle_share(s) for s in w.choices],
+             "overrides": w.overrides()} for w in reversed(ways.frontier)
+        ],
+    }  # fmt: skip
+    return json.dumps(table, indent=1) + "\n"
+
+
+def _agent_table(plan: Plan, agent: AgentPlan, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "devices": agent.num_devices,
+        "recompute": agent.budget.actor.recompute,
+        "memory": {"parts": agent.budget.parts, "phases": agent.budget.phases, "peak": agent.budget.peak},
+        "answers_at_once": agent.answers_at_once,
+        "phases_s": agent.phases_s,
+        "terms_s": {phase: dict(terms) for phase, terms in agent.phases.items()},
+        "busy_s": agent.busy_s,
+        "idle_share": plan.idle_share(agent),
+        "messages": [
+            {"phase": m.phase, "what": m.what, "inside": m.inside, "bytes": m.num_bytes, "count": m.count,
+             "seconds": m.seconds(cluster)} for m in agent.messages
+        ],
+    }  # fmt: skip

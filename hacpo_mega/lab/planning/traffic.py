@@ -1,0 +1,174 @@
+"""Which bytes a device sends in a step, over which link, and how long they take: every collective of a phase as a row.
+
+Of n ranks each sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
+for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
+their outputs; backward mirrors that and gathers the inputs again for the gradient of the weights.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.lab.planning.cluster_file import Cluster
+from hacpo_mega.lab.planning.work import Work
+from hacpo_mega.memory.actor_bytes import FLOAT32, num_weights
+from hacpo_mega.memory.budget import Budget
+from hacpo_mega.models.layout import Layout
+from hacpo_mega.rollout.wire import HEADER
+
+# Bytes of an answer beside its tokens and text: exchange.py's ROW, and two counts.
+ROW_BYTES, COUNT_BYTES = 46, 8
+# Of a token in the exchange: its number, and its text, about four letters.
+TOKEN_BYTES = 4 + 4
+# Gathers and scatters of one layer's activations: forward, backward, and what recomputation repeats.
+FORWARD, BACKWARD = 4, 6
+AGAIN = {"none": 0, "mlp": 2, "full": FORWARD}
+# Sums over tensor parallelism in a layer of the engine.
+ENGINE_SUMS = 2
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which groups of an agent stay inside a node: of tensor ranks, of stages, of the cells, of one engine."""
+
+    tp: bool
+    pp: bool
+    dp: bool
+    engine: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one device sends of one kind in a step: `num_bytes` in all, in `count` messages that wait for each other.
+
+    `piped` says that every micro-batch of a pipeline has its part of it, for which other stages wait.
+    """
+
+    phase: str
+    what: str
+    inside: bool
+    num_bytes: float
+    count: float
+    piped: bool = False
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Seconds on the link."""
+        latency_s = cluster.links.latency_us * 1e-6 * self.count
+        return self.num_bytes / cluster.bytes_per_s(inside=self.inside) + latency_s
+
+
+def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
+    """Where the groups of an agent lie: ranks fill the nodes in their order."""
+    shape, first = ranks.agents[agent], ranks.first_ranks[agent]
+    last = first + ranks.agent_world_size(agent)
+
+    def together(size: int, width: int) -> bool:
+        """Whether each block of `width` neighbours, of which all `size` blocks exist, lies in one node."""
+        return all(
+            start // devices_per_node == (start + width - 1) // devices_per_node for start in range(first, last, size)
+        )
+
+    return Spread(
+        tp=together(shape.tp, shape.tp),
+        pp=together(shape.cell_size, shape.cell_size),
+        dp=together(last - first, last - first),
+        engine=together(shape.engine_tp, shape.engine_tp),
+    )
+
+
+def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: float) -> Iterator[Message]:
+    """Every kind of message of an agent's device; `rounds` are those of its engine (seconds.py)."""
+    cells = budget.actor.dp
+    yield from _of_engine(budget, work, spread, rounds)
+    scored, trained = work.scored / cells, work.trained / cells
+    batches = work.scored_updates * score_batches(budget, work)
+    yield from _of_model("score", budget, scored * work.length, batches, FORWARD, 1, spread)
+    batches = work.updates * learn_batches(budget, work)
+    gathers = FORWARD + BACKWARD + AGAIN[budget.actor.recompute]
+    yield from _of_model("learn", budget, trained * work.length, batches, gathers, 2, spread)
+    yield from _of_gradients(budget, work, spread)
+    yield from _of_exchange(budget, work, lanes, spread)
+    yield from _of_publication(budget, spread)
+
+
+def score_batches(budget: Budget, work: Work) -> int:
+    """Micro-batches of a cell's own answers to the prompts of an update."""
+    return _micro_batches(budget, work, work.answers)
+
+
+def learn_batches(budget: Budget, work: Work) -> int:
+    """Micro-batches of a cell's update: of own answers, as they were scored, then of others' (samples/packing.py)."""
+    own = work.trained / work.sources
+    others = _micro_batches(budget, work, work.trained - own) if work.sources > 1 else 0
+    return _micro_batches(budget, work, own) + others
+
+
+def _micro_batches(budget: Budget, work: Work, answers: float) -> int:
+    in_update = answers / budget.actor.dp / work.updates
+    return max(1, math.ceil(in_update * work.length / budget.actor.num_tokens))
+
+
+def message_bytes(answers: float, answer_tokens: float) -> float:
+    """Bytes of what a cell's leader sends the others of its lane (rollout/wire.py)."""
+    return HEADER.size + answers * (ROW_BYTES + COUNT_BYTES + TOKEN_BYTES * answer_tokens)
+
+
+def _of_engine(budget: Budget, work: Work, spread: Spread, rounds: float) -> Iterator[Message]:
+    a, tp = budget.actor.architecture, budget.engine.tp
+    if tp == 1:
+        return
+    engines = budget.actor.dp * budget.actor.layout.tp * budget.actor.layout.pp / tp
+    tokens = work.answers / engines * work.answer_tokens + _prompts_of_engine(work, engines) * work.prompt_tokens
+    sums = ENGINE_SUMS * a.num_layers
+    size = sums * 2 * (tp - 1) / tp * tokens * a.hidden_size * budget.actor.device.number
+    yield Message("roll_out", "sums of an engine", spread.engine, size, sums * rounds)
+
+
+def _prompts_of_engine(work: Work, engines: float) -> float:
+    """Every prompt once: an engine keeps what it has read for the further answers to it."""
+    return min(work.prompts, work.answers / engines)
+
+
+def _of_model(
+    phase: str, budget: Budget, tokens: float, batches: int, gathers: int, ways: int, spread: Spread
+) -> Iterator[Message]:
+    actor = budget.actor
+    a, layout, number = actor.architecture, actor.layout, actor.device.number
+    row = a.hidden_size * number
+    if layout.tp > 1:
+        collectives = gathers * math.ceil(a.num_layers / layout.pp)
+        size = collectives * (layout.tp - 1) / layout.tp * tokens * row
+        yield Message(phase, "gathers and scatters of tp", spread.tp, size, collectives * batches, piped=True)
+    if layout.pp > 1:
+        yield Message(phase, "sends of pp", spread.pp, ways * tokens / layout.tp * row, ways * batches, piped=True)
+
+
+def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
+    actor = budget.actor
+    if actor.dp > 1:
+        numbers = num_weights(actor.architecture, actor.layout, budget.stage)
+        size = (actor.dp - 1) / actor.dp * numbers * (FLOAT32 + actor.device.number)
+        # Each of the ring's 2 (dp - 1) steps waits for the one before.
+        count = 2.0 * (actor.dp - 1) * work.updates
+        yield Message("learn", "gradients and weights of dp", spread.dp, size * work.updates, count)
+
+
+def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iterator[Message]:
+    """Answers go over the hosts' network: agents are on different nodes, where there are several."""
+    lane = message_bytes(work.pool / lanes, work.answer_tokens)
+    mine = message_bytes(work.answers / budget.actor.dp, work.answer_tokens)
+    if lane > mine:
+        yield Message("exchange", "answers down the lane", False, lane - mine, 4.0)
+    if budget.actor.layout.tp * budget.actor.layout.pp > 1:
+        yield Message("exchange", "answers inside a cell", spread.pp, lane, 2.0)
+
+
+def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
+    actor = budget.actor
+    tp, pp, number = actor.layout.tp, actor.layout.pp, actor.device.number
+    whole = num_weights(actor.architecture, Layout()) * number
+    if pp > 1:
+        yield Message("publish", "shards along pp", spread.pp, whole / tp, pp)
+    if tp > 1:
+        yield Message("publish", "full tensors over tp", spread.tp, (tp - 1) / tp * whole, pp)

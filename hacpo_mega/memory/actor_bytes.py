@@ -1,0 +1,265 @@
+"""How many bytes an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
+
+Every term is something that the code keeps: docs/memory.md names for each of them where it is allocated, and
+tests/unit/test_memory_trace.py holds the sums to the real Megatron model (lab/memory_trace.py). The letters are
+those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which every tensor-parallel rank holds
+S = T / tp between its layers; h hidden size, q and k query and key/value heads of a rank, d head size, f feed-forward
+columns and v vocabulary rows of a rank.
+Not here: the engine, and which of these are there at the same time (budget.py).
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.segments import padded_vocab_size, shard_shape, stage_slots
+
+Recompute = Literal["none", "mlp", "full"]
+FLOAT32 = 4
+# Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once.
+TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS = 1_250_000_000, 8192, 1 << 24
+
+
+@dataclass(frozen=True)
+class Device:
+    """How a kind of device computes, as far as it shows in bytes.
+
+    number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
+    fused_norms      one kernel for a norm; else torch keeps the normalised numbers beside the input
+    flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
+    triton_head      the head's backward takes large chunks of logits in the weights' type; else small ones in float32
+    engine_sleeps    the engine gives its memory back while the actor works
+    """
+
+    number: int
+    fused_norms: bool
+    flash_attention: bool
+    triton_head: bool
+    engine_sleeps: bool
+
+    @property
+    def mixed(self) -> bool:
+        """Whether weights are kept in half precision and in float32."""
+        return self.number < FLOAT32
+
+
+CUDA = Device(number=2, fused_norms=True, flash_attention=True, triton_head=True, engine_sleeps=True)
+CPU = Device(number=4, fused_norms=False, flash_attention=False, triton_head=False, engine_sleeps=False)
+
+
+@dataclass(frozen=True)
+class ActorPlan:
+    """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
+
+    fused_swiglu   Megatron's bias_activation_fusion, which keeps the input of the activation alone
+    diagnoses      own gradients are compared with others' now and then, which needs a copy of the first
+    offloads       main weights and moments are in host memory while the engine is awake
+    shares         all of it is in host memory but in its agent's turns on devices that it shares
+    """
+
+    architecture: Architecture
+    layout: Layout
+    dp: int
+    num_tokens: int
+    recompute: Recompute = "none"
+    fused_swiglu: bool = False
+    diagnoses: bool = False
+    offloads: bool = False
+    shares: bool = False
+    device: Device = CUDA
+
+
+@dataclass(frozen=True)
+class ActorMemory:
+    """Bytes of one pipeline stage on one device.
+
+    moments         Adam's; they are there from the first update on
+    gather_buffer   Megatron's buffer for gathering over tensor parallelism, there from the first forward on
+    kept            activations that are kept for backward, of all micro-batches in flight
+    working         what backward takes on top of them where it takes the most
+    forward         what scoring takes, which keeps nothing
+    step            what Adam's step takes
+    own_gradient    the copy that a diagnosis compares with
+    """
+
+    weights: int
+    gradients: int
+    main_weights: int
+    moments: int
+    gather_buffer: int
+    kept: int
+    working: int
+    forward: int
+    step: int
+    own_gradient: int
+
+
+def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
+    """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
+    numbers = num_weights(plan.architecture, plan.layout, stage)
+    share = math.ceil(numbers / plan.dp)
+    layer = _Layer.of(plan)
+    layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
+    is_last = stage == plan.layout.pp - 1
+    return ActorMemory(
+        weights=numbers * plan.device.number,
+        gradients=numbers * FLOAT32,
+        main_weights=share * FLOAT32 if plan.device.mixed else 0,
+        moments=share * 2 * FLOAT32,
+        gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
+        # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
+        kept=(plan.layout.pp - stage) * _kept(plan, layer, layers, is_first=stage == 0, is_last=is_last),
+        working=max(layer.working(plan.recompute, plan.layout.tp) + _waiting(plan), _head(plan) if is_last else 0),
+        forward=_forward(plan, layer, is_last),
+        # The square root of the second moment, of all parameters at once.
+        step=share * FLOAT32,
+        own_gradient=share * FLOAT32 if plan.diagnoses else 0,
+    )
+
+
+@functools.cache  # advice asks again and again
+def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
+    """Numbers in the weights of one rank of pipeline stage `stage`."""
+    stages = stage_layers(architecture.num_layers, layout)
+    return sum(
+        math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in stage_slots(architecture, stages, stage)
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of the tensors of one layer and one micro-batch.
+
+    residual   [S, h], between the layers; gathered [T, h]
+    norm       what a norm keeps beside its input, its output among it
+    attention  all that attention keeps, its norm included
+    ffn        [T, f]; mlp: all that the feed-forward keeps, its norm not included
+    down       the gradient of the feed-forward's second matrix
+    """
+
+    residual: int
+    gathered: int
+    norm: int
+    attention: int
+    ffn: int
+    mlp: int
+    down: int
+
+    @classmethod
+    def of(cls, plan: ActorPlan) -> "_Layer":
+        a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+        residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
+        norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
+        return cls(
+            residual=residual,
+            gathered=tokens * a.hidden_size * number,
+            norm=norm,
+            attention=norm + _attention(plan),
+            ffn=ffn,
+            # gate and up, and their product; unfused also the activated gate, and up with Megatron's offset of 0 added
+            mlp=(3 if plan.fused_swiglu else 5) * ffn,
+            down=a.hidden_size * (a.ffn_size // tp) * number,
+        )
+
+    def kept(self, recompute: Recompute) -> int:
+        """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
+        if recompute == "full":
+            return self.residual
+        return 2 * self.residual + self.attention + self.norm + (self.mlp if recompute == "none" else 0)
+
+    def working(self, recompute: Recompute, tp: int) -> int:
+        """What the backward of one layer takes: what it computes again with its output, and, where the feed-forward's
+        second matrix gets its gradient, that of the layer's output, gathered, and of what the matrix read."""
+        again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
+        return again + self.residual + (self.gathered if tp > 1 else 0) + self.ffn + self.down
+
+
+def _attention(plan: ActorPlan) -> int:
+    """Bytes that attention keeps after its norm."""
+    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+    q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
+    head = tokens * a.head_dim * number  # of one head
+    # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
+    kept = (q + 2 * k + q + 4) * head + (
+        _statistics_rows(tokens) if plan.device.flash_attention else tokens
+    ) * q * FLOAT32
+    if not plan.device.flash_attention:
+        # The output again without padding, rotated queries and keys again beside their padded copies.
+        kept += (q + q + k) * head
+    if a.qk_norm or not plan.device.flash_attention:
+        # A view of keys or values keeps all of the fused projection.
+        kept += (q + 2 * k) * head
+    if a.qk_norm:
+        # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
+        kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
+        kept += 0 if plan.device.fused_norms else (q + k) * head
+    return kept
+
+
+def _statistics_rows(tokens: int) -> int:
+    """Rows of attention's log-sum-exp, as TransformerEngine up to 2.10 rounds up the tokens (get_max_tokens of its
+    common/fused_attn/utils.cu); its later versions and the local layers have a row for a token."""
+    if tokens <= 32768:
+        return max(1024, 1 << (tokens - 1).bit_length())
+    return -(-tokens // 32768) * 32768
+
+
+def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
+    a, tokens = plan.architecture, plan.num_tokens
+    angles = tokens * a.head_dim * FLOAT32 if plan.recompute == "full" else 0
+    # The final norm keeps as much as another, its input in place of its output, which is gathered for the head.
+    end = layer.norm + layer.gathered if is_last else layer.residual
+    return layers * layer.kept(plan.recompute) + angles + end
+
+
+def _head(plan: ActorPlan) -> int:
+    """What the log-probs and their backward take at most, every token being trained (kernels/hacpo_kernels)."""
+    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+    columns = padded_vocab_size(a.vocab_size, tp) // tp
+    rows, row = min(tokens, logit_rows(columns, triton=plan.device.triton_head)), a.hidden_size
+    last_rows = (tokens - 1) % rows + 1
+    weight = columns * row * number
+    # Summed over the ranks in float32, then cast.
+    gradient = tokens * row * (FLOAT32 if tp > 1 else number)
+    cast = tokens * row * number if tp > 1 and plan.device.mixed else 0
+    logit = number if plan.device.triton_head else FLOAT32
+    operand = columns * row * FLOAT32 if plan.device.mixed and not plan.device.triton_head else 0
+    # A chunk of logits, while the one before it is still there; their rows of hidden, a product.
+    in_chunk = rows * (columns * logit * (1 if rows == tokens else 2) + row * (FLOAT32 + number))
+    # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
+    # it is a tensor of its own from the start.
+    placeholder, own = (weight, 0) if plan.device.mixed else (0, weight)
+    at_end = last_rows * columns * logit + max(gradient + cast, (cast or gradient) + placeholder)
+    return operand + own + max(gradient + in_chunk, at_end)
+
+
+def logit_rows(columns: int, *, triton: bool) -> int:
+    """Rows of one chunk of logits over `columns` of the vocabulary, as the kernels choose them."""
+    if triton:
+        return max(128, min(TRITON_ROWS, TRITON_ELEMENTS // columns // 128 * 128))
+    return max(1, REFERENCE_ELEMENTS // columns)
+
+
+def _waiting(plan: ActorPlan) -> int:
+    """A weight that is head and embedding at once: its gradient from the head waits for that from the embedding."""
+    a, tp = plan.architecture, plan.layout.tp
+    is_shared = a.tied and plan.layout.pp == 1
+    return padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * plan.device.number if is_shared else 0
+
+
+def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
+    """One layer's tensors, which the next one's replace, or the head's."""
+    a, tp, tokens = plan.architecture, plan.layout.tp, plan.num_tokens
+    # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
+    inside = 4 * layer.residual + layer.mlp + tokens * a.head_dim * FLOAT32
+    columns = padded_vocab_size(a.vocab_size, tp) // tp
+    head = 2 * layer.gathered
+    if not plan.device.triton_head:
+        rows = min(tokens, logit_rows(columns, triton=False))
+        head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
+        # Weights and the chunk's hidden states in float32.
+        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0
+    return max(inside, head if is_last else 0)

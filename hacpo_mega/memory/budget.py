@@ -1,0 +1,199 @@
+"""What one device holds in every phase of a step, and the first of them that it cannot hold.
+
+An agent's device has an actor (memory.py) and a part of an engine; the phases are those of hacpo_mega/trainer/trainer.py, and
+who sleeps in which is decided in hacpo_mega/agent/agent.py. Everything is a sum of parts, so that a reader can add it up.
+Imports no torch. Not here: where the numbers come from in a configuration (config/device_memory.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
+
+GIB = 1 << 30
+# Not in any tensor of ours and not measured here (docs/memory.md): context, libraries and the buffers of NCCL; the
+# graphs that an engine keeps asleep; what a warm-up of the engine takes beside its weights; what the allocator cannot
+# reuse because micro-batches differ in length, as a share of what comes and goes.
+CONTEXT, GRAPHS, WARM_UP, FRAGMENTS = 5 * GIB // 2, 3 * GIB // 2, 2 * GIB, 0.05
+# Of full tensors on their way to the engine (megatron/reshard.py).
+BUCKET = GIB
+
+OFFLOADED = ("main weights", "moments")
+STATES = ("weights", "gradients", "main weights", "moments")
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "generate": (*STATES, "gather buffer", "engine awake", "context"),
+    "score": (*STATES, "gather buffer", "forward", "fragments", "engine asleep", "context"),
+    "learn, first update": (
+        *(part for part in STATES if part != "moments"),
+        *("gather buffer", "activations", "backward", "fragments", "engine asleep", "context"),
+    ),
+    "learn": (*STATES, "gather buffer", "activations", "backward", "fragments", "engine asleep", "context"),
+    "diagnose": (
+        *(*STATES, "gather buffer", "activations", "backward", "own gradient"),
+        *("fragments", "engine asleep", "context"),
+    ),
+    "optimizer step": (*STATES, "gather buffer", "step", "engine asleep", "context"),
+    "publish": (*STATES, "gather buffer", "engine weights", "buckets", "engine asleep", "context"),
+    "checkpoint": (*STATES, "gather buffer", "engine awake", "context"),
+}
+# Where agents take turns on a device the others have left it, but for what a process cannot give back.
+LEARNS = ("learn, first update", "learn", "diagnose", "optimizer step")
+IN_TURN: Mapping[str, tuple[str, ...]] = {
+    "generate": ("engine awake", "context", "other agents"),
+    "score": ("weights", "gather buffer", "forward", "fragments", "engine asleep", "context", "other agents"),
+    **{phase: (*PHASES[phase], "other agents") for phase in LEARNS},
+    "publish": ("weights", "engine weights", "buckets", "engine asleep", "context", "other agents"),
+    "checkpoint": ("engine asleep", "context", "other agents"),
+}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One rank of an engine.
+
+    memory_share   of the device's memory that vLLM takes for everything; or, where that is None,
+    cache_bytes    of its key-value cache
+    max_tokens     of the longest prompt and answer: its cache must hold one
+    keeps_graphs   whether it captures CUDA graphs
+    stays_awake    whether it answers while the actor learns, so that it never sleeps
+    beside         bytes that other agents leave on the device while it is not their turn
+    """
+
+    tp: int
+    max_tokens: int
+    memory_share: float | None
+    cache_bytes: int = 0
+    keeps_graphs: bool = True
+    stays_awake: bool = False
+    beside: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The parts of one pipeline stage of an agent, in bytes; `capacity` is the device's memory, None: not known."""
+
+    actor: ActorPlan
+    engine: EnginePlan
+    capacity: int | None
+    stage: int = 0
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
+
+        "on the host" is of no device: pinned memory for what leaves it.
+        """
+        of_actor = actor_memory(self.actor, self.stage)
+        weights = engine_weights(self.actor, self.engine)
+        awake = self._engine_awake(weights)
+        cuda = self.actor.device.engine_sleeps
+        sleeps = cuda and not self.engine.stays_awake
+        asleep = (GRAPHS if self.engine.keeps_graphs else 0) if sleeps else awake
+        return {
+            "weights": of_actor.weights,
+            "gradients": of_actor.gradients,
+            "main weights": of_actor.main_weights,
+            "moments": of_actor.moments,
+            "gather buffer": of_actor.gather_buffer,
+            "activations": of_actor.kept,
+            "backward": of_actor.working,
+            "forward": of_actor.forward,
+            "step": of_actor.step,
+            "fragments": int(FRAGMENTS * (of_actor.kept + of_actor.working)) if cuda else 0,
+            "own gradient": of_actor.own_gradient,
+            "engine weights": weights if sleeps else 0,
+            "engine cache": max(0, awake - weights - (WARM_UP if cuda else 0)),
+            "engine awake": awake,
+            "engine asleep": asleep,
+            "buckets": bucket_bytes(self.actor),
+            "context": CONTEXT if cuda else 0,
+            "other agents": self.engine.beside,
+            "on the host": (of_actor.weights if self.actor.shares else 0)
+            + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
+        }
+
+    def _engine_awake(self, weights: int) -> int:
+        if self.engine.memory_share is not None and self.capacity is not None:
+            return int(self.engine.memory_share * self.capacity)
+        return weights + self.engine.cache_bytes + (WARM_UP if self.actor.device.engine_sleeps else 0)
+
+    @cached_property
+    def phases(self) -> dict[str, int]:
+        """Bytes of every phase that there is: the sum of its parts."""
+        there = [phase for phase in PHASES if phase != "diagnose" or self.actor.diagnoses]
+        return {phase: sum(self.parts[part] for part in self.parts_of(phase)) for phase in there}
+
+    def parts_of(self, phase: str) -> tuple[str, ...]:
+        """The names of the parts that are on the device in a phase."""
+        if phase == "learn, first update" and self.actor.offloads:
+            phase = "learn"  # moments are made at the start, for the host to have room for them
+        if self.actor.shares:
+            return IN_TURN[phase]
+        if not self.actor.offloads:
+            return PHASES[phase]
+        away = OFFLOADED if "engine awake" in PHASES[phase] else ()
+        return tuple(part for part in PHASES[phase] if part not in away)
+
+    @property
+    def fullest(self) -> str:
+        """The phase that takes the most."""
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+    @property
+    def peak(self) -> int:
+        """Bytes of that phase."""
+        return self.phases[self.fullest]
+
+    @property
+    def engine_needs(self) -> int:
+        """The least that the engine can work in: weights, warm-up, the cache of one longest sequence."""
+        return engine_weights(self.actor, self.engine) + WARM_UP + self.engine.max_tokens * cache_per_token(self)
+
+    @property
+    def engine_is_too_small(self) -> bool:
+        """Whether its share of the device is less than that."""
+        return self.engine.memory_share is not None and self.parts["engine awake"] < self.engine_needs
+
+    def fits(self, room: float = 0.0) -> bool:
+        """Whether every phase fits and leaves `room`, a share of the device."""
+        return self.capacity is None or self.peak <= (1.0 - room) * self.capacity
+
+
+def stages_of(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Iterator[Budget]:
+    """The budget of every pipeline stage."""
+    for stage in range(actor.layout.pp):
+        yield Budget(actor, engine, capacity, stage)
+
+
+def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Budget:
+    """The budget of the pipeline stage that takes the most."""
+    return max(stages_of(actor, engine, capacity), key=lambda budget: budget.peak)
+
+
+def left_behind(engine: EnginePlan) -> int:
+    """What an agent whose turn it is not cannot give back of a device."""
+    return CONTEXT + (GRAPHS if engine.keeps_graphs else 0)
+
+
+def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
+    """vLLM cuts a model into tensor-parallel ranks as Megatron does, and into no stages."""
+    return num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+
+
+def cache_per_token(budget: Budget) -> int:
+    """Bytes of one token's keys and values in every layer of one rank of the engine."""
+    a: Architecture = budget.actor.architecture
+    heads = max(1, a.num_kv_heads // budget.engine.tp)
+    return 2 * a.num_layers * heads * a.head_dim * budget.actor.device.number
+
+
+def bucket_bytes(actor: ActorPlan) -> int:
+    """What publishing holds: this rank's shard of a bucket, the shards of all, and one tensor out of them."""
+    a, tp = actor.architecture, actor.layout.tp
+    largest = max(a.vocab_size, 2 * a.ffn_size) * a.hidden_size * actor.device.number
+    whole = num_weights(a, Layout(), 0) * actor.device.number
+    bucket = min(max(BUCKET, largest), whole)
+    return bucket + largest + (bucket // tp if tp > 1 else 0)

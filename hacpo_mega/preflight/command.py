@@ -1,0 +1,246 @@
+"""`hacpo-mega preflight`: is every node fit for this run, seen from all of them at once, before a model is loaded.
+
+    arrive   every rank comes, every node reports (preflight/node_report.py)
+    look     every node looks whose mark it sees in the run folder, connects to its neighbours, and tells its clock
+    groups   the groups that training makes are made and timed
+
+Rank 0 compares, prints one table and writes RUN/logs/preflight.json; a round that finds something is the last.
+Not here: the meeting itself (preflight/meeting.py), what counts as a difference (preflight/node_comparison.py), and how
+it is shown (outcome.py).
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.rendezvous import own_address
+from hacpo_mega.cluster.seat import Seat, Unreachable
+from hacpo_mega.preflight.meeting import (
+    Door,
+    GroupTest,
+    Meeting,
+    Word,
+    group_nodes,
+    knock,
+    leave_mark,
+    not_in_ring,
+    see_mark,
+)
+from hacpo_mega.preflight.node_comparison import Finding, Look, look_findings, neighbours, report_findings, suspects
+from hacpo_mega.preflight.node_report import NodeReport
+from hacpo_mega.preflight.outcome import NODE_BAD, REFUSED, Outcome, missing_findings, record, table
+
+FILE = "preflight.json"  # in RUN/logs
+# In which a rank goes through the groups.
+ORDER = ("job, making groups", "cell, all-reduce", "lane, all-gather", "agent, all-reduce", "job, barrier")
+
+
+class Preflight:
+    """One rank's part in it."""
+
+    def __init__(
+        self, seat: Seat, rank_map: RankMap | None, run_dir: Path | None, report: NodeReport, patience_s: float
+    ):
+        """`rank_map` and `run_dir` are None where the configuration could not be read; `report` then says why."""
+        self._seat, self._rank_map, self._report, self._patience_s = seat, rank_map, report, patience_s
+        self._logs = None if run_dir is None else run_dir.absolute() / "logs"
+        self._outcome = Outcome()
+        self._ending = threading.Lock()
+        self._started_s = time.monotonic()
+
+    def run(self) -> int:
+        """The exit code, equal on all ranks that came to the meeting. Ends within a few times `patience_s`."""
+        before = _changed(self._logs)
+        try:
+            self._meeting = Meeting(self._seat, self._patience_s)
+            self._token = self._meeting.token()
+            with Door(self._seat.node, self._meeting.secret) as door:
+                code = self._arrive(door.port) or self._look() or self._groups()
+        except Unreachable as error:
+            return self._alone(error, before)
+        if self._logs is not None and self._seat.is_first_of_node:
+            with suppress(OSError):
+                (self._logs / f"preflight.{self._token}").unlink(missing_ok=True)
+        self._meeting.leave(len(self._outcome.words))
+        return code
+
+    # ---- rounds: each returns the exit code if it was the last one
+
+    def _arrive(self, port: int) -> int | None:
+        seat, report = self._seat, self._report
+        word: Word = {"node": seat.node}
+        if seat.is_first_of_node:
+            if self._logs is not None and (problem := leave_mark(self._logs, self._token, seat.node)):
+                report = NodeReport(**asdict(report) | {"problems": (*report.problems, problem)})
+            word |= {"report": asdict(report), "port": port, "addresses": [own_address(), socket.gethostname()]}
+            word |= {"logs": None if self._logs is None else str(self._logs)}
+        self._meeting.tell("arrive", word)
+        if seat.rank != 0:
+            return self._meeting.await_answer("arrive")["code"]
+        outcome = self._outcome
+        outcome.words = dict(self._meeting.hear("arrive", range(seat.world_size)))
+        outcome.missing = [rank for rank in range(seat.world_size) if rank not in outcome.words]
+        outcome.findings += missing_findings(outcome, seat)
+        outcome.findings += report_findings(outcome.reports)
+        if outcome.missing or not all(report.in_job for report in outcome.reports):
+            return self._conclude("arrive")
+        self._send_looking()
+        self._told_s = time.time()
+        self._meeting.answer("arrive", {"code": None})
+        return None
+
+    def _send_looking(self) -> None:
+        """Tells every node whom to connect to, by a key of its own: one for all would be nodes^2 bytes to read."""
+        speakers = {
+            word["node"]: (rank, word) for rank, word in sorted(self._outcome.words.items()) if "report" in word
+        }
+        nodes = list(speakers)
+        for index, (rank, _) in enumerate(speakers.values()):
+            doors = [
+                (node, speakers[node][1]["addresses"], speakers[node][1]["port"]) for node in neighbours(nodes, index)
+            ]
+            self._meeting.store.set(f"look/whom/{rank}", json.dumps(doors))
+
+    def _look(self) -> int | None:
+        seat = self._seat
+        if seat.is_first_of_node:
+            clock_s = time.time()
+            doors = json.loads(self._meeting.store.get(f"look/whom/{seat.rank}"))
+            errors = {node: knock(node, self._meeting.secret, addresses, port) for node, addresses, port in doors}
+            unreached = {node: error for node, error in errors.items() if error is not None}
+            home = see_mark(self._logs, self._token)
+            self._meeting.tell("look", asdict(Look(home, [node for node, *_ in doors], unreached, clock_s)))
+        if seat.rank != 0:
+            return self._meeting.await_answer("look")["code"]
+        outcome = self._outcome
+        speakers = {rank: word["node"] for rank, word in sorted(outcome.words.items()) if "report" in word}
+        looks, heard_s = {}, {}
+        for rank, word in self._meeting.hear("look", list(speakers)):
+            looks[speakers[rank]], heard_s[speakers[rank]] = Look(**word), time.time()
+        silent = [node for node in speakers.values() if node not in looks]
+        outcome.findings += [Finding(node, "came, and then said nothing more") for node in silent]
+        if not silent:
+            outcome.findings += look_findings(looks, self._told_s, heard_s)
+        if not outcome.is_good:
+            return self._conclude("look")
+        self._meeting.answer("look", {"code": None})
+        return None
+
+    def _groups(self) -> int:
+        """Bounded by a timer, since a collective that hangs does not come back."""
+        test = GroupTest()
+        timer = threading.Timer(self._patience_s, self._give_up, (test,))
+        timer.daemon = True
+        timer.start()
+        error = ""
+        try:
+            # longer than the timer, which speaks first
+            test.run(self._rank_map, self._meeting.store, 2 * self._patience_s)
+        except (RuntimeError, OSError) as problem:
+            error = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+        self._ending.acquire()  # never released: one thread ends this process
+        timer.cancel()
+        return self._end_groups(self._meeting, test.word(error))
+
+    def _give_up(self, test: GroupTest) -> None:
+        self._ending.acquire()
+        meeting = self._meeting.second()
+        code = self._end_groups(meeting, test.word(f"no end within {self._patience_s:.0f} s"))
+        meeting.leave(len(self._outcome.words))
+        sys.stdout.flush()
+        os._exit(code)  # the main thread is inside a collective that will not return
+
+    def _end_groups(self, meeting: Meeting, word: Word) -> int:
+        meeting.tell("groups", word)
+        if self._seat.rank != 0:
+            return meeting.await_answer("groups")["code"]
+        outcome = self._outcome
+        words = dict(meeting.hear("groups", range(self._seat.world_size)))
+        silent = dict.fromkeys(outcome.words[rank]["node"] for rank in outcome.words if rank not in words)
+        outcome.findings += [Finding(node, "fell silent while the groups were made") for node in silent]
+        outcome.measured = [measured for word in words.values() for measured in word["measured"]]
+        if not silent:
+            self._judge_groups(words, meeting)
+        return self._conclude("groups", meeting)
+
+    def _judge_groups(self, words: Mapping[int, Word], meeting: Meeting) -> None:
+        """Names whom the first kind of group that anybody is stuck in fails for; later kinds fail in consequence."""
+        stuck = {rank: word for rank, word in words.items() if word["stage"]}
+        if not stuck:
+            return
+        node_of = {rank: word["node"] for rank, word in self._outcome.words.items()}
+        first = min((word["stage"][0] for word in stuck.values()), key=ORDER.index)
+        failed = [rank for rank, word in stuck.items() if word["stage"][0] == first]
+        text = f"{first}: {stuck[failed[0]]['error']}"
+        if first == ORDER[0]:
+            named = list(dict.fromkeys(node_of[rank] for rank in not_in_ring(meeting.store, len(node_of))))
+        else:
+            through = [rank for rank, word in words.items() if first in dict(word["passed"])]
+            groups = (
+                [group_nodes(self._rank_map, node_of, first, rank) for rank in ranks] for ranks in (failed, through)
+            )
+            named = suspects(*groups)
+        if 0 < len(named) <= len(set(node_of.values())) / 2:
+            self._outcome.findings += [Finding(node, f"in every group that fails, {text}") for node in named]
+        else:
+            self._outcome.failure = f"{text}; no node can be told from the others"
+
+    # ---- ends
+
+    def _conclude(self, round_name: str, meeting: Meeting | None = None) -> int:
+        """Rank 0 prints, writes, and tells all ranks their exit code."""
+        outcome = self._outcome
+        seconds = time.monotonic() - self._started_s
+        if outcome.exit_code == REFUSED:
+            print("\n".join(outcome.reports[0].problems), file=sys.stderr, flush=True)
+        else:
+            print(table(outcome, seconds), flush=True)
+            self._write_file(record(outcome, seconds))
+        (meeting or self._meeting).answer(round_name, {"code": outcome.exit_code})
+        return outcome.exit_code
+
+    def _write_file(self, content: Mapping[str, Any]) -> None:
+        known = [word["logs"] for word in self._outcome.words.values() if word.get("logs")]
+        logs = self._logs or (Path(known[0]) if known else None)
+        if logs is None:
+            return
+        try:
+            _write(logs, content)
+        except OSError as error:
+            print(f"{logs / FILE} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _alone(self, error: Unreachable, before: int | None) -> int:
+        """Without the meeting. If rank 0 is alive it names this node; else this node names rank 0's."""
+        seat = self._seat
+        if seat.is_first_of_node:
+            where = f"rank 0 at {seat.address} port {seat.port}"
+            print(f"node {seat.node} does not reach {where}: {error}", file=sys.stderr, flush=True)
+        time.sleep(self._patience_s)
+        if self._logs is not None and seat.is_first_of_node and seat.rank != 0 and _changed(self._logs) == before:
+            finding = Finding(seat.address, f"rank 0's node; {seat.node} does not reach its port {seat.port}")
+            with suppress(OSError):
+                _write(self._logs, record(Outcome(findings=[finding]), time.monotonic() - self._started_s))
+        return NODE_BAD
+
+
+def _changed(logs: Path | None) -> int | None:
+    """When the file for programs was last written; None where there is none."""
+    with suppress(OSError):
+        return (logs / FILE).stat().st_mtime_ns if logs is not None else None
+    return None
+
+
+def _write(logs: Path, content: Mapping[str, Any]) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    fresh = logs / f"preflight.{os.getpid()}.tmp"
+    fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(logs / FILE)

@@ -1,0 +1,299 @@
+"""The meeting of a job's processes before anything is loaded: who is there, who reaches whom, how fast the groups are.
+
+All words go through the store of rank 0, and every wait has an end, so that a process that never comes is named by
+those who did. A round:
+
+    every rank    sets its word and adds one to a counter
+    rank 0        reads them all, waiting until nobody new has come for `patience_s`, and sets the answer
+    every rank    reads the answer
+
+which is 3 operations a rank and 1 key, whatever the number of ranks. Nobody reads everybody's words but rank 0.
+Not here: what a node says of itself (node_report.py), what differs (node_comparison.py), the order of the rounds and
+what is printed (preflight/command.py).
+"""
+
+import json
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from hacpo_mega.cluster.place import Place, allow_connections
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.rendezvous import listen, listening_address, open_store
+from hacpo_mega.cluster.seat import Seat, Unreachable
+from hacpo_mega.cluster.secret import Gate, Secret, introduce
+
+POLL_S = 0.05
+PROBE_S = 5.0  # for one connection between two nodes
+KEYS_AT_ONCE = 512
+NUM_TIMED = 3
+CPU_BYTES, CUDA_BYTES = 4 << 20, 64 << 20  # of a measured collective
+
+Word = dict[str, Any]
+
+
+class Meeting:
+    """One process's part in the meeting.
+
+    store    of the job; rank 0 keeps it, unless the launcher does
+    secret   of the job
+    """
+
+    def __init__(self, seat: Seat, patience_s: float) -> None:
+        """Comes to the meeting; Unreachable when rank 0 has not opened it in time."""
+        self._seat, self._patience_s = seat, patience_s
+        allow_connections(seat.world_size)
+        self.secret = Secret.of_job(seat)
+        self.store: dist.Store = dist.PrefixStore("preflight", open_store(seat, self.secret, patience_s))
+
+    def tell(self, round_name: str, word: Word) -> None:
+        """Says this rank's word of a round."""
+        self.store.set(f"{round_name}/{self._seat.rank}", json.dumps(word))
+        self.store.add(f"{round_name}/count", 1)
+
+    def hear(self, round_name: str, ranks: Sequence[int]) -> Iterator[tuple[int, Word]]:
+        """The words of those of `ranks` who come before nobody new has come for `patience_s`; on rank 0."""
+        heard, last = -1, time.monotonic()
+        while heard < len(ranks) and time.monotonic() - last < self._patience_s:
+            count = self.store.add(f"{round_name}/count", 0)
+            if count > heard:
+                heard, last = count, time.monotonic()
+            else:
+                time.sleep(POLL_S)
+        keys = {rank: f"{round_name}/{rank}" for rank in ranks}
+        come = list(ranks) if heard >= len(ranks) else [rank for rank in ranks if self.store.check([keys[rank]])]
+        for start in range(0, len(come), KEYS_AT_ONCE):
+            some = come[start : start + KEYS_AT_ONCE]
+            words = self.store.multi_get([keys[rank] for rank in some])
+            yield from ((rank, json.loads(word)) for rank, word in zip(some, words))
+
+    def answer(self, round_name: str, word: Word) -> None:
+        """Rank 0's answer to a round."""
+        self.store.set(f"{round_name}/answer", json.dumps(word))
+
+    def await_answer(self, round_name: str) -> Word:
+        """What rank 0 has answered. Unreachable when it has not in the time that it may wait for the others."""
+        limit_s = 3 * self._patience_s + PROBE_S
+        try:
+            self.store.wait([f"{round_name}/answer"], timedelta(seconds=limit_s))
+            return json.loads(self.store.get(f"{round_name}/answer"))
+        except RuntimeError as error:
+            raise Unreachable(f"no answer from rank 0 within {limit_s:.0f} s: {_first_line(error)}") from error
+
+    def token(self) -> str:
+        """A name that no other meeting has."""
+        if self._seat.rank == 0:
+            self.store.set("token", os.urandom(8).hex())
+        try:
+            self.store.wait(["token"], timedelta(seconds=self._patience_s))
+            return self.store.get("token").decode()
+        except RuntimeError as error:
+            raise Unreachable(f"rank 0 has opened no meeting: {_first_line(error)}") from error
+
+    def leave(self, num_come: int) -> None:
+        """Rank 0, whose process may keep the store, leaves after all who have come, or after `patience_s`."""
+        with suppress(RuntimeError):
+            self.store.add("left", 1)
+            end = time.monotonic() + self._patience_s
+            while self._seat.rank == 0 and self.store.add("left", 0) < num_come and time.monotonic() < end:
+                time.sleep(POLL_S)
+
+    def second(self) -> "Meeting":
+        """The same meeting over a connection of its own, while another thread waits on the first."""
+        other = object.__new__(Meeting)
+        other._seat, other._patience_s, other.secret = self._seat, self._patience_s, self.secret
+        other.store = self.store.clone()
+        return other
+
+
+class Door:
+    """A port of this node on which neighbours ask whether they reach it; open while the context lasts."""
+
+    def __init__(self, node: str, secret: Secret) -> None:
+        server = listen(listening_address(), 0)
+        self.port: int = server.getsockname()[1]
+        self._gate = Gate(server, secret, f"door of {node}")
+        threading.Thread(target=self._answer, name="door", daemon=True).start()
+
+    def _answer(self) -> None:
+        with suppress(OSError, ValueError):  # the gate is closed below it
+            while True:
+                self._gate.admit().close()
+
+    def __enter__(self) -> "Door":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.close()
+
+
+def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str | None:
+    """Connects to a node's door, which shows the secret as that node's; why not, or None."""
+    errors = []
+    for address in dict.fromkeys(addresses):
+        try:
+            with socket.create_connection((address, port), timeout=PROBE_S / len(addresses)) as connection:
+                introduce(connection, secret, f"door of {node}", PROBE_S)
+            return None
+        except OSError as error:
+            errors.append(f"{address} port {port}: {error}")
+    return "; ".join(errors)
+
+
+def leave_mark(folder: Path, token: str, node: str) -> str | None:
+    """Writes this node's name where all nodes of the run look, unless another was first; why not, or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), (folder / f"preflight.{token}").open("x", encoding="utf-8") as file:
+            file.write(node)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"cannot write into {folder}: {error.strerror}"
+    return None
+
+
+def see_mark(folder: Path, token: str) -> str:
+    """Whose mark is seen from here. Nodes that see the same one share the folder."""
+    try:
+        return f"seen from here is what {(folder / f'preflight.{token}').read_text(encoding='utf-8')} wrote"
+    except OSError as error:
+        return f"nothing is seen from here ({error.strerror})"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A collective that is to be timed: of every member `num_bytes`; one member `tells`."""
+
+    kind: str
+    group: str
+    num_ranks: int
+    num_bytes: int
+    tells: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One collective over one group: the median of NUM_TIMED.
+
+    GB_per_s   bus bandwidth as nccl-tests define it: what each link carries; 0 for a barrier
+    """
+
+    kind: str
+    group: str
+    num_ranks: int
+    num_bytes: int
+    seconds: float
+    GB_per_s: float
+
+    @classmethod
+    def of(cls, link: Link, seconds: float) -> Self:
+        """An all-gather carries all others' bytes over each link, an all-reduce 2 (n - 1) / n times its own."""
+        others = link.num_ranks - 1
+        times = others if "all-gather" in link.kind else 2.0 * others / link.num_ranks
+        carried = times * link.num_bytes / seconds / 1e9
+        return cls(link.kind, link.group, link.num_ranks, link.num_bytes, seconds, carried)
+
+
+class GroupTest:
+    """Makes the groups that training makes and times collectives in them.
+
+    stage      (kind, group) of the collective that this rank is in; None when all are done
+    passed     those that it has been through
+    measured   of those whose first member this rank is
+    """
+
+    def __init__(self) -> None:
+        self.stage: tuple[str, str] | None = ("job, making groups", "job")
+        self.passed: list[tuple[str, str]] = []
+        self.measured: list[Measured] = []
+
+    def run(self, rank_map: RankMap, store: dist.Store, timeout_s: float) -> None:
+        """Collective over the job."""
+        place = Place.join(rank_map, timeout_s, store=store)
+        place.leave_ring()  # it has met; from here on whoever dies is missed by his word
+        my, shape, lane = place.coordinate, rank_map.agents[place.agent], place.lane_group
+        num_bytes = CUDA_BYTES if place.device.type == "cuda" else CPU_BYTES
+        if shape.cell_size > 1:
+            host = torch.zeros(num_bytes // 4)
+            name = f"cell {my.cell} of {my.agent_name}"
+            self._time(
+                Link("cell, all-reduce", name, shape.cell_size, num_bytes, my.is_leader),
+                lambda: place.cell_group.allreduce([host]).wait(),
+            )
+        if lane is not None and lane.size() > 1:
+            device = place.device if lane.name() == "nccl" else torch.device("cpu")
+            mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            rows = [torch.empty_like(mine) for _ in range(lane.size())]
+            self._time(
+                Link("lane, all-gather", f"lane {my.lane}", lane.size(), num_bytes, lane.rank() == 0),
+                lambda: lane.allgather([rows], [mine]).wait(),
+            )
+        if dist.get_world_size() > 1:
+            numbers = torch.zeros(num_bytes // 4, device=place.device)
+            self._time(
+                Link("agent, all-reduce", my.agent_name, dist.get_world_size(), num_bytes, my.agent_rank == 0),
+                lambda: dist.all_reduce(numbers),
+            )
+        if rank_map.world_size > 1:
+            self._time(Link("job, barrier", "job", rank_map.world_size, 0, my.global_rank == 0), place.barrier)
+        self.stage = None
+        place.end_groups()
+
+    def _time(self, link: "Link", collective: Callable[[], object]) -> None:
+        self.stage = (link.kind, link.group)
+        seconds = []
+        for _ in range(1 + NUM_TIMED):  # the first one connects
+            start = time.perf_counter()
+            collective()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        self.passed.append(self.stage)
+        if link.tells:
+            self.measured.append(Measured.of(link, statistics.median(seconds[1:])))
+
+    def word(self, error: str = "") -> Word:
+        """What this rank tells of it."""
+        return {
+            "passed": self.passed,
+            "stage": self.stage,
+            "error": error,
+            "measured": [asdict(measured) for measured in self.measured],
+        }
+
+
+def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: int) -> frozenset[str]:
+    """The nodes of the group of `kind` that a rank is in."""
+    my = rank_map.coordinate(rank)
+    shape = rank_map.agents[my.agent]
+    first = rank_map.first_ranks[my.agent]
+    if kind.startswith("lane"):
+        ranks: Sequence[int] = rank_map.leaders(my.lane)
+    elif kind.startswith("cell"):
+        ranks = range(first + my.cell * shape.cell_size, first + (my.cell + 1) * shape.cell_size)
+    elif kind.startswith("agent"):
+        ranks = range(first, first + rank_map.agent_world_size(my.agent))
+    else:
+        ranks = range(rank_map.world_size)
+    return frozenset(node_of[other] for other in ranks)
+
+
+def not_in_ring(store: dist.Store, world_size: int) -> list[int]:
+    """The ranks that have not come to the last thing that making the groups does: their address in the ring."""
+    return [rank for rank in range(world_size) if not store.check([f"hacpo_mega/ring/watchdog/{rank}"])]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,346 @@
+"""All agents' states as one checkpoint: who writes what, when, and how a job takes it up again.
+
+    every rank    writes and syncs its shards into step_N.writing, in a thread, while training goes on
+    the job       looks at the end of every step whether all have; then everybody says what it wrote
+    rank 0        writes step.json, renames the folder to step_N: the commit, for all agents at once
+
+A job that dies before the rename has changed nothing; after it, every agent is at step N. Where the disk refuses a
+checkpoint, it is removed on all ranks and said, and training goes on to the next one. The thread speaks only in a
+group that training does not use, and changes nothing that training reads.
+Not here: what lies on disk (checkpoint/files.py), what an agent's state is (megatron/sharded_state.py).
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+from hacpo_mega.agent.agent import Agent
+from hacpo_mega.checkpoint.disk_space import checkpoint_bytes, probe, require_bytes, require_room
+from hacpo_mega.checkpoint.files import (
+    COMMITTED,
+    WRITING,
+    AgentState,
+    Checkpoint,
+    FileState,
+    StartOptions,
+    commit,
+    file_sha256,
+    find_start,
+    folder_of,
+    model_digests,
+    older_step_offered,
+    plain,
+    remove_old,
+    set_aside,
+    sync,
+)
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.config import Config
+from hacpo_mega.logbook.console import warn
+from hacpo_mega.logbook.metrics import require_readable_metrics
+from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.megatron.stored_index import read_index
+from hacpo_mega.megatron.stored_state import NotWritten
+from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
+from hacpo_mega.trainer.joint_disk import JointDisk, disk_error
+
+# What a rank has written: path in the checkpoint, FileState as plain values.
+Files = dict[str, dict[str, int | str]]
+
+
+def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) -> Checkpoint | None:
+    """`find_start` for the whole job, with every byte compared to what was written. Collective over the job.
+
+    Rank 0 looks, so that all ranks go on from one step whatever a shared file system shows them; all ranks read. With
+    `last_whole` steps that are damaged are passed over and, when a whole one was found, moved aside and named.
+    """
+    is_first, damaged = place.coordinate.global_rank == 0, dict[int, str]()
+    last_whole = how.get("last_whole", False)
+    while True:
+        payload = None
+        if is_first:
+            found = find_start(config, **how, but=damaged)
+            require_room(config, fresh=how.get("fresh", False))
+            if found is not None and found.folder == folder_of(config.run_dir, found.step):
+                require_readable_metrics(config.run_dir)
+            payload = json.dumps(None if found is None else [str(found.folder), found.text()]).encode()
+        answer = json.loads(place.share_in_job(payload))
+        if answer is None:
+            return None
+        found = Checkpoint.parse(Path(answer[0]), answer[1])
+        share = slice(place.coordinate.global_rank, None, place.rank_map.world_size)
+        is_own = found.folder == folder_of(config.run_dir, found.step)
+        if (problem := place.first_said(next(found.altered(share), None))) is None:
+            break
+        if not (is_own and last_whole):
+            raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
+        damaged[found.step] = problem
+    if is_first:
+        for name in found.agents:  # somebody else's is refused before a model is loaded
+            read_index(found.folder / name)
+    if is_first and is_own and last_whole:
+        for line in set_aside(config.run_dir, found.step, damaged):
+            warn(line)
+    return found
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run is between two steps, on this rank and as plain values, beside the agents' weights and optimizers.
+
+    accuracy           on held-out prompts, mean over the agents; None where the last step had no evaluation
+    capability, band   the state of their trackers; no band where the configuration fixes it
+    num_skipped        of the agent's last updates, how many in a row were skipped
+    alarms             StepReport's state
+    ready              answers to the next step's prompts, with rollout.one_step_off
+    """
+
+    steps_done: int
+    accuracy: float | None
+    capability: dict[str, list[list[float]]]
+    band: dict[str, list[float]] | None
+    num_skipped: int
+    alarms: dict[str, Any]
+    ready: ReadyAnswers | None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that was begun: of which state, where, and what this rank's thread will have written of it."""
+
+    state: RunState
+    folder: Path
+    writing: Path
+    counts: dict[str, int | str]
+    files: "Future[Files]"
+
+
+class ToldToEnd(Exception):
+    """The run ends before its last step, by the signal of this number; it is on disk as it was after its last one."""
+
+
+class JointCheckpoint:
+    """This rank's part in the checkpoints of a run.
+
+    safe_step   the step that the run would go on from if it died now; 0 is its start
+    lost        why the run's last step could not be kept, however long it waited; None where it was
+    """
+
+    lost: str | None
+
+    def __init__(
+        self, place: Place, config: Config, agent: Agent, disk: JointDisk, state: RunState, *, is_on_disk: bool
+    ) -> None:
+        """`state` is how the run begins or goes on, `is_on_disk` whether its own folder has a checkpoint of that."""
+        self._place, self._config, self._agent, self._disk = place, config, agent, disk
+        self._models = model_digests(config)  # as loaded: the folder may be made anew while the run goes on
+        self._is_first = place.coordinate.global_rank == 0
+        self._last = time.monotonic()
+        self._state = state
+        self._is_due, self.lost = False, None
+        self._pending: _Pending | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._set_safe(state.steps_done if is_on_disk else 0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this run is ever put on disk."""
+        return bool(self._config.checkpoint.every_steps or self._config.checkpoint.every_minutes)
+
+    def settle(self, state: RunState) -> None:
+        """A step has been done: a checkpoint holds this from now on, however far the next step has come."""
+        self._state = state
+
+    def has_work(self) -> bool:
+        """Whether the step that has been done ends with a checkpoint, or one is being written. Collective."""
+        self._is_due = self._falls_due()
+        return self._is_due or self._pending is not None
+
+    def go_on(self) -> None:
+        """Commits what all ranks have written by now, and begins the next checkpoint if it is due. Collective.
+
+        Never two at a time: the one before is waited for. So is the run's last one, which also waits for room.
+        """
+        if self._pending and (self._is_due or self._all_have_written(self._pending)):
+            self._try(self._commit)
+        if self._is_due and self._is_sound():
+            is_last = self._state.steps_done == self._config.num_steps
+            at_once = self._begin if self._config.checkpoint.asynchronous else self._save
+            problem = self._try(partial(self._disk.patiently, self._save) if is_last else at_once)
+            self.lost = problem if is_last else None
+
+    def keep(self) -> None:
+        """Returns when the last step that was done is on disk; before the first one there is nothing to keep.
+
+        No update may have been learnt since: the agents are written as they are. Collective over the job.
+        """
+        if self._pending:
+            self._try(self._commit)
+        if self._state.steps_done != self.safe_step and self._is_sound():
+            self._try(self._save)
+
+    def _falls_due(self) -> bool:
+        when, steps_done = self._config.checkpoint, self._state.steps_done
+        if steps_done == self._config.num_steps:
+            return self.is_on
+        if when.every_steps and steps_done % when.every_steps == 0:
+            return True
+        if not when.every_minutes:
+            return False
+        # Clocks differ: one of them decides.
+        is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
+        return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
+
+    def _is_sound(self) -> bool:
+        """Whether every agent's state is finite: another would take the place of steps worth going back to. Collective.
+
+        Where it is not, that is said; training goes on until training.max_skipped_updates end it.
+        """
+        found = self._place.first_said(self._agent.not_finite())
+        if found:
+            step = self._state.steps_done
+            self._disk.say(f"warning: there is no checkpoint of step {step}: {found}; step {self.safe_step} is safe")
+        return not found
+
+    def _try(self, save: Callable[[], None]) -> str | None:
+        """Training goes on without a checkpoint that the disk refuses; what it said. Older ones are as they were."""
+        try:
+            return save()
+        except OSError as problem:
+            text = f"{problem}; {self._disk.outlook(self.safe_step)}"
+            self._disk.say(f"warning: {text}")
+            return text
+
+    # What follows raises OSError, on every rank, where the disk refuses it or logs wait to be written.
+
+    def _save(self) -> None:
+        """A checkpoint of the last step that was done, which is waited for."""
+        self._begin()
+        self._commit()
+
+    def _begin(self) -> None:
+        """Begins to put the run on disk as it was after its last step; from here on it may change."""
+        folder = folder_of(self._config.run_dir, self._state.steps_done)
+        writing = folder.with_name(folder.name + WRITING)
+        with self._removed_if_refused(writing):
+            self._disk.require_logs()
+            self._disk.attempt(self._make_folders, writing)
+            self._disk.attempt(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank))
+        counts, write = self._agent.save(writing / self._agent.name, copies=self._config.checkpoint.asynchronous)
+        files = self._writer.submit(self._write, write, writing, self._state.ready)
+        self._pending = _Pending(self._state, folder, writing, counts, files)
+        self._last = time.monotonic()
+
+    def _commit(self) -> None:
+        """Waits until all have written what was begun, commits it, and removes what is no longer kept. Collective."""
+        pending, self._pending = self._pending, None
+        said: dict[str, Any] = {"agent": self._agent.name}
+        with self._removed_if_refused(pending.writing):
+            # Everybody's shards are on disk when nobody has had a problem.
+            self._disk.attempt(self._finish, pending, said)
+            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
+            self._disk.require_folder()
+            self._disk.attempt(self._seal, pending, words)
+        self._set_safe(pending.state.steps_done)
+
+    @contextmanager
+    def _removed_if_refused(self, writing: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            if self._is_first and not self._disk.is_away:
+                shutil.rmtree(writing, ignore_errors=True)
+            step = int(COMMITTED.match(writing.name)[1])
+            raise disk_error(problem.errno, f"there is no checkpoint of step {step}: {problem}") from problem
+
+    def _all_have_written(self, pending: _Pending) -> bool:
+        return self._place.highest_in_job(0 if pending.files.done() else 1) == 0
+
+    def _make_folders(self, writing: Path) -> None:
+        """Rank 0 makes the folders, if there is room for what will be in them."""
+        if self._is_first:
+            shutil.rmtree(writing, ignore_errors=True)  # this job's, resumed from a step before it
+            require_bytes(checkpoint_bytes(self._config), self._config.run_dir)
+            writing.parent.mkdir(exist_ok=True)  # nothing above it: that is the run's own, or away
+            writing.mkdir()
+            for agent in self._config.agents:
+                (writing / agent.name).mkdir()
+
+    def _write(self, write: Callable[[], None], writing: Path, ready: ReadyAnswers | None) -> Files:
+        """In a thread: writes this rank's shards, and reads them once more for what the record says of them."""
+        try:
+            write()
+        except NotWritten:
+            raise
+        except OSError as error:  # this rank's alone: the others of its agent still wait for it, so the job must end
+            raise RuntimeError(f"{writing}: {error}") from error
+        if ready is not None and self._place.is_leader:
+            ready.write(writing / self._agent.name / f"__{self._place.coordinate.agent_rank}{SUFFIX}")
+        return self._states_of(writing, self._is_own_shard)
+
+    def _finish(self, pending: _Pending, said: dict[str, Any]) -> None:
+        """Puts what this rank has written, and what belongs to it, into `said`."""
+        files = pending.files.result() | self._states_of(pending.writing, self._is_index)
+        state = pending.state
+        counts = pending.counts | {"band": state.band, "num_skipped": state.num_skipped}
+        said |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
+
+    def _seal(self, pending: _Pending, words: Sequence[dict[str, Any]]) -> None:
+        if self._is_first:
+            commit(pending.writing, self._record(pending.folder, pending.state, words))
+            keep = self._config.checkpoint.model_dump(include={"keep_last", "keep_every", "keep_best"})
+            with suppress(OSError):  # what is too many now goes with the next one
+                remove_old(self._config.run_dir, **keep)
+
+    def _states_of(self, writing: Path, is_wanted: Callable[[str], bool]) -> Files:
+        """Size and SHA-256 of the agent's files with a wanted name, all synced."""
+        found = {}
+        for path in sorted((writing / self._agent.name).iterdir()):
+            if is_wanted(path.name):
+                sync(path)
+                found[path.relative_to(writing).as_posix()] = asdict(FileState(path.stat().st_size, file_sha256(path)))
+        return found
+
+    def _is_own_shard(self, name: str) -> bool:
+        return name.startswith(f"__{self._place.coordinate.agent_rank}_")
+
+    def _is_index(self, name: str) -> bool:
+        """An agent's files that are nobody's shards are its first rank's."""
+        return self._place.coordinate.agent_rank == 0 and not name.startswith("__")
+
+    @property
+    def outlook(self) -> str:
+        """What the next start would do, as it is said when a signal ends the run."""
+        where = f"goes on after step {self.safe_step}" if self.safe_step else "begins anew: no step of it is on disk"
+        return f"started again, the run {where}"
+
+    def _set_safe(self, step: int) -> None:
+        self.safe_step = step
+        if self.is_on:
+            self._place.foretell(self.outlook)
+
+    def _record(self, folder: Path, state: RunState, words: Sequence[dict[str, dict]]) -> Checkpoint:
+        return Checkpoint(
+            folder=folder,
+            step=state.steps_done,
+            config=plain(self._config),
+            versions=installed_versions(),
+            models=self._models,
+            capability=state.capability,
+            accuracy=state.accuracy,
+            agents={agent.name: _agent_state(agent.name, words) for agent in self._config.agents},
+            files={path: FileState(**file) for word in words for path, file in word["files"].items()},
+        )
+
+
+def _agent_state(name: str, words: Sequence[dict[str, Any]]) -> AgentState:
+    """An agent's state from what its ranks have said; the words are in the order of ranks, so its cells in theirs."""
+    own = [word for word in words if word["agent"] == name]
+    return AgentState(**own[0]["counts"], alarms=[alarms for word in own for alarms in word["alarms"]])
