@@ -19,52 +19,32 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A folder of hacpo_mega is a room; a file beside the folders belongs to the room named here.
-TOP_FILES = {
-    "records.py": "records",
-    "agent.py": "agent",
-    "agent/devices.py": "agent",
-    "policy_loss.py": "agent",
-    "scoring.py": "agent",
-    "checkpoint/files.py": "checkpoint",
-    "stored_agent.py": "checkpoint",
-    "disk_space.py": "checkpoint",
-    "joint_checkpoint.py": "trainer",
-    "step_answers.py": "trainer",
-    "joint_disk.py": "trainer",
-    "trainer.py": "trainer",
-    "cli/app.py": "cli",
-    "cli/chaos.py": "cli",
-    "cli/data.py": "cli",
-    "cli/bench.py": "cli",
-    "cli/experiment.py": "cli",
-    "cli/export.py": "cli",
-    "cli/plan.py": "cli",
-    "cli/preflight.py": "cli",
-    "cli/slurm.py": "cli",
-    "__init__.py": "cli",
-}
-# Lowest first. A room may use the rooms on lower floors, and nothing beside it.
+# A folder of hacpo_mega is a room; these are the two files of the lobby.
+LOBBY = {"records.py": "records", "__init__.py": "cli"}
+# Lowest first. A room may use the rooms on lower floors, and nothing beside it. What studies the product is one wing,
+# the lab, which only the command line may enter.
 FLOORS = (
     ("models", "records"),
+    ("memory",),
     ("config",),
-    ("data",),
-    ("algorithm", "samples", "grading", "cluster", "checkpoint"),
+    ("algorithm", "checkpoint", "cluster", "data", "samples"),
+    ("grading", "megatron", "preflight", "rollout"),
     ("logbook",),
-    ("megatron", "rollout"),
-    ("agent",),
-    ("trainer", "evaluation"),
-    ("commands", "report", "chaos"),
-    ("experiments", "throughput"),  # above the report, whose figures and page an experiment draws its own with
-    ("planning",),  # reads measured phases as the benchmark does
+    ("agent", "evaluation", "jobs", "report"),
+    ("commands", "trainer"),
+    ("lab",),
     ("cli",),
 )
-
-CLI = tuple(f"hacpo_mega/{file}" for file, room in TOP_FILES.items() if room == "cli")
+MAX_ROOMS, MAX_FLOORS = 26, 10
+CLI = "hacpo_mega/cli/"
+# What several files of the command line share; beside it only app.py, which registers them, imports another.
+SHARED_BY_COMMANDS = ("hacpo_mega/cli/ranks.py",)
+# The program itself, which is started by its name and not imported.
+PROGRAM = "hacpo_mega.cli"
 
 # Where a heavy library may be named at all.
 DOORS = {
-    "megatron": ("hacpo_mega/megatron/",),
+    "megatron": ("hacpo_mega/megatron/", "hacpo_mega/lab/memory_trace.py"),
     # and where an experiment's server imports it for the ranks that it forks
     "vllm": ("hacpo_mega/rollout/engine.py", "hacpo_mega/lab/experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
@@ -73,13 +53,15 @@ DOORS = {
     "wandb": ("hacpo_mega/logbook/trackers.py",),
     "trackio": ("hacpo_mega/logbook/trackers.py",),
     "modelopt": ("hacpo_mega/commands/quantize.py",),
-    "typer": CLI,
+    "typer": (CLI,),
 }
 # A hang has these suspects. In the kernels it is the vocabulary-parallel log-prob, over its tensor-parallel group.
 COLLECTIVES = (
     "hacpo_mega/cluster/",
     "hacpo_mega/rollout/",
     "hacpo_mega/megatron/",
+    "hacpo_mega/preflight/meeting.py",
+    "hacpo_mega/lab/memory_trace.py",
     "kernels/hacpo_kernels/",
 )
 # Before the start, or where a library reads its settings from there and nowhere else.
@@ -128,6 +110,7 @@ MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would h
 
 
 # A file of ours in a text, such as grading/judge.py or env.sh; those of a run or a user are not ours.
+MODULE_NAME = re.compile(r"hacpo_mega(\.\w+)+")
 NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z]\w*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
 
 
@@ -157,7 +140,10 @@ class Source:
         return any(self.path == place or (place.endswith("/") and self.path.startswith(place)) for place in places)
 
     def imports(self) -> Iterator[tuple[int, str]]:
-        """(line, dotted name) of everything imported anywhere in the file; `from a import b` gives a.b."""
+        """(line, dotted name) of everything imported anywhere in the file; `from a import b` gives a.b.
+
+        A module's name in a string counts, too: whoever is given it imports it.
+        """
         package = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -166,6 +152,8 @@ class Source:
                 above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
                 base = ".".join([*above, *([node.module] if node.module else [])])
                 yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Constant) and MODULE_NAME.fullmatch(str(node.value)) and node.value != PROGRAM:
+                yield node.lineno, node.value
 
 
 Sources = list[Source]
@@ -180,7 +168,7 @@ def read_sources() -> Sources:
 
 def room_of(path: str) -> str | None:
     folder, _, rest = path.removeprefix("hacpo_mega/").partition("/")
-    room = folder if rest else TOP_FILES.get(folder)
+    room = folder if rest else LOBBY.get(folder)
     return room if any(room in rooms for rooms in FLOORS) else None
 
 
@@ -205,6 +193,16 @@ def imports_go_down(sources: Sources) -> Complaints:
                 there = room_of(target.path) if target.path.startswith("hacpo_mega/") else None
                 if here and there and here != there and floor[there] >= floor[here]:
                     yield f"{source.path}:{line}: room {here!r} may not import {name} of room {there!r}"
+
+
+def commands_are_strangers(sources: Sources) -> Complaints:
+    for source in sources:
+        if not source.path.startswith(CLI) or source.path in (f"{CLI}app.py", f"{CLI}__init__.py", f"{CLI}__main__.py"):
+            continue
+        for line, name in source.imports():
+            for target in own_modules(sources, name):
+                if target.path.startswith(CLI) and target.path not in (source.path, *SHARED_BY_COMMANDS):
+                    yield f"{source.path}:{line}: no command file imports another, but this one {name}"
 
 
 def imports_have_no_circle(sources: Sources) -> Complaints:
@@ -255,7 +253,7 @@ def algorithm_is_the_paper(sources: Sources) -> Complaints:
 
 def imports_stand_at_the_top(sources: Sources) -> Complaints:
     for source in sources:
-        if source.path in (*CLI, "hacpo_mega/__init__.py"):
+        if source.lies_in((CLI, "hacpo_mega/__init__.py")):
             continue
         for function in functions(source):
             for node in ast.walk(function):
@@ -392,6 +390,7 @@ Rule = Callable[[Sources], Complaints]
 RULES: tuple[Rule, ...] = (
     every_file_has_a_room,
     imports_go_down,
+    commands_are_strangers,
     imports_have_no_circle,
     kernels_know_nothing_of_us,
     one_door_per_library,
@@ -462,7 +461,9 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.agent.agent import Agent", A: ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.algorithm import y", "hacpo_mega/algorithm/y.py": ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "def f():\n    import hacpo_mega.agent.agent", A: ""}),
-    (imports_go_down, {"hacpo_mega/data/x.py": "from ..agent import Agent", A: ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "from ..agent.agent import Agent", A: ""}),
+    (imports_go_down, {"hacpo_mega/data/x.py": "PRELOAD = 'hacpo_mega.agent.agent'", A: ""}),
+    (commands_are_strangers, {f"{CLI}x.py": "from hacpo_mega.cli.y import run", f"{CLI}y.py": ""}),
     (imports_have_no_circle, {"hacpo_mega/data/x.py": "from .y import b", "hacpo_mega/data/y.py": "from .x import a"}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
@@ -501,6 +502,12 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
 @pytest.mark.parametrize(("rule", "files"), BAD, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_rule_catches_what_breaks_it(rule: Rule, files: dict[str, str]) -> None:
     assert len(list(rule([Source(path, text) for path, text in files.items()]))) == 1
+
+
+def test_the_house_is_not_a_tower() -> None:
+    folders = {path.parent.name for path in (ROOT / "hacpo_mega").glob("*/__init__.py")}
+    assert len(FLOORS) <= MAX_FLOORS and len(folders) + 1 <= MAX_ROOMS
+    assert folders | {"records"} == {room for rooms in FLOORS for room in rooms}
 
 
 def test_every_rule_is_shown_to_catch_something() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hacpo_mega.cli.ranks import bench_rank
 from hacpo_mega.cluster.environment import inside_a_job, prepare_environment
 
 if TYPE_CHECKING:
@@ -163,11 +164,3 @@ def facts_of(work: str) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
         "work": work,
     }
-
-
-def bench_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
-    """What one rank of a block does, in a process forked from the server."""
-    from hacpo_mega.config import load_config
-    from hacpo_mega.lab.throughput.measured_trainer import take_steps
-
-    take_steps(load_config(config_file), workload, num_steps)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.cli.experiment import train_rank
+from hacpo_mega.cli.ranks import train_rank
 from hacpo_mega.cluster.environment import prepare_environment
 from hacpo_mega.config import load_config
 from hacpo_mega.config.input_checks import missing_models

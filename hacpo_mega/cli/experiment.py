@@ -1,7 +1,7 @@
 """The command `hacpo-mega experiment`: a grid of runs as a resumable queue, and the table of what they show.
 
-Imports are inside functions, as in cli/app.py: `--help` must answer without torch, and a run's ranks, not the queue, load
-the trainer.
+Imports are inside functions, as in cli/app.py: `--help` must answer without torch, and a run's ranks, not the queue,
+load the trainer.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hacpo_mega.cli.ranks import train_rank
 from hacpo_mega.cluster.environment import prepare_environment
 
 if TYPE_CHECKING:
@@ -57,15 +58,3 @@ def _write(grid: "Grid") -> None:
         return
     require_agreement(grid, list(results.values()))
     print("\n".join(str(path) for path in write_evidence(grid, results)))
-
-
-def train_rank(config_file: str) -> None:
-    """What one rank of a run does, in a process forked from the server: the same as `hacpo-mega train`."""
-    from hacpo_mega.cluster.exit_status import RESUMABLE
-    from hacpo_mega.config import load_config
-    from hacpo_mega.trainer.trainer import Trainer
-
-    with Trainer(load_config(config_file)) as trainer:
-        is_done = trainer.fit()
-    if not is_done:
-        raise SystemExit(RESUMABLE)

@@ -2,7 +2,8 @@
 
 torch's FakeTensorMode gives every tensor its shape and no memory, its fake process group stands for a cluster of any
 size, and every storage is counted while it lives. So a 70B model on 256 devices is counted on a laptop, with
-Megatron's own layers, buffers, optimizer and autograd; memory/actor_bytes.py says the same by formula and is held to it.
+Megatron's own layers, buffers, optimizer and autograd; memory/actor_bytes.py says the same by formula and is held to
+it.
 The tensors are on the CPU, where any build of torch runs backward; what CUDA's kernels keep can be asked for.
 Not here: the engine, and what no tensor shows (context, NCCL, fragmentation).
 """

@@ -10,8 +10,8 @@ stay with it. `placement = "shared"` sends all of an actor away (actor_offload.p
     require_home       the device's work from here on waits for them; the state is there
 
 On CUDA the copies run on a stream of their own through pinned memory, beside what the device and the process do
-meanwhile: out beside publishing, back beside judging, exchanging and scoring (agent/devices.py). On the CPU they are done
-when they begin, and the bytes are given back and taken again all the same.
+meanwhile: out beside publishing, back beside judging, exchanging and scoring (agent/devices.py). On the CPU they are
+done when they begin, and the bytes are given back and taken again all the same.
 
 Why not Megatron's own (core 0.16.1): `MegatronOptimizer.offload_to_cpu` and `restore_from_cpu` wait for every copy, use
 pageable memory that they allocate anew each time, do nothing for a tensor that is on the CPU, and give every tensor

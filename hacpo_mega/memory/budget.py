@@ -1,7 +1,8 @@
 """What one device holds in every phase of a step, and the first of them that it cannot hold.
 
-An agent's device has an actor (memory.py) and a part of an engine; the phases are those of hacpo_mega/trainer/trainer.py, and
-who sleeps in which is decided in hacpo_mega/agent/agent.py. Everything is a sum of parts, so that a reader can add it up.
+An agent's device has an actor (actor_bytes.py) and a part of an engine; the phases are those of
+hacpo_mega/trainer/trainer.py, and who sleeps in which is decided in hacpo_mega/agent/devices.py. Everything is a sum
+of parts, so that a reader can add it up.
 Imports no torch. Not here: where the numbers come from in a configuration (config/device_memory.py).
 """
 

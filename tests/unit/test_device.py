@@ -67,7 +67,7 @@ def test_a_cpu_environment_on_a_machine_without_gpus_is_the_cpu(monkeypatch, tmp
 
 
 def test_the_server_asks_for_gpus_without_initialising_cuda(monkeypatch):
-    """torch, asked under the variables of jobs/forked.py, counts the driver's devices; else a fork would be too late."""
+    """torch, asked with the settings of jobs/forked.py, counts the driver's devices; else a fork would be too late."""
 
     def initialise():
         raise AssertionError("CUDA's runtime was asked, which initialises it")

@@ -1,7 +1,8 @@
 """A plan: every agent's memory, messages and seconds in a layout on a cluster, and who waits for whom in a step.
 
-Agents meet three times a step (hacpo_mega/trainer/trainer.py): when answers are judged, when they are scored, at its end. Each
-time the last one decides, so a step lasts the sum of the slowest agents, and what an agent is not busy of it, it waits.
+Agents meet three times a step (hacpo_mega/trainer/trainer.py): when answers are judged, when they are scored, at its
+end. Each time the last one decides, so a step lasts the sum of the slowest agents, and what an agent is not
+busy of it, it waits.
 """
 
 from collections.abc import Mapping, Sequence
