@@ -44,8 +44,8 @@ $(PEERS_VENV)/.installed: launch/lock/peers.txt
 	$(PEERS_VENV)/bin/python launch/lock/check.py $<
 	touch $@
 
-# What docs/throughput.md and docs/planning.md say was measured, on this machine, with nothing else to do: seconds, memory
-# and bytes by phase, zero rows left out, agents and lanes, the plan beside six layouts. Into $(MEASURED).
+# What docs/throughput.md says was measured, on this machine, with nothing else to do: seconds, memory and bytes by
+# phase, zero rows left out, agents and lanes. Into $(MEASURED).
 MEASURED ?= build/measured
 TIMED    := $(BIN)/hacpo-mega bench $(CONFIG) --rounds 2 --steps 3
 measure: env
@@ -53,9 +53,6 @@ measure: env
 	$(TIMED) --answer-tokens 15 --out $(MEASURED)
 	$(TIMED) --answer-tokens 15 --unmixed 0.5 --out $(MEASURED)/unmixed
 	$(TIMED) --scaling --out $(MEASURED)
-	$(BIN)/hacpo-mega plan $(CONFIG) --cluster configs/clusters/cpu.toml --measure $(MEASURED) --layout "" \
-	  --layout "agents.qwen.tp=2" --layout "agents.llama.pp=2 agents.llama.engine_tp=1" --layout "lanes=2" \
-	  --layout "agents.*.cells_per_lane=2" --layout "rollout.max_answer_tokens=96"
 
 lint: env
 	$(BIN)/ruff check .

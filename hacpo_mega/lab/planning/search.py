@@ -25,8 +25,6 @@ from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_pro
 MAX_STAGES = 16
 # Beyond it nobody is told that more memory would do.
 MOST_GIB = 1024
-# Measured over planned seconds, by agent and phase; 1 where nothing was measured.
-Factors = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,9 @@ class Ways:
         return self.frontier[-1] if self.frontier else None
 
 
-def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster, factors: Factors | None = None) -> Ways:
+def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> Ways:
     """All agents of the configuration on at most the cluster's devices. Empty where no layout of some agent fits."""
-    search = _Search(planned, work, cluster, factors or {})
+    search = _Search(planned, work, cluster)
     found: list[Way] = []
     for lanes in _divisors(planned.config.prompts_per_update):
         if lanes <= cluster.num_devices:
@@ -98,7 +96,6 @@ class _Search:
     planned: Planned
     work: Mapping[str, Work]
     cluster: Cluster
-    factors: Factors
     layouts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     budgets: dict[tuple[Any, ...], Budget] = field(default_factory=dict)
 
@@ -116,7 +113,7 @@ class _Search:
 
     def _choices(self, config: Config, agent: AgentConfig) -> Iterator[Choice]:
         """Every layout of an agent that its model can have and a device can hold, on the cluster alone."""
-        factor, cluster = self.factors.get(agent.name, {}), self.cluster
+        cluster = self.cluster
         if agent.name not in self.layouts:
             self.layouts[agent.name] = list(_layouts(self.planned, agent, cluster))
         for changes in self.layouts[agent.name]:
@@ -130,8 +127,7 @@ class _Search:
                     plan = plan_agent(
                         config, seated, budget, self.work[agent.name], cluster, _spread_alone(config, seated, cluster)
                     )
-                    scaled = {phase: s * factor.get(phase, 1.0) for phase, s in plan.phases_s.items()}
-                    yield Choice(plan, stretches(scaled))
+                    yield Choice(plan, stretches(plan.phases_s))
 
     def _budget(self, config: Config, agent: AgentConfig) -> Budget:
         key = (agent.name, agent.tp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
