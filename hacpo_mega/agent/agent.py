@@ -1,21 +1,21 @@
 """One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
 
-It rolls out, scores, learns, and publishes its weights.
+It rolls out, learns, and publishes its weights.
 
 Every rank of a cell calls every method with equal arguments; what a method returns is equal on all of them.
-Not here: other agents (trainer.py exchanges with them) and what an advantage is (algorithm/).
+Not here: other agents (trainer.py exchanges with them), what engines are asked (sampler.py), scores (scoring.py) and
+what an advantage is (algorithm/).
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hacpo_mega.agent.devices import BusyDevices, OwnDevices, SharedDevices
+from hacpo_mega.agent.devices import OwnDevices, SharedDevices
 from hacpo_mega.agent.policy_loss import (
     REPORTS,
     PolicyLoss,
@@ -24,7 +24,7 @@ from hacpo_mega.agent.policy_loss import (
     ratios_by_key,
     scores_of_update,
 )
-from hacpo_mega.agent.scoring import Scoring, WritersScoring
+from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.algorithm import sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
 from hacpo_mega.cluster.host_memory import require_host_memory
@@ -45,43 +45,47 @@ from hacpo_mega.records import (
     Rollout,
     Sample,
     Score,
-    Stop,
     UpdateStats,
 )
-from hacpo_mega.rollout.engine import Engine, answer_seed
-from hacpo_mega.rollout.engine_thread import EngineThread, Generate
+from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine_thread import EngineThread
 from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.samples.packing import plan_updates
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
-
-AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
 
 
 class Agent:
     """The agent whose ranks include this one."""
 
-    def __init__(self, spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        spec: AgentConfig,
+        place: Place,
+        config: Config,
+        start: Checkpoint | None = None,
+        *,
+        split_devices: type[OwnDevices] = OwnDevices,
+        sampler: Callable[..., Sampler] = Sampler,
+    ) -> None:
         """Loads the model twice: into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
 
         `start` is the step to go on from; the reference policy of a KL is that of the model folder all the same.
+        `split_devices` are its devices where no other agent takes turns on them, `sampler` says what engines are asked.
         """
         self.name = spec.name
         self.index = place.agent
         self.place = place
         self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
-        self._seed = config.seed
-        self._rollout = config.rollout
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
         self._num_agents = len(config.agents)
         self._prompts_per_update = config.prompts_per_update
         self._answers_per_prompt = config.answers_per_prompt
-        self._cells = config.lanes * spec.cells_per_lane
+        self.num_cells = config.lanes * spec.cells_per_lane
         # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
-        self._share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
+        share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
+        self.sampler = sampler(self.codec, self.index, share, config)
         self.ahead = EngineThread()
-        # A benchmark's answers are as long as it says: (step, prompt index, rollout index) -> tokens.
-        self.answer_lengths: Callable[[int, int, int], int] | None = None
         budget = agent_budget(config, spec, architecture_of(spec))
         require_host_memory(place, budget.parts["on the host"])
         agents_on_device, shares = agents_per_device(place), config.placement == "shared"
@@ -97,11 +101,8 @@ class Agent:
         if not shares:
             with in_turn(place, agents_on_device > 1):
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
-                kind = BusyDevices if config.rollout.one_step_off else OwnDevices
-                self.devices = kind(place, self.actor, self.engine)
+                self.devices = split_devices(place, self.actor, self.engine)
                 self.publish_weights()
-        scoring = WritersScoring if config.rollout.one_step_off else Scoring
-        self.scoring = scoring(self.actor, self.devices, self.codec, config, self._cells)
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -124,79 +125,43 @@ class Agent:
         `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
         Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
         """
-        places = self._places(prompts)
-        generate = self._sampling(places, step)
+        asked = self.sampler.sampled(prompts, step)
 
         def told(place: int, completion: Completion) -> None:
-            answered = places[self._share][place]
-            on_answer(answered[0], self._rollout_of(answered, completion))
+            prompt = asked.mine[place][0]
+            on_answer(prompt, self.sampler.rollout(asked.mine[place], completion))
 
         with self.devices.rolling_out():
-            completions = generate(on_answer=None if on_answer is None else told)
-            return self._rollouts(places, share_completions(completions, self.place, len(places)))
+            return self._answered(asked, on_answer=None if on_answer is None else told)
+
+    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
+        """One most likely answer per prompt: the agent as it would be deployed."""
+        with self.devices.answering():
+            return self._answered(self.sampler.greedy(prompts, max_tokens))
+
+    def _answered(self, asked: Requests, **options: Any) -> list[Rollout]:
+        """What the engines of the cell answer, on every rank of it."""
+        completions = asked.call(self.engine)(**options)
+        return self.sampler.rollouts(asked.places, share_completions(completions, self.place, len(asked.places)))
 
     def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
         """Begins the answers of a step to come, on the weights that the engine has now, beside what is done meanwhile.
 
         Until `finish_ahead` the engine answers nothing else and takes no weights.
         """
-        self.ahead.begin(self._sampling(self._places(prompts), step))
+        self.ahead.begin(self.sampler.sampled(prompts, step).call(self.engine))
 
     def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Waits for them; `rollouts_of` has them as `roll_out` would. Collective over the cell."""
         return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
 
-    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
-        """One most likely answer per prompt: the agent as it would be deployed."""
-        places = [(prompt, 0) for prompt in prompts]
-        with self.devices.answering():
-            completions = self._generate(places, [0] * len(prompts), max_tokens, temperature=0.0)()
-            return self._rollouts(places, share_completions(completions, self.place, len(places)))
-
     def rollouts_of(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
         """The cell's answers to `prompts`, by prompt, then by rollout, as records with their text."""
-        return self._rollouts(self._places(prompts), completions)
-
-    def _places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
-        return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
-
-    def _sampling(self, places: Sequence[AnswerPlace], step: int) -> Generate:
-        # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
-        seeds = [answer_seed(self._seed, step, prompt.index, g, self.index) for prompt, g in places]
-        lengths = None
-        if self.answer_lengths is not None:
-            lengths = [self.answer_lengths(step, prompt.index, g) for prompt, g in places][self._share]
-        return self._generate(
-            places,
-            seeds,
-            self._rollout.max_answer_tokens,
-            self._rollout.temperature,
-            # At no cost: what the trainer says of the same tokens is held against them, or they are the scores.
-            return_logprobs=True,
-            lengths=lengths,
-            cut_after=self._rollout.biased_cut_after,
-        )
-
-    def _generate(
-        self, places: Sequence[AnswerPlace], seeds: Sequence[int], max_tokens: int, temperature: float, **options: Any
-    ) -> Generate:
-        """The call of this rank's engine for its share of `places`."""
-        asked = [self.codec.encode_prompt(prompt.text) for prompt, _ in places[self._share]]
-        how = {"max_tokens": max_tokens, "temperature": temperature} | options
-        return partial(self.engine.generate, asked, seeds[self._share], **how)
-
-    def _rollouts(self, places: Sequence[AnswerPlace], completions: Sequence[Completion]) -> list[Rollout]:
-        return [self._rollout_of(place, completion) for place, completion in zip(places, completions, strict=True)]
-
-    def _rollout_of(self, place: AnswerPlace, completion: Completion) -> Rollout:
-        (prompt, g), ended = place, completion.stop is Stop.EOS
-        # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
-        text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
-        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs)
+        return self.sampler.rollouts(self.sampler.places(prompts), completions)
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """This cell's samples, split into the updates of the step."""
-        return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self._cells)
+        return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self.num_cells)
 
     def learn(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None) -> UpdateStats:
         """One optimizer step on this cell's samples of the update. Collective over the agent's ranks.

@@ -47,6 +47,11 @@ class CapabilityTracker:
             metric_N = metric_N.clamp(min=self._config.capability_floor)
         self._history.append(metric_N)
 
+    def add(self, tally_N3: Tensor) -> None:
+        """Adds one step by its `reward_tally`, added up over all lanes."""
+        reward_N, positive_N, judged_N = tally_N3.unbind(dim=1)
+        self.update(reward_N / judged_N, positive_N / judged_N)
+
     def values(self) -> Tensor:
         """P_hat, float64 [N], at least `capability_floor`.
 

@@ -4,7 +4,7 @@ Put together from the method's advantages (methods.py) and its choice of answers
 Not here: what these are.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Learning(NamedTuple):
     trains_PNG: Tensor
     own_P: Tensor
     wanted_PG: Tensor
+
+    def weighted(self, weights_PNG: Tensor) -> Self:
+        """The same with every answer's advantage times its weight."""
+        return self._replace(advantages_PNG=self.advantages_PNG * weights_PNG)
 
 
 def learning_of(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Learning:

@@ -54,6 +54,7 @@ class JudgeReport:
     """What went wrong since the last report. `errors` has every distinct text with its number, in order of coming.
 
     num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
+    hidden_s     seconds of judging beside the engine, which nobody waited for
     """
 
     num_answers: int
@@ -61,6 +62,7 @@ class JudgeReport:
     num_timeouts: int
     num_errors: int
     errors: Mapping[str, int]
+    hidden_s: float = 0.0
 
     @property
     def first_error(self) -> str | None:

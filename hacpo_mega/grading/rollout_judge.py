@@ -10,9 +10,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
-from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.judge import Judge, JudgeReport
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
 # Answers that the judge is given in one call: whoever ends the thread waits for no more.
@@ -27,9 +28,13 @@ class RolloutJudge:
     hidden_s   seconds of judging that the last `judge` did not have to wait for
     """
 
-    def __init__(self, judge: Judge, *, while_sampling: bool) -> None:
-        """`while_sampling` asks for judging beside the engine, which a grader of this process cannot do."""
-        self._judge, self._goes_beside = judge, while_sampling and judge.has_workers
+    def __init__(self, judge: Judge, *, while_sampling: bool, is_leader: bool = True) -> None:
+        """`while_sampling` asks for judging beside the engine, which a grader of this process cannot do.
+
+        Where it is not a leader's it judges nothing: nobody else of a cell needs judgements.
+        """
+        self._judge, self._is_leader = judge, is_leader
+        self._goes_beside = while_sampling and is_leader and judge.has_workers
         self._ended: queue.SimpleQueue[tuple[Prompt, Rollout] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_leaving = False
@@ -49,12 +54,21 @@ class RolloutJudge:
         self._ended.put((prompt, rollout))
 
     def judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
-        """One judgement per rollout, in order; `prompts` are those that were answered. Waits for what was begun."""
+        """One judgement per rollout, in order; `prompts` are those that were answered. Waits for what was begun.
+
+        None at all where it is not a leader's.
+        """
+        if not self._is_leader:
+            return []
         found = self._finish()
         by_index = {prompt.index: prompt for prompt in prompts}
         rest = [rollout for rollout in rollouts if _key(rollout) not in found]
         judged = self._judge_all([(by_index[rollout.prompt_index], rollout) for rollout in rest])
         return [(found | judged)[_key(rollout)] for rollout in rollouts]
+
+    def take_report(self) -> JudgeReport:
+        """What went wrong since the last report, and what the last `judge` did not have to wait for."""
+        return replace(self._judge.take_report(), hidden_s=self.hidden_s)
 
     def _judge_all(self, asked: Sequence[tuple[Prompt, Rollout]]) -> dict[AnswerKey, Judgement]:
         judgements = self._judge.judge(

@@ -1,10 +1,12 @@
-"""What a training step leaves in the metrics, and what a person is told of it: who adds what, and the alarms.
+"""What a training step leaves in metrics and log, and what a person is told of it: who adds what, and the alarms.
 
 Every leader speaks for its cell, the job's rank 0 for what is the same everywhere. Not here: what each number is
 (step_metrics.py) and when an alarm goes off (alarms.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from hacpo_mega.logbook.alarms import (
 )
 from hacpo_mega.logbook.console import Console, warn
 from hacpo_mega.logbook.metrics import Metrics, StepMetrics
+from hacpo_mega.logbook.rollout_log import AnswerNotes
+from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.step_metrics import (
     add_answers,
     add_capability,
@@ -34,17 +38,54 @@ from hacpo_mega.logbook.step_metrics import (
     add_update,
     add_view,
 )
-from hacpo_mega.records import Score, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.logbook.trackers import Trackers
+from hacpo_mega.records import Judgement, Pool, Rollout, Score, Trajectory, UpdateStats, ViewCounts
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class StepFindings:
+    """What a step has found out, on one rank.
+
+    pool, advantages_PNG   of the lane
+    rollouts, scores       of the cell      judgements, trajectories   the same on its leader, elsewhere none
+    judged                 what the judge said of these answers alone: held-out answers enter no group
+    views, updates         what became of every source's answers, and what was learnt from them
+    """
+
+    pool: Pool
+    advantages_PNG: Tensor
+    rollouts: Sequence[Rollout]
+    judgements: Sequence[Judgement]
+    judged: JudgeReport
+    scores: Sequence[Score | None]
+    trajectories: Sequence[Trajectory]
+    views: Sequence[ViewCounts]
+    updates: Sequence[UpdateStats]
 
 
 class StepReport:
-    """The metrics and alarms of a step, on every rank; most ranks have nothing to say.
+    """Measures, writes and shows a step, on every rank; most ranks have nothing to say."""
 
-    dtype   of the actor's parameters: what gap between engine and trainer is to be expected
-    """
+    def __init__(
+        self,
+        metrics: Metrics,
+        console: Console,
+        place: Place,
+        config: Config,
+        dtype: torch.dtype,
+        folder: RunFolder,
+        trackers: Trackers,
+        *,
+        is_on_policy: bool,
+    ) -> None:
+        """`dtype` is the parameters' of the actor: what gap between engine and trainer is to be expected.
 
-    def __init__(self, metrics: Metrics, console: Console, place: Place, config: Config, dtype: torch.dtype) -> None:
+        `is_on_policy`: the scores are the actor's, of the policy that learns.
+        """
         self._metrics, self._console, self._place = metrics, console, place
+        self._folder, self._trackers, self._is_on_policy = folder, trackers, is_on_policy
         self._algorithm, self._rollout = config.algorithm, config.rollout
         self._names = tuple(agent.name for agent in config.agents)
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
@@ -70,61 +111,74 @@ class StepReport:
         for name, alarm in self._alarms.items():
             alarm.load_state_dict(state[name])
 
-    def add(
+    def write(
         self,
-        trajectories: Sequence[Trajectory],
-        scores: Sequence[Score | None],
+        step: int,
+        found: StepFindings,
+        notes: AnswerNotes,
         capability_N: Tensor,
-        views: Sequence[ViewCounts],
-        updates: Sequence[UpdateStats],
-        judged: JudgeReport,
         asleep_bytes: int | None,
-    ) -> None:
-        """Adds a step to the metrics. `trajectories` are the leader's, with the scores of the same answers.
+        phase: Phase,
+    ) -> StepMetrics:
+        """Everything of a step into metrics, log and trackers, and alarms. Collective over the job.
 
-        judged         what the judge said of these trajectories alone: held-out answers enter no group
+        notes          what this cell knows of the answers, for the log
         asleep_bytes   what was held on this rank's device when its engine had fallen asleep; None: it never does
         RunStopped where the grader has failed for too long.
         """
         add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), asleep_bytes)
         if self._place.is_leader:
-            self._add_cell(trajectories, scores, views, updates)
-            self.warn_of_grader(judged, "answers")
-            self._unjudged_limit.see(judged)
+            self._add_cell(found)
+            self.warn_of_grader(found.judged, "answers")
+            self._unjudged_limit.see(found.judged)
         if self._place.coordinate.global_rank == 0:
-            omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)
-            add_capability(self._metrics, self._names, capability_N, omega_NN)
-            if self._algorithm.uses_capability:
-                for warning in self._omega_alarm.warnings(omega_NN):
-                    self._console.say(warning)
+            self._add_capability(capability_N)
+        with phase("write"):
+            self._folder.write_rollouts(step, found.pool, found.advantages_PNG, notes)
+        reduced = self.write_metrics(step, phase)
+        self._warn(reduced)
+        return reduced
+
+    def write_metrics(self, step: int, phase: Phase) -> StepMetrics:
+        """What has been measured since the last time. Collective over the job."""
+        with phase("wait"):  # for the slowest rank, which would else hide in the reduction
+            self._place.barrier()
+        with phase("write"):
+            reduced = self._metrics.reduce()
+            self._folder.write_step(step, reduced)
+            self._trackers.log(step, reduced)
+        return reduced
+
+    def _add_capability(self, capability_N: Tensor) -> None:
+        omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)
+        add_capability(self._metrics, self._names, capability_N, omega_NN)
+        if self._algorithm.uses_capability:
+            for warning in self._omega_alarm.warnings(omega_NN):
+                self._console.say(warning)
 
     def warn_of_grader(self, judged: JudgeReport, what: str) -> None:
         """Says on a leader what its judge failed at, if that is new; `what` are the answers it was given."""
         for warning in self._judge_alarm.warnings(judged, what):
             warn(f"{self._place.coordinate}: {warning}")
 
-    def _add_cell(
-        self,
-        trajectories: Sequence[Trajectory],
-        scores: Sequence[Score | None],
-        views: Sequence[ViewCounts],
-        updates: Sequence[UpdateStats],
-    ) -> None:
+    def _add_cell(self, found: StepFindings) -> None:
         name, learner = self._names[self._place.agent], self._place.agent
-        add_answers(self._metrics, name, trajectories)
-        scored = [(t.rollout, score) for t, score in zip(trajectories, scores, strict=True) if score is not None]
-        is_on_policy = not self._rollout.one_step_off
-        if is_on_policy:  # else the scores are the engine's own
+        add_answers(self._metrics, name, found.trajectories)
+        if found.judged.hidden_s:
+            self._metrics.add(f"agent/{name}/judge_hidden_s", found.judged.hidden_s, 1)
+        answered = zip(found.trajectories, found.scores, strict=True)
+        scored = [(trajectory.rollout, score) for trajectory, score in answered if score is not None]
+        if self._is_on_policy:  # else the scores are the engine's own
             add_engine_gap(self._metrics, name, scored)
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
-        add_view(self._metrics, learner, self._names, views)
-        for m, update in enumerate(updates):
-            add_update(self._metrics, update, m, learner, self._names, self._algorithm, is_on_policy)
+        add_view(self._metrics, learner, self._names, found.views)
+        for m, update in enumerate(found.updates):
+            add_update(self._metrics, update, m, learner, self._names, self._algorithm, self._is_on_policy)
         if self._place.coordinate.agent_rank == 0:
-            add_skips(self._metrics, name, updates)
+            add_skips(self._metrics, name, found.updates)
 
-    def warn(self, reduced: StepMetrics) -> None:
+    def _warn(self, reduced: StepMetrics) -> None:
         """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
         known = reduced.values | reduced.timing
         gaps, norms, residues = (

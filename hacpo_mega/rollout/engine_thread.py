@@ -3,7 +3,7 @@
 The thread does nothing but that: prompts are tokens before it begins and answers stay what the engine gives, so no
 tokenizer, group, span or metric of this process is used by two threads. An engine over several ranks is refused
 (config/checks.py), so it speaks in no group. What vLLM does to its process meanwhile is in host_process.py.
-Not here: of which step the answers are, and with which weights they were written (hacpo_mega/trainer/step_answers.py).
+Not here: of which step the answers are, and with which weights they were written (hacpo_mega/trainer/schedule.py).
 """
 
 import threading

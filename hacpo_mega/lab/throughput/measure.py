@@ -13,8 +13,6 @@ from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 
 SHARED_PHASE, WAITING = "exchange", "wait"
-# Of the exchange, the part that grows with the lanes: P_hat over the whole step. Only a benchmark times it apart.
-CAPABILITY = "capability"
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class AgentStep:
     prompt_tokens  of a prompt, on average, and scored_answers, those scored before learning: 0 where the run did not
                    count them, as only a benchmark does
     hidden_s       of sampling beside other phases, whose processor seconds then have those of sampling in them
-    cpu_s, cpu_highest_s, peak_bytes   by phase, and sent_bytes by "phase/whom": as MeasuredTrainer says; else empty
+    cpu_s, cpu_highest_s, peak_bytes   by phase, and sent_bytes by "phase/whom": as Measurement says; else empty
     """
 
     phases_s: Mapping[str, float]

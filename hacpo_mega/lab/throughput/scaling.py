@@ -11,13 +11,13 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.lab.throughput.bench import Block
-from hacpo_mega.lab.throughput.measure import CAPABILITY, MeasuredStep, means
+from hacpo_mega.lab.throughput.measure import MeasuredStep, means
 from hacpo_mega.lab.throughput.table import fact_lines, markdown_table
 from hacpo_mega.lab.throughput.workload import Workload
 
 # (agents, lanes), each held against (2, 1).
 SIZES = ((2, 1), (2, 2), (2, 4), (1, 1), (3, 1))
-PHASES = ("roll_out", "judge", "score", "exchange", CAPABILITY, "learn", "publish", "write")
+PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "write")
 
 
 def scaling_blocks(config: Config, workload: Workload) -> list[Block]:
@@ -85,8 +85,7 @@ def scaling_rows(
 def _core_seconds(step: MeasuredStep, ranks: RankMap) -> float:
     """Processor seconds of all ranks."""
     of_agent = {shape.name: ranks.agent_world_size(number) for number, shape in enumerate(ranks.agents)}
-    in_exchange = {name: agent.cpu_s.get(CAPABILITY, 0.0) for name, agent in step.agents.items()}  # is in both
-    return sum(of_agent[name] * (sum(agent.cpu_s.values()) - in_exchange[name]) for name, agent in step.agents.items())
+    return sum(of_agent[name] * sum(agent.cpu_s.values()) for name, agent in step.agents.items())
 
 
 def scaling_markdown(facts: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,42 +1,53 @@
-"""Where a step's answers come from: generated when it begins or, one step off, while the step before it learnt.
+"""The schedule of a run: where a step's answers come from, and whose log-probs are their scores.
 
-                  main thread                                        engine
-    AnswersNow    roll_out 1, learn 1, publish 1, roll_out 2 ...     in the main thread
-    AnswersAhead  roll_out 1, learn 1, publish 1, learn 2 ...        1, then 2 while 1 learns, 3 while 2 learns ...
+                main thread                                      engine                                     scores
+    OnPolicy    roll_out 1, learn 1, publish 1, roll_out 2 ...   in the main thread                         actor's
+    OneStepOff  roll_out 1, learn 1, publish 1, learn 2 ...      1, then 2 while 1 learns, 3 while 2 ...    engine's
+
+Chosen once, from `SCHEDULES`, in build.py.
 
 So one step off, the answers of step t are those of the policy after step t - 2: `staleness_steps` is 1. The first step
 of a run has nobody before it, and neither has the first one that goes on from a checkpoint without answers: its answers
 are generated when it begins, and are not stale. Prompts and seeds are functions of the run's seed and the step, so
 which answers come does not depend on time.
-Not here: the thread (rollout/engine_thread.py) and whose log-probs a ratio has below it (scoring.py).
+Not here: the thread (rollout/engine_thread.py) and the two ways of scoring (hacpo_mega/agent/scoring.py).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from hacpo_mega.agent.agent import Agent
+from hacpo_mega.agent.devices import BusyDevices, OwnDevices
+from hacpo_mega.agent.scoring import Scoring, WritersScoring
 from hacpo_mega.checkpoint.files import Checkpoint, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.records import Prompt, Rollout
+from hacpo_mega.records import Prompt, Rollout, Score, UpdateStats
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers, read_answers
+from hacpo_mega.trainer.phases import Phases
 
-Phase = Callable[[str], AbstractContextManager[None]]
 OnAnswer = Callable[[Prompt, Rollout], None]
 
 
-class AnswersNow:
-    """Prompts and answers of one cell, step by step; steps count from 0.
+class OnPolicy:
+    """Prompts, answers and scores of one cell, step by step; steps count from 0.
 
     my_share   of the prompts of a lane, those that this cell answers
     ready      answers to the step that comes next; None: there are none yet
+    is_on_policy   whether the policy that wrote a step's answers is the one that learns from them
     """
+
+    is_on_policy = True
+    devices: type[OwnDevices] = OwnDevices  # of an agent whose engine sleeps while its actor learns
+    scoring: type[Scoring] = Scoring
 
     def __init__(self, sampler: PromptSampler, agent: Agent, place: Place, config: Config, metrics: Metrics) -> None:
         self._sampler, self._agent, self._place, self._config = sampler, agent, place, config
         self._metrics = metrics
+        self._scoring = self.scoring(agent.actor, agent.devices, agent.codec, config, agent.num_cells)
         self.my_share = place.rank_map.share_of_lane(place.coordinate)
         self.ready: ReadyAnswers | None = None
 
@@ -47,17 +58,36 @@ class AnswersNow:
     def take_up(self, start: Checkpoint) -> None:
         """Takes what a checkpoint has ready for its next step."""
 
-    def take(self, step: int, on_answer: OnAnswer | None) -> list[Rollout]:
+    def roll_out(self, step: int, on_answer: OnAnswer | None) -> list[Rollout]:
         """This cell's answers, by prompt, then by rollout; `on_answer` is told of each that ends meanwhile."""
         return self._agent.roll_out(self.prompts_of(step)[self.my_share], step, on_answer)
 
-    def finish(self, _phase: Phase) -> None:
-        """Returns when the engine does nothing. `_phase` is the trainer's, under which a wait for this is counted."""
+    def score(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
+    ) -> list[Score | None]:
+        """Log-probs of this cell's answers before any update of the step; None where nobody asks for them now.
+
+        own_P bool, to which of `prompts` this agent trains on its own answers; wanted_PG bool, which answers others
+        train on.
+        """
+        return self._scoring.before_learning(prompts, rollouts, own_P, wanted_PG)
+
+    def complete(
+        self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
+    ) -> list[Score | None]:
+        """The scores with those that were left to the step's first update, which has computed them by now."""
+        return self._scoring.after_learning(rollouts, scores, updates)
+
+    def finish(self, _phase: Phases) -> None:
+        """Returns when the engine does nothing. A wait for this is counted under `_phase`."""
 
 
-class AnswersAhead(AnswersNow):
-    """The same, each step's generated while the one before it is judged, exchanged and learnt."""
+class OneStepOff(OnPolicy):
+    """The same, each step's answers generated while the one before it is judged, exchanged and learnt."""
 
+    is_on_policy = False
+    devices = BusyDevices
+    scoring = WritersScoring
     _asked: tuple[Prompt, ...] = ()  # by the engine, at present
 
     def take_up(self, start: Checkpoint) -> None:
@@ -71,11 +101,11 @@ class AnswersAhead(AnswersNow):
             prompts = self.prompts_of(start.step)[self.my_share]
             self.ready = read_answers(files, prompts, self._config.answers_per_prompt)
 
-    def take(self, step: int, on_answer: OnAnswer | None) -> list[Rollout]:
+    def roll_out(self, step: int, on_answer: OnAnswer | None) -> list[Rollout]:
         """Those that are ready, else generated now; those of the next step are begun."""
         staleness, ready = 1, self.ready
         if ready is None:
-            staleness, rollouts = 0, super().take(step, on_answer)
+            staleness, rollouts = 0, super().roll_out(step, on_answer)
         else:
             rollouts = self._agent.rollouts_of(ready.prompts, ready.completions)
         self.ready = None
@@ -86,7 +116,7 @@ class AnswersAhead(AnswersNow):
             self._metrics.add(f"agent/{self._agent.name}/staleness_steps", staleness, 1)
         return rollouts
 
-    def finish(self, phase: Phase) -> None:
+    def finish(self, phase: Phases) -> None:
         """Waits for the answers of the next step. Collective over the cell."""
         if self._agent.ahead.is_busy:
             with phase("roll_out"):
@@ -95,7 +125,4 @@ class AnswersAhead(AnswersNow):
                 self._metrics.add(f"agent/{self._agent.name}/roll_out_hidden_s", self._agent.ahead.hidden_s, 1)
 
 
-def step_answers(sampler: PromptSampler, agent: Agent, place: Place, config: Config, metrics: Metrics) -> AnswersNow:
-    """What the configuration asks for."""
-    kind = AnswersAhead if config.rollout.one_step_off else AnswersNow
-    return kind(sampler, agent, place, config, metrics)
+SCHEDULES: Mapping[bool, type[OnPolicy]] = {False: OnPolicy, True: OneStepOff}  # by rollout.one_step_off

@@ -1,0 +1,91 @@
+"""What an engine is asked for an agent's answers, and what it answered as records: prompts in tokens, seeds, lengths.
+
+A pure function of its arguments: no process group, no engine, no clock. So answers do not depend on who samples them.
+Not here: whose turn the devices are (devices.py), and the engine (rollout/engine.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hacpo_mega.config import Config
+from hacpo_mega.records import Completion, Prompt, Rollout, Stop
+from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine_thread import Generate
+from hacpo_mega.samples.tokenizers import TextCodec
+
+AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What the engines of a cell are asked at once.
+
+    places   of all engines, by prompt, then by rollout      mine   those of this rank's engine
+    prompt_ids, seeds   of mine                              how    the further arguments of `Engine.generate`
+    """
+
+    places: tuple[AnswerPlace, ...]
+    mine: tuple[AnswerPlace, ...]
+    prompt_ids: list[list[int]]
+    seeds: list[int]
+    how: dict[str, Any]
+
+    def call(self, engine: Engine) -> Generate:
+        """The call of `engine` that answers them."""
+        return partial(engine.generate, self.prompt_ids, self.seeds, **self.how)
+
+
+class Sampler:
+    """Requests and records of one agent."""
+
+    def __init__(self, codec: TextCodec, agent: int, share: slice, config: Config) -> None:
+        """`share` are the places of a cell that this rank's engine answers; `agent` is the agent's index."""
+        self._codec, self._agent, self._share = codec, agent, share
+        self._seed, self._rollout, self._answers_per_prompt = config.seed, config.rollout, config.answers_per_prompt
+
+    def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
+        """G answers to each prompt, drawn for a step."""
+        places = self.places(prompts)
+        # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
+        seeds = [answer_seed(self._seed, step, prompt.index, g, self._agent) for prompt, g in places]
+        return self._requests(
+            places,
+            seeds,
+            max_tokens=self._rollout.max_answer_tokens,
+            temperature=self._rollout.temperature,
+            # At no cost: what the trainer says of the same tokens is held against them, or they are the scores.
+            return_logprobs=True,
+            lengths=self.lengths(places[self._share], step),
+            cut_after=self._rollout.biased_cut_after,
+        )
+
+    def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> Requests:
+        """The most likely answer to each prompt."""
+        places = [(prompt, 0) for prompt in prompts]
+        return self._requests(places, [0] * len(places), max_tokens=max_tokens, temperature=0.0)
+
+    def lengths(self, _places: Sequence[AnswerPlace], _step: int) -> list[int] | None:
+        """Tokens after which each answer ends whatever it says; None: it ends by itself, as in every run."""
+        return None
+
+    def places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
+        """Of all answers to `prompts`, by prompt, then by rollout."""
+        return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
+
+    def rollouts(self, places: Sequence[AnswerPlace], completions: Sequence[Completion]) -> list[Rollout]:
+        """The answers as records with their text."""
+        return [self.rollout(place, completion) for place, completion in zip(places, completions, strict=True)]
+
+    def rollout(self, place: AnswerPlace, completion: Completion) -> Rollout:
+        """One answer as a record with its text."""
+        (prompt, g), ended = place, completion.stop is Stop.EOS
+        # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
+        text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
+        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs)
+
+    def _requests(self, places: Sequence[AnswerPlace], seeds: Sequence[int], **how: Any) -> Requests:
+        mine = tuple(places[self._share])
+        prompt_ids = [self._codec.encode_prompt(prompt.text) for prompt, _ in mine]
+        return Requests(tuple(places), mine, prompt_ids, list(seeds[self._share]), how)

@@ -1,0 +1,169 @@
+"""What stands before step 1: this rank's place, its agent, the judge, the run folder, and what examines the run.
+
+Everything that a user may have to mend is found here, before an older run is displaced.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from hacpo_mega.agent.agent import Agent
+from hacpo_mega.agent.sampler import Sampler
+from hacpo_mega.algorithm import BandTracker, CapabilityTracker
+from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import Config
+from hacpo_mega.config.changes import changes
+from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.rollout_judge import RolloutJudge
+from hacpo_mega.logbook.console import Console
+from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.run_folder import RunFolder
+from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.logbook.skipped_updates import SkippedUpdates
+from hacpo_mega.logbook.step_report import StepReport
+from hacpo_mega.logbook.trace import StepTrace
+from hacpo_mega.logbook.trackers import Trackers
+from hacpo_mega.samples.learner_view import ViewRules
+from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
+from hacpo_mega.trainer.joint_checkpoint import agree_on_start
+from hacpo_mega.trainer.joint_disk import JointDisk
+from hacpo_mega.trainer.observers import (
+    Calibration,
+    Diagnosis,
+    Evaluation,
+    Observer,
+    Observers,
+    Skips,
+    Verification,
+)
+from hacpo_mega.trainer.phases import Phases
+from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a benchmark hands in: what engines are asked, who judges, who looks on. Every run has the defaults."""
+
+    sampler: Callable[..., Sampler] = Sampler
+    judge: Callable[..., RolloutJudge] = RolloutJudge
+    observers: Sequence[Observer] = ()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A trainer's parts; `start` is the checkpoint that it goes on from, `goes_on` whether that is this run's own."""
+
+    start: Checkpoint | None
+    goes_on: bool
+    place: Place
+    phase: Phases
+    console: Console
+    agent: Agent
+    schedule: OnPolicy
+    judge: RolloutJudge
+    capability: CapabilityTracker
+    band: BandTracker | None
+    skips: SkippedUpdates
+    view_rules: ViewRules
+    report: StepReport
+    trace: StepTrace
+    disk: JointDisk
+    observers: Observers
+
+
+def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -> Built:
+    """Takes this rank's place in the job, loads its agent as the run left it, opens the run folder.
+
+    Collective over the job. An error inside `stack` ends the job with the name of this rank and its phase.
+    """
+    place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
+    is_first = place.coordinate.global_rank == 0
+    lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
+    start = agree_on_start(place, config, **how)
+    steps_done = 0 if start is None else start.step
+    console = stack.enter_context(Console(config.num_steps, steps_done, quiet=not is_first))
+    if start is not None:
+        console.say(f"goes on after step {start.step}, from {start.folder}")
+        for change in changes(start.config, plain(config)):
+            console.say(f"changed since: {change}")
+    names = tuple(agent.name for agent in config.agents)
+    metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
+    phase = Phases(place, metrics, [observer.around for observer in handed.observers])
+    phase.step = steps_done + 1
+    kind = SCHEDULES[config.rollout.one_step_off]
+    with phase("load", f"before step {phase.step}"):
+        codecs = agent_codecs(config.agents)
+        num_tokens = longest_encodings(codecs)
+        prompts, num_dropped = training_sampler(config, num_tokens)
+        held_out = held_out_prompts(config, num_tokens)
+        judge = _judge(config, place, handed.judge, stack)
+        spec = config.agents[place.agent]
+        agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+    schedule = kind(prompts, agent, place, config, metrics)
+    layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
+    console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    if num_dropped:
+        console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+    goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
+    folder = stack.enter_context(RunFolder(config, place, lock, steps_done, goes_on=goes_on))
+    trackers = stack.enter_context(Trackers(config, console.say, goes_on=goes_on, quiet=not is_first))
+    report = StepReport(metrics, console, place, config, agent.dtype, folder, trackers, is_on_policy=kind.is_on_policy)
+    place.keep_stack_in(config.run_dir / "logs")
+    skips = _skips(config, agent)
+    band = BandTracker(len(names), config.algorithm) if config.algorithm.band == "calibrated" else None
+    evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
+    observers = [Skips(skips), *_examiners(config, agent, band, metrics, phase), evaluation, *handed.observers]
+    for observer in observers:
+        observer.joins(agent, metrics)
+    return Built(
+        start=start,
+        goes_on=goes_on,
+        place=place,
+        phase=phase,
+        console=console,
+        agent=agent,
+        schedule=schedule,
+        judge=judge,
+        capability=CapabilityTracker(len(names), config.algorithm),
+        band=band,
+        skips=skips,
+        view_rules=ViewRules.of(config.algorithm, config.rollout, codecs),
+        report=report,
+        trace=StepTrace(config.logging, place, config.run_dir, console.say, folder.misplaced),
+        disk=JointDisk(place, config, folder, console.say),
+        observers=Observers(observers),
+    )
+
+
+def _judge(config: Config, place: Place, kind: Callable[..., RolloutJudge], stack: ExitStack) -> RolloutJudge:
+    # every other key of [reward] is an argument of the judge
+    reward = config.reward.model_dump(exclude={"max_unjudged_share", "while_sampling"})
+    judge = stack.enter_context(Judge(**reward))
+    rollout_judge = kind(judge, while_sampling=config.reward.while_sampling, is_leader=place.is_leader)
+    return stack.enter_context(rollout_judge)
+
+
+def _examiners(
+    config: Config, agent: Agent, band: BandTracker | None, metrics: Metrics, phase: Phases
+) -> Iterator[Observer]:
+    """What the configuration asks of weights, gradients and the band."""
+    names = [agent.name for agent in config.agents]
+    yield Verification(config.training.verify_weights_every, agent, phase)
+    if config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
+        yield Diagnosis(config.training.diagnose_every, agent, band, metrics, phase, names)
+    if band is not None:
+        yield Calibration(band, agent.place, metrics, phase, names)
+
+
+def _skips(config: Config, agent: Agent) -> SkippedUpdates:
+    return SkippedUpdates(
+        config.training.max_skipped_updates,
+        config.run_dir / "logs",
+        agent.name,
+        agent.place.coordinate.cell if agent.place.is_leader else None,
+        agent.codec.decode_answer,
+        agent.place.gather_agent,
+    )

@@ -1,0 +1,32 @@
+"""The phases of a step: each is timed, shown, and named ("learn of step 3") in case this process dies in it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.logbook.metrics import Metrics
+
+# What else is to be done around a phase of this name.
+Around = Callable[[str], AbstractContextManager[None]]
+
+
+class Phases:
+    """Call it with a name around what belongs to the phase.
+
+    step   the one that is under way, from 1
+    """
+
+    def __init__(self, place: Place, metrics: Metrics, around: Sequence[Around] = ()) -> None:
+        self._place, self._metrics, self._around = place, metrics, tuple(around)
+        self.step = 1
+
+    @contextmanager
+    def __call__(self, phase: str, when: str = "") -> Iterator[None]:
+        """`when` is what is said of it in place of its step."""
+        self._place.enter_phase(phase, when or f"of step {self.step}")
+        with ExitStack() as stack:
+            for around in self._around:
+                stack.enter_context(around(phase))
+            stack.enter_context(self._metrics.time(phase))
+            stack.enter_context(self._place.spans.span(phase, "phase"))
+            yield
