@@ -243,11 +243,11 @@ def test_a_lane_has_the_same_work_in_every_size(config_file):
 
 
 def test_what_scaling_tells_is_of_a_rank_a_leader_and_a_core_second(config_file):
-    """Two lanes; one has 2 ranks, two has 4. A rank of one works 3 s, of which 1 in the capability, a rank of two 1."""
+    """Two lanes; one has 2 ranks, two has 4. A rank of one works 3 s, a rank of two 1."""
     config = load_config(config_file, ["agents.two.tp=2"])
     block = next(block for block in scaling_blocks(config, fixed(config, None)) if block.config.lanes == 2)
     did = {
-        "one": ({"exchange": 2.0, "capability": 1.0, "learn": 1.0}, {"exchange/lane": 40.0, "exchange/row": 6.0}),
+        "one": ({"exchange": 2.0, "learn": 1.0}, {"exchange/lane": 40.0, "exchange/row": 6.0}),
         "two": ({"learn": 1.0}, {"write/job": 7.0, "publish/engine": 400.0}),
     }
     agents = {
@@ -257,7 +257,7 @@ def test_what_scaling_tells_is_of_a_rank_a_leader_and_a_core_second(config_file)
     (row,) = scaling_rows([block], {block.name: [[MeasuredStep(9.0, agents)]]})
     assert row["trained_per_core_s"] == 100.0 / (2 * 3.0 + 4 * 1.0)
     assert (row["lane_bytes"], row["capability_bytes"], row["metrics_bytes"]) == (20.0, 3.0, 7.0)
-    assert (row["cpu_s"]["exchange"], row["cpu_s"]["capability"], row["cpu_s"]["roll_out"]) == (2.0, 1.0, 0.0)
+    assert (row["cpu_s"]["exchange"], row["cpu_s"]["learn"], row["cpu_s"]["roll_out"]) == (2.0, 1.0, 0.0)
     assert "| 2 | 2 | 6 | 10 |" in scaling_markdown({"machine": "m"}, [row])
 
 
