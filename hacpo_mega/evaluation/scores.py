@@ -17,6 +17,7 @@ from math import comb, nan
 from statistics import fmean
 
 import numpy as np
+from scipy.stats import bootstrap
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -103,16 +104,19 @@ def mean_of_benchmarks(values: Sequence[Sequence[float]], seed: int = 0) -> Esti
     """The unweighted mean of the means of several benchmarks; each is resampled within itself."""
     if not values or any(len(value_P) == 0 for value_P in values):
         return Estimate(nan, nan, nan)
-    random = np.random.default_rng(seed)
-    resampled = np.mean([_resampled_means(np.asarray(value_P, np.float64), random) for value_P in values], axis=0)
-    tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
-    low, high = np.percentile(resampled, [tail, 100.0 - tail])
-    return Estimate(fmean(fmean(value_P) for value_P in values), float(low), float(high))
+    # scipy wants two values of each; one value twice is resampled as the one.
+    samples = [np.repeat(np.asarray(value_P, np.float64), 2 if len(value_P) == 1 else 1) for value_P in values]
+    found = bootstrap(
+        samples,
+        _mean_of_means,
+        n_resamples=NUM_RESAMPLES,
+        batch=RESAMPLES_AT_ONCE,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Estimate(fmean(fmean(value_P) for value_P in values), float(found.low), float(found.high))
 
 
-def _resampled_means(value_P: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    means = [
-        value_P[random.integers(len(value_P), size=(RESAMPLES_AT_ONCE, len(value_P)))].mean(axis=1)
-        for _ in range(NUM_RESAMPLES // RESAMPLES_AT_ONCE)
-    ]
-    return np.concatenate(means)
+def _mean_of_means(*benchmarks: np.ndarray, axis: int) -> np.ndarray:
+    return np.mean([value_P.mean(axis=axis) for value_P in benchmarks], axis=0)
