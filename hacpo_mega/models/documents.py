@@ -18,7 +18,8 @@ MAX_JSON_BYTES = 256 * 2**20
 MAX_TOML_BYTES = 2**20
 # tomllib copies a dotted key once for every part.
 LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
-LONG_NUMBER = re.compile(r"(?<![\w])[+-]?\d[\d_]{4299}")  # Python reads no decimal number of more digits
+# Python writes and reads no decimal number of more than 4,300 digits.
+LONG_NUMBER = re.compile(r"(?<![\w])[+-]?(?:\d[\d_]{4299}|0[xob][\da-fA-F_]{1000})")
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -94,7 +94,7 @@ def test_a_model_folder_that_says_nonsense_is_named(sound, model, monkeypatch, c
     changes += [("config.json", {key: value}) for key in ENDS for value in (-1, 999, 10**30, "x", {}, 1.0, True)]
     changes += [("config.json", {"dtype": name}) for name in ("int8", "float64")]
     changes += [("tokenizer_config.json", {"eos_token": value}) for value in (5, [], {}, "</other>")]
-    changes += [("tokenizer_config.json", {"added_tokens_decoder": value}) for value in ([], {"x": 1}, {"999": {}})]
+    changes += [("tokenizer_config.json", {"added_tokens_decoder": value}) for value in ([1], {"x": 1}, {"999": {}})]
     texts = [
         (name, text) for name in whole if name.endswith(".json") for text in (DEEP, "{", '{"a":1,"a":2}', "[]", "3")
     ]
