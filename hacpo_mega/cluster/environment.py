@@ -103,7 +103,7 @@ def one_queue(tp: int) -> None:
     """On CUDA, gives this process one queue to its device where its agent has `tp` > 1. Before its first CUDA context.
 
     Megatron starts a collective of tensor parallelism and then the product that hides it, and wants the device to take
-    them in that order (megatron.core, tensor_parallel/layers.py): with one queue it does. All else of the process waits
+    them in that order (its layers say so): with one queue it does. All else of the process waits
     there, too, so nobody else has it; nor has anybody from Blackwell on, where Megatron's own training does not ask for
     it. A variable that is set stays.
     """

@@ -1,5 +1,6 @@
 """On CUDA the engine scores like Hugging Face, frees its memory while it sleeps, and wakes to published weights."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.engine_thread import EngineThread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -82,6 +85,32 @@ def test_sampling_repeats_and_brings_its_logprobs(engine):
     assert torch.equal(torch.cuda.get_rng_state(), before), "the trainer's generator is where it was"
     greedy = engine.generate(prompts, seeds, max_tokens=30, temperature=0.0)
     assert [answer.token_ids.tolist() for answer in first] != [answer.token_ids.tolist() for answer in greedy]
+
+
+def test_answers_of_a_second_thread_are_those_of_the_first(engine):
+    """One step off: tokens that were read before they exist would be others. The main thread keeps the device busy."""
+    prompts, seeds = [tokens[:100] for tokens in sequences()], [21, 22, 23, 24]
+    how = {"max_tokens": 30, "temperature": 0.7, "return_logprobs": True}
+    at_once = engine.generate(prompts, seeds, **how)
+    matrix = torch.randn(2048, 2048, device="cuda")
+    mine = torch.cuda.current_stream()
+    for _ in range(5):
+        thread = EngineThread()
+        thread.begin(partial(engine.generate, prompts, seeds, **how))
+        for _ in range(200):
+            matrix = torch.nn.functional.normalize(matrix @ matrix)
+        for now, beside in zip(at_once, thread.finish(), strict=True):
+            assert beside.token_ids.tolist() == now.token_ids.tolist()
+            assert beside.logprobs.tolist() == now.logprobs.tolist()
+        assert torch.cuda.current_stream() == mine
+
+
+def test_a_woken_cache_is_zero(engine, folders):
+    engine.sleep()
+    engine.wake()
+    with engine._door.open() as llm:
+        assert not any(bool(layer.any()) for layer in worker_of(llm).model_runner.kv_caches)
+    engine.load(load_file(folders[0] / "model.safetensors").items())
 
 
 def test_sleep_frees_the_device_and_publishing_wakes_it(engine, folders):

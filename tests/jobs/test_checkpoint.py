@@ -7,6 +7,7 @@ whatever a run remembers from step to step is in the comparison.
 import json
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from actor_cases import full_weights, make_actor, random_samples
 from job import play_command, run_command, run_group, run_here, start_ranks
+from recorded_cuda import Memory, RecordedCuda
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from tiny_models import make_model
@@ -153,13 +155,13 @@ SHARES = (3, 1)  # of cells that take up what two have written
 
 
 @pytest.fixture(scope="module")
-def on_other_cells(tmp_path_factory) -> tuple[tuple, dict[int, tuple]]:
-    """An actor of two cells after two updates and one more, and what cells of other numbers make of its checkpoint."""
+def on_other_cells(tmp_path_factory) -> tuple[tuple, dict[int, tuple], list[list[str]]]:
+    """An actor after two updates and one more; what other numbers of cells make of its checkpoint; races."""
     folder = tmp_path_factory.mktemp("cells")
     make_model(folder / "model", "qwen3", tied=True)
     (folder / "state").mkdir()
-    (written, *_) = run_group(2, save_after_two_updates, folder)
-    return written, {cells: run_group(cells, update_after_loading, folder)[0] for cells in SHARES}
+    ((written, races), *_) = run_group(2, save_after_two_updates, folder)
+    return written, {cells: run_group(cells, update_after_loading, folder)[0] for cells in SHARES}, races
 
 
 def save_after_two_updates(folder: Path) -> tuple:
@@ -171,7 +173,30 @@ def save_after_two_updates(folder: Path) -> tuple:
     write()
     if dist.get_rank() == 0:
         (folder / "counts.json").write_text(json.dumps(counts))
-    return after
+    return after, [read_beside(actor, folder, copies=copies) for copies in (False, True)]
+
+
+def read_beside(actor, folder: Path, *, copies: bool) -> list[str]:
+    """Races of a thread that reads what `save` has handed out of an actor that learns on a stream of its own."""
+    with RecordedCuda().installed() as cuda:
+        state = Memory("the actor's state")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            cuda.ask("learn", writes=(state,))
+            actor.save(folder / "state", copies=copies)
+
+        def write() -> None:
+            cuda.set_device(cuda.index)
+            cuda.ask("write", reads=(state,))
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        return cuda.races
+
+
+def test_who_writes_a_checkpoint_reads_what_is_there(on_other_cells):
+    """On CUDA, whatever stream the actor is on; waiting or not."""
+    assert on_other_cells[2] == [[], []]
 
 
 def update_after_loading(folder: Path) -> tuple:
@@ -191,7 +216,7 @@ def update(actor, number: int) -> tuple:
 @pytest.mark.parametrize("cells", SHARES)
 def test_other_numbers_of_cells_take_up_a_checkpoint(cells, on_other_cells):
     """Weights to the last bit; the next update differs by rounding, where lost moments would turn it around."""
-    (weights, (loss, grad_norm, lr, after)), found = on_other_cells
+    (weights, (loss, grad_norm, lr, after)), found, _ = on_other_cells
     (other_weights, (other_loss, other_grad_norm, other_lr, other_after)) = found[cells]
     assert weights.keys() == other_weights.keys()
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

@@ -122,3 +122,10 @@ def test_actor_and_engine_are_never_left_together(saw):
     """On a device that agents share, after every error and every two of them, one of which is met while cleaning up."""
     assert {phase: both for phase, (_, both) in saw["tenants"].items()} == {phase: [] for phase in saw["tenants"]}
     assert {phase: points for phase, (points, _) in saw["tenants"].items() if points < 8} == {"publish": 0}
+
+
+def test_what_finds_no_room_to_wake_is_not_half_there(saw):
+    """Weights and cache are two pieces each; vLLM would leave what it has mapped before the error, and forget it."""
+    mapped = [[], [], ["w1", "w2"], ["w1", "w2"], ["c1", "c2", "w1", "w2"]]
+    assert [found for _, found in saw["full"]] == mapped
+    assert [said for said, _ in saw["full"]] == ["RuntimeError: out of memory"] * 4 + ["no error"]

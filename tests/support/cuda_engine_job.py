@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +21,7 @@ from engine_streams import through_the_engine
 from safetensors.torch import load_file
 from vllm import device_allocator
 from vllm.config import CompilationConfig
+from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import Platform
@@ -29,6 +31,7 @@ from vllm.v1.worker.utils import request_memory
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.engine_memory import take_memory
 from hacpo_mega.rollout.engine_thread import EngineThread
 from hacpo_mega.rollout.host_process import free_memory_unmeasured
 
@@ -51,7 +54,7 @@ def defaults(agents_on_device: int) -> dict:
 def error_of(action: Callable[[], object]) -> str:
     try:
         action()
-    except (ValueError, IndexError, AssertionError) as error:
+    except (ValueError, IndexError, AssertionError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -177,6 +180,40 @@ def what_graphs_do(folder: Path) -> tuple[bool, tuple[str, ...]]:
     return EngineArgs(model=str(folder), **defaults(1)).sleep_mode_offload_cudagraph, kept[0]
 
 
+def wake_on_a_full_device(room: int) -> tuple[str, list[str]]:
+    """vLLM's worker and allocator, asleep, on a device with room for so many pieces: what is mapped in the end."""
+    mapped: list[str] = []
+
+    def create_and_map(handle: str) -> None:
+        if len(mapped) == room:
+            raise RuntimeError("out of memory")
+        mapped.append(handle)
+
+    allocator = object.__new__(cumem.CuMemAllocator)
+    pieces = {"w1": "weights", "w2": "weights", "c1": "kv_cache", "c2": "kv_cache"}
+    allocator.pointer_to_data = {
+        name: cumem.AllocationData((0, 1, name, name), tag, is_asleep=True) for name, tag in pieces.items()
+    }
+    worker = SimpleNamespace(sleep_mode_backend=CuMemBackend())
+    worker.discard = partial(Worker.discard, worker)
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    llm = SimpleNamespace(
+        wake_up=lambda tags: worker.sleep_mode_backend.resume(tags), llm_engine=SimpleNamespace(model_executor=executor)
+    )
+    on_device = mock.patch.multiple(
+        cumem, create_and_map=lambda handle: create_and_map(handle[2]), unmap_and_release=lambda h: mapped.remove(h[2])
+    )
+    torch_on_device = mock.patch.multiple(torch.accelerator, empty_cache=mock.DEFAULT, synchronize=mock.DEFAULT)
+    with (
+        on_device,
+        torch_on_device,
+        mock.patch.object(torch.cuda, "empty_cache"),
+        mock.patch.object(device_allocator, "get_mem_allocator_instance", return_value=allocator),
+    ):
+        said = error_of(lambda: (take_memory(llm, ["weights"]), take_memory(llm, ["kv_cache"])))
+    return said, sorted(mapped)
+
+
 def visit(folder: Path) -> dict[str, object]:
     level_two, streams = sleep_at_level_two(folder), engine_streams.visit()
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
@@ -184,6 +221,7 @@ def visit(folder: Path) -> dict[str, object]:
         "level 2": level_two,
         "streams": streams,
         "tenants": tenants.visit(),
+        "full": [wake_on_a_full_device(room) for room in range(5)],
         "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
         "starts": [error_of(lambda agents=agents: start_two_engines(agents)) for agents in (1, 2)],
         "alone": error_of(lambda: fall_asleep(0, measured=True)),
