@@ -8,6 +8,7 @@ Golds may be bare ("18", "\\frac{1}{2}"), in dollars, boxed, a whole solution wi
 """
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from typing import Any
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Expr, UnevaluatedExpr
 
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_mega.grading.answer_limits import too_large
+from hacpo_mega.grading.answer_values import are_far_apart, is_out_of_bounds
 from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
@@ -117,7 +118,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
         if decision.is_equal or not has_words:
             return decision
     found = _extracted(region(text), rules.targets)
-    read = str(found[-1]) if found else ""
+    read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
     numbers = read_number(plain(gold)), read_number(plain(read))
@@ -209,38 +210,35 @@ def _extracted(text: str, targets: tuple) -> list:
 
 def _compared(gold: str, answer: str, found: Sequence[Any], rules: MatchRules) -> Decision:
     wanted = _parsed_gold(gold)
-    read = (str(side[0])[:200] if side else "" for side in (wanted, found))
+    read = (_shown(side[0]) if side else "" for side in (wanted, found))
     return Decision(_are_equal(wanted, found, rules), "math-verify", gold, answer, *read)
 
 
-def are_far_apart(gold: Any, answer: Any, rules: MatchRules) -> bool:
-    """Whether both are numbers in closed form and differ.
-
-    math-verify finds 1e308^{\\infty} equal to any number, and simplifies a difference of numbers, which may never end.
-    """
-    if not all(isinstance(x, Expr) and x.is_number and not x.has(UnevaluatedExpr) for x in (gold, answer)):
-        return False  # a percentage is unevaluated: 9% equals both 0.09 and 9
-    values = [x.doit().evalf(30) for x in (gold, answer)]
-    if not all(value.is_finite for value in values):
-        return values[0] != values[1]
-    if not all(value.is_Number for value in values):
-        return False
-    return bool(abs(values[0] - values[1]) > 10.0**-rules.decimals * min(1, 10 * abs(values[0])))
+def _shown(read: Any) -> str:
+    try:
+        return str(read)[:200]
+    except (ValueError, TypeError) as error:  # sympy sorts what it prints, and nan has no order
+        return f"not shown: {error}"
 
 
 def _are_equal(gold: Sequence[Any], answer: Sequence[Any], rules: MatchRules) -> bool:
     try:
-        if gold and answer and are_far_apart(gold[0], answer[0], rules):
-            return False
-        return verify(
-            list(gold),
-            list(answer),
-            float_rounding=rules.decimals,
-            allow_set_relation_comp=rules.relations_are_sets,
-            timeout_seconds=None,
-            raise_on_error=True,
-        )
+        return any(_is_equal(wanted, found, rules) for wanted, found in itertools.product(gold, answer))
     except MemoryError:
         raise
     except Exception:
         return False
+
+
+def _is_equal(gold: Any, answer: Any, rules: MatchRules) -> bool:
+    """Whether math-verify finds two readings equal, asked only where its algebra holds."""
+    if is_out_of_bounds(gold, answer) or are_far_apart(gold, answer, rules.decimals):
+        return False
+    return verify(
+        gold,
+        answer,
+        float_rounding=rules.decimals,
+        allow_set_relation_comp=rules.relations_are_sets,
+        timeout_seconds=None,
+        raise_on_error=True,
+    )

@@ -21,6 +21,7 @@ from typing import Any
 from hacpo_mega.data.answer_text import after_thinking
 from hacpo_mega.grading.json_equality import fenced
 from hacpo_mega.grading.sandbox import SETUP_FAILED
+from hacpo_mega.grading.system_calls import filter_program
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
@@ -57,7 +58,7 @@ class Program:
     """1 when every case is passed, else 0; with `graded` the share of cases that are.
 
     cpu_s           whole seconds of CPU time of each process of a case
-    memory_mb       address space of each process, and the size of its /tmp
+    memory_mb       of the program with all that it starts and writes, and address space of each process; /tmp has half
     num_processes   of the program together, threads counted
     output_kb       of standard output; a program that prints more is ended
     """
@@ -126,7 +127,8 @@ class Program:
             "cpu_s": self.cpu_s,
             "memory_bytes": self.memory_mb << 20,
             "num_processes": self.num_processes,
-            "disk_bytes": self.memory_mb << 20,
+            "disk_bytes": self.memory_mb << 19,
+            "filter": filter_program(os.uname().machine).hex() if self.isolated else "",
             "is_isolated": self.isolated,
         }
         process = subprocess.Popen(

@@ -1,14 +1,19 @@
 """The program that runs an untrusted program, once, on one standard input, and ends with everything it started.
 
 It is started as a fresh interpreter by program.py and reads one JSON line:
-    {"program", "stdin", "python", "visible", "cpu_s", "memory_bytes", "num_processes", "disk_bytes", "is_isolated"}
+    {"program", "stdin", "python", "visible", "cpu_s", "memory_bytes", "num_processes", "disk_bytes", "filter",
+    "is_isolated"}
 then it becomes, through namespaces of its own (user, mount, pid, network, ipc, host name):
 - a file tree that holds the folders `visible` (read only: the interpreter and the system libraries), a few devices, and
   /tmp, a file system in memory of `disk_bytes`, where the program lies and works. Nothing else of the machine is there;
 - no network, not even to itself, and no process of the machine;
 - for root, the user nobody, so that the limit on processes holds: the kernel never limits root's.
-The limits: RLIMIT_CPU and RLIMIT_AS for each process, RLIMIT_NPROC for all of them together, no core files. The program
-runs below an init of its own, and when that ends, by itself or with this process, the kernel ends whatever is left.
+- no system call that hides memory or that no answer needs (the seccomp `filter` of system_calls.py).
+The limits: RLIMIT_CPU and RLIMIT_AS for each process, RLIMIT_NPROC for all of them together, few open files, no core
+files. Memory is bounded for all of them together too: this process adds up what they hold (their share of pages, /tmp,
+buffers behind descriptors) every few milliseconds, and ends them when it is more than `memory_bytes`.
+The program runs below an init of its own, and when that ends, by itself or with this process, the kernel ends whatever
+is left.
 Without `is_isolated` there are the limits and a new session only: files, network and processes of the user are open to
 the program, and a child that leaves the session stays. What all this is not: a wall against a hole in the kernel.
 Exit status: the program's, 128 + n for signal n, SETUP_FAILED when the program was never started (the reason on
@@ -20,6 +25,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import tempfile
@@ -34,7 +40,17 @@ NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_N
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
-DEVICES = ("null", "zero", "urandom", "random")
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+# not /dev/zero: a shared mapping of it is memory that nobody sees
+DEVICES = ("null", "urandom", "random")
+ROOT = "/sys"  # where the file tree is made: a mount point that every machine has and no interpreter lies in
+MAX_FILES = 64
+MAX_SIGNALS = 256
+MAX_INODES = 4096
+WATCH_EVERY_MS = 5
+# what the kernel may hold behind a descriptor: the default buffer of a socket, a pipe's is smaller
+BUFFER_BYTES = 212_992
+BUFFER_SETTING = Path("/proc/sys/net/core/wmem_default")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -103,14 +119,24 @@ def _become_program() -> None:
     _call("prctl", LIBC.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
+def _filter_calls(steps: bytes) -> None:
+    """Installs a filter of system calls for good, for this process and all that it starts."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+    program = Program(len(steps) // 8, steps)
+    _call("seccomp", LIBC.prctl, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+
+
 def enter_tree(visible: list[str], disk_bytes: int) -> None:
     """Makes the file tree in memory and moves into it; the working folder is its /tmp."""
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
-    root = "/sys"  # a mount point that every machine has and no interpreter lies in
+    root = ROOT
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     # Before what is shown: an interpreter may lie below the machine's /tmp, and a later mount would hide it.
     os.makedirs(f"{root}/tmp")
-    _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=1777")
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},nr_inodes={MAX_INODES},mode=1777")
     for folder in visible:
         _show(Path(folder), Path(root + folder))
     os.makedirs(f"{root}/dev", exist_ok=True)
@@ -158,7 +184,10 @@ def run_program(order: dict, folder: str) -> int:
             resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"], order["memory_bytes"]))
             if order["is_isolated"]:  # elsewhere it would count every process of the user
                 resource.setrlimit(resource.RLIMIT_NPROC, (order["num_processes"], order["num_processes"]))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+                resource.setrlimit(resource.RLIMIT_SIGPENDING, (MAX_SIGNALS, MAX_SIGNALS))
                 _become_program()
+                _filter_calls(bytes.fromhex(order["filter"]))
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
             python = order["python"]
             os.execve(python, [python, "-B", "-s", f"{folder}/main.py"], environment)
@@ -183,6 +212,60 @@ def _as_init(order: dict) -> None:
     os._exit(run_program(order, "/tmp"))
 
 
+def watch(init: int, memory_bytes: int, buffer_bytes: int) -> int:
+    """The exit status of an init, which is ended with all below it when they hold more than `memory_bytes` together."""
+    ended = select.poll()
+    ended.register(os.pidfd_open(init), select.POLLIN)
+    while not ended.poll(WATCH_EVERY_MS):
+        held = sum(_held_by(process, buffer_bytes) for process in _inside(init)) + _held_in_files()
+        if held > memory_bytes:
+            os.kill(init, signal.SIGKILL)
+            print(f"ended: {held >> 20} MiB held in all, of {memory_bytes >> 20}", file=sys.stderr, flush=True)
+            break
+    _, status = os.waitpid(init, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _inside(init: int) -> list[Path]:
+    """What /proc says of the processes below an init: in its own /proc, else in the machine's, by their parents."""
+    own = Path(ROOT, "proc")
+    if (own / "1").is_dir():
+        return [own / name for name in os.listdir(own) if name.isdigit() and name != "1"]
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc") if own.is_dir() else ()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while it was looked at
+            parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+    found = [init]
+    for process in found:  # grows while it is walked
+        found += [child for child, parent in parents.items() if parent == process]
+    return [Path(f"/proc/{process}") for process in found[1:]]
+
+
+def _held_by(process: Path, buffer_bytes: int) -> int:
+    """Bytes that a process holds: its share of the pages it maps, on swap too, and what its descriptors may keep."""
+    try:
+        fields = dict(line.split(":") for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+        pages = sum(int(fields[name].split()[0]) for name in ("Pss", "SwapPss") if name in fields)
+        return (pages << 10) + len(os.listdir(process / "fd")) * buffer_bytes
+    except PermissionError:  # it has not become the program yet, or hides: then all that it maps and may open counts
+        return _resident_bytes(process) + MAX_FILES * buffer_bytes
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return 0
+
+
+def _resident_bytes(process: Path) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return int((process / "statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _held_in_files() -> int:
+    """Bytes of the file system in memory; its mount is seen from here as soon as the init has made it."""
+    disk = os.statvfs(f"{ROOT}/tmp") if os.path.isdir(f"{ROOT}/tmp") else None
+    return (disk.f_blocks - disk.f_bfree) * disk.f_frsize if disk else 0
+
+
 def main() -> int:
     """Reads the order, runs the program, and returns its exit status."""
     order = json.loads(sys.stdin.readline())
@@ -191,6 +274,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             return run_program(order, folder)
+    # what a socket holds is set for the machine, and not to be seen from a network of its own
+    buffer_bytes = int(BUFFER_SETTING.read_text()) if BUFFER_SETTING.is_file() else BUFFER_BYTES
     try:
         become_alone()
     except OSError as error:
@@ -199,8 +284,7 @@ def main() -> int:
     init = os.fork()
     if init == 0:
         _as_init(order)
-    _, status = os.waitpid(init, 0)
-    return os.waitstatus_to_exitcode(status)
+    return watch(init, order["memory_bytes"], buffer_bytes)
 
 
 if __name__ == "__main__":

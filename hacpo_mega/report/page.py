@@ -12,6 +12,12 @@ from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills
 from hacpo_mega.report.samples import render_samples
 from hacpo_mega.report.style import STYLE
 
+# The page runs no script and loads nothing, whatever text it shows; styles stand in it, also in attributes.
+POLICY = (
+    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
+)
+
 
 def render_page(run: Run, pictures: list[Picture]) -> str:
     """The whole page as text."""
@@ -28,7 +34,7 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
         parts.append(join(tag("h2", "Sample prompts"), tag("p", note, class_="note"), samples))
     parts.append(_appendix(run))
     body = tag("body", *(part for part in parts if part))
-    meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">')
+    meta = Html(f'<meta charset="utf-8">{POLICY}<meta name="viewport" content="width=device-width">')
     head = tag("head", meta, tag("title", f"{name} - hacpo_mega"), tag("style", Html(STYLE)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 

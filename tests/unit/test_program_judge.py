@@ -12,6 +12,7 @@ import pytest
 from hacpo_mega.grading import program
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.program import Case, Program
+from hacpo_mega.grading.system_calls import filter_program
 from hacpo_mega.records import Stop
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -79,6 +80,64 @@ def test_a_fork_bomb_is_limited_and_ends_with_the_program(isolated):
     ending, printed, _ = ran(isolated, bomb)
     assert ending == "exit status 0"
     assert 2 <= len(printed) <= 8  # of 16 that were asked for
+
+
+CHILDREN = """import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        kept = b"x" * (40 << 20)
+        time.sleep(60)
+time.sleep(60)"""
+SOCKETS = """import os, socket, time
+for _ in range(6):
+    if os.fork() == 0:
+        break
+kept = [end for _ in range(25) for end in socket.socketpair()]
+time.sleep(60)"""
+FILES = """import time
+kept = b"x" * (40 << 20)
+with open("x", "wb") as file:
+    for _ in range(31): file.write(bytes(1 << 20))
+time.sleep(60)"""
+
+
+@pytest.mark.parametrize("code", [CHILDREN, SOCKETS, FILES], ids=["children", "sockets", "files"])
+def test_memory_is_bounded_for_all_together(code):
+    """Each process keeps its own limit, and the sum does not: 240, 74 behind 350 descriptors, 71 MB, of 64."""
+    ending, _, said = ran(Program(**LIMITS | {"memory_mb": 64}), code)
+    assert ending == "signal 9" and "MiB held in all, of 64" in said
+
+
+def test_memory_that_no_address_space_shows_is_refused(isolated):
+    """By number, as a hostile program calls them; the C library's names would do for an honest one."""
+    code = (
+        "import ctypes, mmap, os\nlibc = ctypes.CDLL(None)\nx86 = os.uname().machine == 'x86_64'\n"
+        "calls = (319, 425, 321, 298, 323, 29, 68, 248, 310, 278) if x86 else "
+        "(279, 425, 280, 241, 282, 194, 186, 217, 270, 75)\n"
+        "print({libc.syscall(n, 0, 0, 0, 0, 0) for n in (*calls, 435)})\n"
+        "try: mmap.mmap(-1, 4096)\nexcept PermissionError: print('no shared memory')\n"
+        "print(len(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), os.path.exists('/dev/zero'))"
+    )
+    assert ran(isolated, code)[1] == "{-1}\nno shared memory\n4096 False\n"
+    for family in (16, 40):  # netlink, and the sockets of virtual machines, which no namespace holds back
+        assert "unreachable" in ran(isolated, f"import socket\nsocket.socket({family}, socket.SOCK_STREAM)")[2]
+
+
+def test_honest_programs_go_on(isolated):
+    for code in (
+        "import asyncio\nasync def f(): await asyncio.sleep(0); print(1)\nasyncio.run(f())",
+        "import threading\nthreading.stack_size(1 << 24)\nthreading.Thread(target=print, args=(1,)).start()",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)",
+        "import multiprocessing as m\na, b = m.Pipe()\np = m.Process(target=b.send, args=(1,))\n"
+        "p.start(); print(a.recv()); p.join()",
+        "import shutil\nopen('a', 'w').write('1'); shutil.copyfile('a', 'b'); print(open('b').read())",
+    ):
+        assert ran(isolated, code)[:2] == ("exit status 0", "1\n"), code
+
+
+def test_a_machine_without_a_filter_is_named():
+    with pytest.raises(ValueError, match=r"no filter of system calls is known for riscv64; known: x86_64, aarch64"):
+        filter_program("riscv64")
 
 
 def test_nothing_is_left_running(isolated, monkeypatch):
