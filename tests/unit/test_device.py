@@ -10,8 +10,9 @@ import torch
 from device_table import DeviceTable
 
 from hacpo_mega.cluster.device import rank_device
+from hacpo_mega.cluster.visible_gpus import visible_gpus
 from hacpo_mega.jobs.forked import SERVER_ONLY, changed_environment
-from hacpo_mega.preflight.node_report import _device_facts, _gpus
+from hacpo_mega.preflight.node_report import _device_facts
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_the_server_asks_for_gpus_without_initialising_cuda(monkeypatch):
         torch.cuda.is_available()
 
 
-H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 580.95.05, 1980, 2619"
+H100 = "{index}, GPU-{index}, NVIDIA H100 80GB HBM3, 81559, {used}, 580.95.05, 1980, 2619"
 TWO = {
     "devices": "2 x NVIDIA H100 80GB HBM3 with 81559 MiB", "driver": "580.95.05", "highest clocks": "1980 / 2619 MHz",
 }  # fmt: skip
@@ -91,9 +92,9 @@ NONE = {"devices": "no GPU"}
 @pytest.mark.parametrize(
     "script, facts, problems",
     [
-        ([f"echo '{H100.format(used=used)}'" for used in (4, 8155)], TWO, []),
+        ([f"echo '{H100.format(index=index, used=used)}'" for index, used in enumerate((4, 8155))], TWO, []),
         (
-            [f"echo '{H100.format(used=used)}'" for used in ("[N/A]", 8157)],
+            [f"echo '{H100.format(index=index, used=used)}'" for index, used in enumerate(("[N/A]", 8157))],
             TWO,
             ["GPU 1: 8157 of 81559 MiB are in use by another process"],
         ),
@@ -109,6 +110,6 @@ def test_what_a_node_says_of_its_gpus(script, facts, problems, tmp_path: Path, m
         tool.write_text("\n".join(["#!/bin/sh", *script]), encoding="utf-8")
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found: list[str] = []
-    assert _device_facts(_gpus(found)) == facts
+    gpus, found = visible_gpus(None)
+    assert _device_facts(gpus) == facts
     assert found == problems
