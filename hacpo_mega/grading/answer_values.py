@@ -31,7 +31,7 @@ from sympy.core.relational import Relational
 DIGITS = 30
 INFINITE, UNDEFINED = "infinite", "undefined"
 STRANGE = (oo, -oo, zoo, nan, AccumBounds)
-UNEVALUATED = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+UNEVALUATED = (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError)
 COLLECTIONS = (FiniteSet, Tuple, Union)
 
 

@@ -167,10 +167,10 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_page_stands_alone_and_is_well_formed(reported: Path) -> None:
     text = (reported / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.open == [], "every element is closed"
+    assert (page := Page(text)).open == [], "every element is closed"
     outside = [reference for reference in page.references if not reference.startswith("#")]
     assert outside == [] and not re.search(r"url\((?!#)|@import|<link", text)
+    assert '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; ' in text
     assert {f"#{name}" for name in page.ids} >= set(page.references), "every reference has its target"
     assert len(set(page.ids)) == len(page.ids), "no id is used by two figures"
 
