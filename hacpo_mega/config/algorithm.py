@@ -71,7 +71,7 @@ class AlgorithmConfig(Section):
     """How own and cross losses add up: each divided by the answers per agent (`sum`), or both by all answers."""
     eps_low: ShareBelowOne = 3e-4
     """Own answers: the sequence ratio is clipped from below at 1 - eps_low (eq. 47)."""
-    eps_high: Factor = 4e-4
+    eps_high: PositiveOrZero = 4e-4
     """Own answers: the sequence ratio is clipped from above at 1 + eps_high (eq. 47)."""
     delta: Share = 0.2
     """Others' answers: only those with a ratio from 1 - delta to 1 train in the first update of a step (eq. 50)."""

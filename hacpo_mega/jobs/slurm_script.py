@@ -111,8 +111,10 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
         raise ValueError(f"--fresh: {spoken(others)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
     _refuse_if_slurm_would(sbatch, job)
     if fresh:
-        with RunLock(job.run_dir):
-            move_aside(job.run_dir)
+        with RunLock(job.run_dir) as lock:
+            aside = move_aside(job.run_dir)
+            job.run_dir.mkdir(parents=True, exist_ok=True)
+            lock.enter(aside)  # else what marks the lock would stay in the folder that has moved
     script = _write(job)
     done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
     if done.returncode:
