@@ -92,7 +92,7 @@ def test_any_bytes_are_a_plain_value_or_refused(noise: bytes, place: int, byte: 
         torch.tensor(2.5, dtype=torch.float64),
         torch.empty(0, 3),
     ],
-    ids=str,
+    ids=["bytes", "bfloat16", "transposed", "strided", "a number", "empty"],
 )
 def test_a_peers_tensor_arrives_bit_by_bit(tensor: torch.Tensor) -> None:
     """vLLM's all-reduce of its own sends a handle so, on CUDA."""
