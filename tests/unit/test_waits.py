@@ -17,11 +17,11 @@ def test_whoever_joins_a_job_says_how_long_it_waits():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Place.join":
                 waits[file.name] = ast.unparse(node.args[1]) if len(node.args) > 1 else ""
     assert waits == {
-        "trainer.py": "config.wait_s",
+        "build.py": "config.wait_s",
         "doctor.py": "config.wait_s",
         "warm_start.py": "config.wait_s",
         "evaluate.py": "WAIT_S",
-        "preflight.py": "timeout_s",
+        "meeting.py": "timeout_s",
     }
 
 
@@ -31,8 +31,9 @@ def test_the_lane_is_shut_down_between_the_last_barrier_and_the_end(monkeypatch)
     place = object.__new__(Place)
     place.lane_group = SimpleNamespace(shutdown=lambda: done.append("lane"))
     place._watchdog = SimpleNamespace(close=lambda: done.append("watchdog"))
+    place._sockets = SimpleNamespace(remove=lambda: done.append("sockets"))
     monkeypatch.setattr(Place, "barrier", lambda self: done.append("barrier"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("world"))
     place.close()
-    assert done == ["barrier", "watchdog", "lane", "world"]
+    assert done == ["barrier", "watchdog", "lane", "world", "sockets"]
     assert place.lane_group is None
