@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu bench-peers measure lint format env cuda-env locks clean
+.PHONY: quickstart test test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -32,7 +32,7 @@ gpu: env
 	$(BIN)/python kernels/bench/linear_logprob.py
 	$(BIN)/python kernels/bench/sequence_objective.py
 
-# TRL's GRPOTrainer beside this project on the same work (docs/peers.md), in an environment of its own.
+# TRL's GRPOTrainer beside this project on the same work (docs/measurements/peers.md), in an environment of its own.
 PEERS_VENV ?= build/peers-env
 bench-peers: env $(PEERS_VENV)/.installed
 	$(BIN)/hacpo-mega init $(CONFIG)
@@ -44,7 +44,7 @@ $(PEERS_VENV)/.installed: launch/lock/peers.txt
 	$(PEERS_VENV)/bin/python launch/lock/check.py $<
 	touch $@
 
-# What docs/throughput.md says was measured, on this machine, with nothing else to do: seconds, memory and bytes by
+# What docs/measurements/throughput.md says was measured, on this machine, with nothing else to do: seconds, memory and bytes by
 # phase, zero rows left out, agents and lanes. Into $(MEASURED).
 MEASURED ?= build/measured
 TIMED    := $(BIN)/hacpo-mega bench $(CONFIG) --rounds 2 --steps 3
@@ -53,6 +53,13 @@ measure: env
 	$(TIMED) --answer-tokens 15 --out $(MEASURED)
 	$(TIMED) --answer-tokens 15 --unmixed 0.5 --out $(MEASURED)/unmixed
 	$(TIMED) --scaling --out $(MEASURED)
+
+# The pages of docs/reference that say what the code says (tests/unit/test_reference.py), and the README's curve.
+reference: env
+	$(BIN)/python docs/reference/generate.py
+
+pictures: env
+	$(BIN)/python docs/images/draw_accuracy.py
 
 lint: env
 	$(BIN)/ruff check .
@@ -82,7 +89,7 @@ $(STAMP): $(LOCK) setup.py
 	touch $@
 
 # The CUDA environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
-# About 9 GB and half an hour, most of it for the installation; docs/cuda.md has what it said.
+# About 9 GB and half an hour, most of it for the installation; docs/measurements/processors.md has what it said.
 CUDA_VENV ?= build/cuda-env
 cuda-env:
 	$(MAKE) env FLAVOUR=cuda VENV=$(CUDA_VENV)

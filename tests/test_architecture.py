@@ -111,7 +111,9 @@ MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would h
 
 # A file of ours in a text, such as grading/judge.py or env.sh; those of a run or a user are not ours.
 MODULE_NAME = re.compile(r"hacpo_mega(\.\w+)+")
-NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z]\w*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
+NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z][\w-]*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
+# A link of a document to another place of the repository, relative to the document, perhaps to a heading of it.
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 @functools.cache
@@ -408,11 +410,32 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def documents() -> list[Path]:
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
 def test_documents_name_only_files_that_exist() -> None:
-    places = [ROOT / "Makefile", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.*")]
-    texts = [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in places]
+    written = [page for page in documents() if page.name != "commands.md"]  # which quotes what commands write
+    places = [ROOT / "Makefile", *written, *ROOT.glob("launch/*.*")]
+    texts = [Source(path.relative_to(ROOT).as_posix(), LINK.sub("]", path.read_text("utf-8"))) for path in places]
     complaints = list(files_that_texts_name_exist(texts))
     assert complaints == [], "\n" + "\n".join(complaints)
+
+
+def test_links_of_documents_lead_somewhere() -> None:
+    broken = []
+    for page in documents():
+        for name, heading in LINK.findall(page.read_text(encoding="utf-8")):
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (heading and heading not in headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {name}#{heading}" if heading else f"{page.name}: {name}")
+    assert broken == [], "\n" + "\n".join(broken)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_no_two_test_files_have_one_name() -> None:

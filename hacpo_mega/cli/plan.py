@@ -12,7 +12,9 @@ import typer
 def plan(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    cluster_file: Annotated[Path, typer.Option("--cluster", help="The machines' TOML file (docs/planning.md).")] = ...,
+    cluster_file: Annotated[
+        Path, typer.Option("--cluster", help="The machines' TOML file, docs/guide/planning.md.")
+    ] = ...,
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Of a prompt, on average; half of the longest if not given.")
     ] = None,

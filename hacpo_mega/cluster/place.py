@@ -11,8 +11,8 @@ are with agents of unequal size. All groups come from one job-wide store under p
 
 The lane carries megabytes per step, so on CUDA it is NCCL, unless two of its leaders share a GPU, which NCCL refuses.
 The others carry a few numbers from and to host memory and are gloo everywhere. All are made directly, not with
-`new_group`, which stays inside the default group and needs all of its ranks for each group. docs/scale.md says what
-grows with the job, and how.
+`new_group`, which stays inside the default group and needs all of its ranks for each group. docs/design/scaling.md says
+what grows with the job, and how.
 Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes its own from the default group).
 """
 

@@ -164,7 +164,7 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
 
 
 def memory_table(budgets: dict[str, Budget]) -> str:
-    """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/memory.md).
+    """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
 
     In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
     in no phase: pinned memory of the process, for what is away while the engine generates.

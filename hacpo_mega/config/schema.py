@@ -45,7 +45,7 @@ class RewardConfig(Section):
     """The grader: math (last boxed answer), math_any (an answer anywhere), number, choice, json, program, exact,
     arithmetic, or a function of yours as module:function or file.py:function."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the grader offers to be set, such as {rel_tol = 0.01} of number; docs/data.md lists them."""
+    """What the grader lets you set, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
     """CPU seconds of one judgement; an answer that needs more is wrong, where its gold can be judged in them."""
     num_workers: Count = 1
@@ -151,7 +151,7 @@ class LoggingConfig(Section):
     """Where a run's numbers go beside its own folder, and which of its steps are traced; changes no result."""
 
     trackers: tuple[Literal["wandb", "trackio"], ...] = ()
-    """Experiment trackers that also get the numbers of every step; the packages must be installed (docs/logging.md)."""
+    """Experiment trackers that also get every number; the packages must be installed (docs/guide/monitoring.md)."""
     project: str = Field(default="hacpo_mega", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """Project that the trackers file the run under: letters, digits, - and _."""
     trace: Flag = False

@@ -29,7 +29,7 @@ INSTRUCTIONS = re.compile(
 )
 LATEX_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])")
 GRAM_WORDS = 8
-# Measured in docs/data.md: edited copies of competition problems share .5 to 1, unrelated problems at most .3.
+# Measured in docs/measurements/data.md: edited copies of competition problems share .5 to 1, unrelated ones at most .3.
 SHARE_OF_A_COPY = 0.5
 # A gold of one letter names a choice: the golds of one in five unrelated problems agree, so the text has to.
 SHARE_WITH_A_CHOICE = 0.9

@@ -1,7 +1,7 @@
 """Graders for mathematics: the answer of a text against gold, by math-verify, in a guarded worker (judge.py).
 
 Both sides are tidied and parsed whole by math-verify, as the content of a box. What is decided before that are the
-rules of `decide`; docs/grading.md says what each of them gains on labelled pairs and on golds with one digit changed.
+rules of `decide`; docs/measurements/grading.md says what each gains on labelled pairs and on changed golds.
 math-verify's own time limits are off: they need SIGALRM, which only a main thread has, and they
 turn a hang into "not equal". Running out of memory is never swallowed here, for the same reason.
 Golds may be bare ("18", "\\frac{1}{2}"), in dollars, boxed, a whole solution with a box, or end in "#### 18".

@@ -31,8 +31,9 @@ LAST_WORDS_S, PATIENCE_S = 2.0, 30.0
 def run_on_this_machine(arguments: list[str], world_size: int) -> int:
     """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the highest exit code of its ranks.
 
-    SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75 (docs/faults.md). A
-    rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after which all are gone.
+    SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75
+    (docs/guide/troubleshooting.md). A rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after
+    which all are gone.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     ranks = _Ranks()

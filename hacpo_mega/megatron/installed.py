@@ -10,7 +10,7 @@ import importlib.metadata
 FIRST, BEYOND = (2, 9), (2, 12)
 REMEDY = (
     'Build it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.9,<2.12" '
-    "(docs/cuda.md), or remove it: hacpo_mega trains without"
+    "(docs/guide/gpus.md), or remove it: hacpo_mega trains without"
 )
 
 

@@ -34,7 +34,7 @@ def save_state(
 
     group    of gloo, over the agent, for the save alone
     copies   whether the actor may change before it is written, at the cost of a copy of its state in host memory
-    It is called once, in any thread, by all ranks of the agent; docs/reliability.md says why Megatron's writers do not.
+    It is called once, in any thread, by all ranks of the agent; docs/design/checkpoints.md: why not Megatron's writers.
     NotWritten when a rank cannot write its share; the actor is as it was.
     """
     with megatron_platform():

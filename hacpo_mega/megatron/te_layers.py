@@ -24,7 +24,7 @@ def chosen_transformer(asked: str, *, dtype: torch.dtype, on_cuda: bool, version
     fits = on_cuda and dtype is torch.bfloat16
     if asked == "te" and version is None:
         raise ValueError(
-            'transformer = "te", but TransformerEngine is not installed here: build it (docs/cuda.md), or set '
+            'transformer = "te", but TransformerEngine is not installed here: build it (docs/guide/gpus.md), or set '
             'transformer = "auto"'
         )
     if asked == "te" and not fits:

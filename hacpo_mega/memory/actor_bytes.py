@@ -1,6 +1,6 @@
 """How many bytes an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
 
-Every term is something that the code keeps: docs/memory.md names for each of them where it is allocated, and
+Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
 tests/unit/test_memory_trace.py holds the sums to the real Megatron model (lab/memory_trace.py). The letters are
 those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which every tensor-parallel rank holds
 S = T / tp between its layers; h hidden size, q and k query and key/value heads of a rank, d head size, f feed-forward

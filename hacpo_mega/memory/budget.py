@@ -15,7 +15,7 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 
 GIB = 1 << 30
-# Not in any tensor of ours and not measured here (docs/memory.md): context, libraries and the buffers of NCCL; the
+# Not in any tensor of ours and not measured here (docs/design/memory.md): context, libraries, the buffers of NCCL; the
 # graphs that an engine keeps asleep; what a warm-up of the engine takes beside its weights; what the allocator cannot
 # reuse because micro-batches differ in length, as a share of what comes and goes.
 CONTEXT, GRAPHS, WARM_UP, FRAGMENTS = 5 * GIB // 2, 3 * GIB // 2, 2 * GIB, 0.05

@@ -22,9 +22,9 @@ OUR_PACKAGES = ("hacpo_mega", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads
 # What NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
 SHM_BYTES_WITH_GPUS = 1 << 30
-# The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/faults.md).
+# The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/guide/troubleshooting.md).
 SHM_BYTES_PER_RANK = 4 << 20
-CHECKPOINT_BYTES_PER_PARAMETER = 18.4  # measured, docs/reliability.md
+CHECKPOINT_BYTES_PER_PARAMETER = 18.4  # measured, docs/measurements/reliability.md
 
 
 @dataclass(frozen=True)

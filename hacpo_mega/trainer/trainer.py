@@ -77,7 +77,7 @@ class Trainer:
     def fit(self) -> bool:
         """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job.
 
-        False when a signal has ended it before that, with the last step that was done on disk (docs/faults.md).
+        False when a signal has ended it before that, with its last step on disk (docs/guide/troubleshooting.md).
         """
         if self.checkpoint.is_on:
             self.place.defer_signals()

@@ -1,6 +1,6 @@
 """linear_logprob beside everything that does the same, on the same tensors, accuracy first.
 
-    python kernels/bench/linear_logprob.py                               on a GPU: the shapes of docs/kernels.md
+    python kernels/bench/linear_logprob.py                               on a GPU: the shapes of docs/design/kernels.md
     python kernels/bench/linear_logprob.py --device cpu --shapes tiny    a smoke test of the harness itself
 
 A candidate is a function from (hidden, weight, target) to log-probs; forward is timed alone, then together with its

@@ -4,7 +4,8 @@
     .venv/bin/python launch/peers/bench.py CONFIG    any configuration of agents that have one process each
 
 Every agent alone by GSPO, then all of them: hacpo_mega at once, TRL one after the other and at once. What differs:
-docs/peers.md. Heavy imports are inside functions: bad input is said first, and ranks are forked from a server.
+docs/measurements/peers.md. Heavy imports are inside functions: bad input is said first, and ranks are forked from a
+server.
 """
 
 import argparse

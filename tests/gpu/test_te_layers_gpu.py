@@ -21,7 +21,7 @@ from hacpo_mega.models.architecture import Architecture
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(VERSION is None, reason="needs TransformerEngine (docs/cuda.md)"),
+    pytest.mark.skipif(VERSION is None, reason="needs TransformerEngine (docs/guide/gpus.md)"),
 ]
 
 LENGTHS = (17, 64, 3, 130)

@@ -234,7 +234,7 @@ def test_sums_over_lanes_are_in_lane_order_on_every_rank(summed):
 
 
 def test_bytes_of_a_lane_and_of_sums_over_lanes_are_those_of_their_formulas(summed):
-    """docs/throughput.md has them. A payload of the lane is as long as the longest; sums are two numbers of 8 bytes."""
+    """docs/measurements/throughput.md has them. A lane's payload is as long as the longest; sums are two floats."""
     numbers = 8 * len(LANE_VALUES[0])
     up, down = 8 + 16 + numbers, 2 * (8 + numbers)  # what a leader sends to lane 0's, and that one to the other two
     for rank, (_, sent) in enumerate(summed):

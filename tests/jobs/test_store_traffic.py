@@ -1,4 +1,4 @@
-"""What a small real job asks of its store, and whom it connects to, is what the formulas of docs/scale.md say."""
+"""What a small real job asks of its store, and whom it connects to: the formulas of docs/design/scaling.md say it."""
 
 import os
 import time

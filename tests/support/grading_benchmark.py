@@ -6,7 +6,7 @@
     python tests/support/grading_benchmark.py ablation --data DATA [--golds 150]
     python tests/support/grading_benchmark.py hostile [--answers 2000]
 
-prints the tables of docs/grading.md. A grader is (prompt, answer, gold) -> reward or None, as everywhere.
+prints the tables of docs/measurements/grading.md. A grader is (prompt, answer, gold) -> reward or None, as everywhere.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""docs/cuda.md lists every file with a branch that only CUDA enters, beside its twin, and the tests it names exist."""
+"""docs/design/testing.md lists every file with a branch that only CUDA enters, its twin, and tests that exist."""
 
 import re
 
@@ -8,7 +8,7 @@ BRANCH = re.compile(
     r'is_cuda\b|torch\.cuda\b|[!=]= "cuda"|== "nccl"|_has_cuda\(\)|on_cuda\b|SIMULATED_ON|"nvidia-smi"|NVML'
     r"|_cpu_build\(\)|device\.(mixed|engine_sleeps|flash_attention)"
 )
-PAGE = (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "design" / "testing.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("## Branches that only CUDA enters")[2].partition("\n## ")[0]
 
 
@@ -19,7 +19,7 @@ def test_every_cuda_branch_is_listed():
             found.add(file.relative_to(ROOT / "hacpo_mega").as_posix())
     rows = [row.split("|")[1] for row in TABLE.splitlines() if row.startswith("| `")]
     listed = set(re.findall(r"`([^`]+)`", " ".join(rows)))
-    assert found - listed == set(), "give it a twin on the CPU, or a case in tests/gpu, and a line in docs/cuda.md"
+    assert found - listed == set(), "give it a twin on the CPU, or a case in tests/gpu, and a line in the table"
     assert len(found) > 8
 
 

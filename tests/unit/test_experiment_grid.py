@@ -193,7 +193,7 @@ def test_the_tables_in_the_repository_are_those_of_its_results(monkeypatch, name
     results, strangers = read_results(grid)
     assert results and not strangers
     used = num_done(grid, {cell: result.score for cell, result in results.items()})
-    assert used == num_cells(grid), "docs/evidence.md says that all are there"
+    assert used == num_cells(grid), "docs/measurements/evidence.md says that all are there"
     made = to_markdown(grid, evidence_of(grid, results), used, 0)
     assert (grid.results / "README.md").read_text(encoding="utf-8") == made
 

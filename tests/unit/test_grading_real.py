@@ -1,6 +1,7 @@
 """The judge on public cases: labelled pairs of other projects, golds against themselves and rewritten, hostile answers.
 
-Samples with a fixed start, so that they cost seconds; `grading_benchmark.py` runs all of it (docs/grading.md).
+Samples with a fixed start, so that they cost seconds; `grading_benchmark.py` runs all of it
+(docs/measurements/grading.md).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Answers that cross tokenizers of three designs: 1,000 real solutions, every ordered pair (table in docs/data.md).
+"""Answers that cross tokenizers of three designs: 1,000 real solutions, every ordered pair (docs/measurements/data.md).
 
 A solution is written in the source's tokens, decoded, and encoded by the learner as the continuation of a prompt.
 """

@@ -14,7 +14,7 @@ SIZES = (16, 4096, 32_768)
 
 
 def row(num_ranks: int) -> str:
-    """A line of the table in docs/scale.md."""
+    """A line of the table in docs/design/scaling.md."""
     rank_map = RankMap(num_ranks // 16, AGENTS)
     assert rank_map.world_size == num_ranks
     costs = [cost(rank_map, rank) for rank in range(num_ranks)]
@@ -36,7 +36,7 @@ def row(num_ranks: int) -> str:
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_the_table_is_what_the_formulas_give(num_ranks):
-    assert row(num_ranks) in (ROOT / "docs/scale.md").read_text().splitlines(), row(num_ranks)
+    assert row(num_ranks) in (ROOT / "docs/design/scaling.md").read_text().splitlines(), row(num_ranks)
 
 
 def test_nothing_grows_with_the_square():

@@ -148,8 +148,8 @@ def _cross(regime: RegimeEvidence) -> Table:
             cells = (_number(found[key]) if key in found else NOTHING for key in columns)
             rows.append((method, pair.replace("/from/", " from "), *cells))
     notes = (
-        "Means over the steps and seeds of the reported runs; docs/methods.md says what each is. Gradients of own and "
-        "of others' answers are measured every `training.diagnose_every` steps.",
+        "Means over the steps and seeds of the reported runs; docs/guide/methods.md says what each is. Gradients of "
+        "own and of others' answers are measured every `training.diagnose_every` steps.",
         "Positive is how much of the pull comes from answers with a positive advantage.",
         "A band or an omega that a method does not use is counted all the same.",
     )

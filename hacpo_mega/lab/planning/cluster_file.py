@@ -54,7 +54,7 @@ class HostTable(Section):
 
 
 class RatesTable(Section):
-    """What work is seen to use of a device, and what a host needs; the constants to calibrate (docs/planning.md)."""
+    """What work is seen to use of a device, and what a host needs; all can be given (docs/guide/planning.md)."""
 
     learn: Used
     """Share of the peak in forward and backward."""

@@ -7,13 +7,13 @@
              adapters (data sheets A100, DGX A100)
     b200     NVIDIA B200 in a DGX B200: 1,440 GB, 64 TB/s and 72 PFLOP/s fp8 with sparsity for eight, so 180 GB, 8 TB/s
              and 2,250 TFLOP/s bf16 dense for one; NVLink 1.8 TB/s both ways, 400 Gb/s adapters (data sheet DGX B200)
-    cpu      the 2-core machine of docs/throughput.md, a process a core: 2.5 GHz x 2 units x 16 float32 x 2 operations
-             by its type; 3.0 GB/s is what a copy took there, read and written, with both cores busy; links are what
-             gloo's gathers and scatters of 4 KB to 2 MB between two of its processes take of a processor
+    cpu      the 2 cores of docs/measurements/throughput.md, one process each: 2.5 GHz x 2 units x 16 float32 x 2
+             operations by its type; 3.0 GB/s is what a copy took there, read and written, both cores busy; links are
+             what gloo's gathers and scatters of 4 KB to 2 MB between two of its processes take of a processor
 
 memory_gib of a GPU is what torch sees of it, rounded down. The rates of `cpu` are from a measured benchmark
-(docs/planning.md says how); those of GPUs are not measured by this project: `learn` and `score` are the low end of the
-model FLOP utilisation that Megatron-LM's README reports on H100 (41 to 48 %), the others are assumptions.
+(docs/measurements/planning.md says how); those of GPUs are not measured by us: `learn` and `score` are the low
+end of the model FLOP utilisation that Megatron-LM's README reports on H100 (41 to 48 %), the others are assumptions.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _GPU_RATES: Mapping[str, float] = {
     "step_s": 1.0,
 }
 # From processor seconds of the quickstart at 4, 12 and 15 tokens, 256 and 512 answers, and of half its prompts left
-# out; passes from its hacpo step at 8b986cd; of requests, views and tensors from the layouts of docs/planning.md.
+# out; passes from its hacpo step at 8b986cd; of requests, views, tensors from layouts of docs/measurements/planning.md.
 _CPU_RATES: Mapping[str, float] = {
     "learn": 0.6,
     "score": 0.6,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.tree_levels import FANOUT, Level, tree_levels
 
-# Bytes of a key of a gloo group and of the ring, as counted in real jobs (docs/scale.md).
+# Bytes of a key of a gloo group and of the ring, as counted in real jobs (docs/design/scaling.md).
 GROUP_KEY_BYTES, RING_KEY_BYTES = 154, 50
 
 

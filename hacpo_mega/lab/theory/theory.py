@@ -2,7 +2,7 @@
 
 Theorem 4.1, a capability-aware baseline is unbiased: rewards.py. Theorem 4.3, the cross gradient points along
 the own one: gradients.py. Here: how much is simulated, the tables, theory.json. Not here: the figure (report/),
-and what the numbers mean (docs/theory.md).
+and what the numbers mean (docs/measurements/theory.md).
 """
 
 import json

@@ -1,0 +1,108 @@
+"""Writes configuration.md, commands.md and metrics.md of this folder from the code: `make reference`.
+
+tests/unit/test_reference.py holds the pages and the code equal. Nothing here loads torch.
+"""
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hacpo_mega.cli.app import app
+from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.config.describe import FieldDescription, describe_fields
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+NOTE = "Generated from the code by `make reference`; do not edit."
+
+
+def configuration() -> str:
+    """Every key of a run's TOML file, one table for each section; of the algorithm, both presets side by side."""
+    parts = ["# Configuration", NOTE, "`hacpo-mega config [KEY]` prints the same. `NAME` stands for a name of yours."]
+    described = list(describe_fields())
+    for section in dict.fromkeys(field.section for field in described):
+        fields = [field for field in described if field.section == section]
+        heads = [f"preset {preset}" for preset in PRESETS] if section == "algorithm" else ["default"]
+        parts.append(f"## {f'[{section}]' if section else 'Before any table'}")
+        parts.append(_table(["key", "value", *heads, "what it is"], (_field_row(field) for field in fields)))
+    return _page(parts)
+
+
+def commands() -> str:
+    """Usage, arguments and options of every command."""
+    root = typer.main.get_command(app)
+    parts = ["# Commands", NOTE, "`hacpo-mega COMMAND --help` prints the same. `launch/local.sh CONFIG` is `train`."]
+    overview = ([f"`{name}`", _first_line(command)] for name, command in _commands(root))
+    parts.append(_table(["command", "what it does"], overview))
+    for name, command in _commands(root):
+        parts += [f"## {name}", " ".join((command.help or "").split())]
+        parts.append(_table(["", "what it is"], (_parameter_row(each) for each in command.params)))
+    return _page(parts)
+
+
+def metrics() -> str:
+    """The docstring of logbook/metrics.py, which lists every name."""
+    source = (ROOT / "hacpo_mega" / "logbook" / "metrics.py").read_text(encoding="utf-8")
+    text = ast.get_docstring(ast.parse(source)) or ""
+    more = "[Monitoring](../guide/monitoring.md) says which to watch."
+    blocks = [f"```\n{block}\n```" if block.startswith("    ") else block for block in text.split("\n\n")]
+    return _page(["# Metrics", NOTE, more, *blocks])
+
+
+Page = Callable[[], str]
+PAGES: dict[str, Page] = {
+    "configuration.md": configuration,
+    "commands.md": commands,
+    "metrics.md": metrics,
+}
+
+
+def _field_row(field: FieldDescription) -> list[str]:
+    of_presets = (json.dumps(getattr(AlgorithmConfig(preset=preset), field.name, None)) for preset in PRESETS)
+    found = list(of_presets) if field.section == "algorithm" else [field.default]
+    defaults = [value.replace("null", "not given") for value in found]
+    return [f"`{field.name}`", field.allowed, *defaults, field.sentence]
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Typer's own copies of click's groups and commands, which it does not export."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        elif not command.hidden:
+            yield f"{prefix}{name}", command
+
+
+def _parameter_row(parameter: Any) -> list[str]:
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    is_option = parameter.param_type_name == "option"
+    shown = names if is_option else str(parameter.metavar or parameter.name)
+    default = parameter.default
+    told = f" Default: {default}." if is_option and default not in (None, False, ()) and not callable(default) else ""
+    return [f"`{shown}`", " ".join((getattr(parameter, "help", None) or "").split()) + told]
+
+
+def _first_line(command: Any) -> str:
+    return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+def _table(head: list[str], rows: Iterator[list[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
+
+
+def _page(parts: list[str]) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+if __name__ == "__main__":
+    for file, page in PAGES.items():
+        (HERE / file).write_text(page(), encoding="utf-8")
