@@ -6,12 +6,13 @@ Not here: what others make of it (node_comparison.py), and what takes two nodes 
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER, free_bytes
 from hacpo_mega.cluster.environment import cores_of_a_process, num_threads_set, visible_devices
+from hacpo_mega.cluster.machine_limits import free_memory_bytes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.cluster.visible_gpus import Gpu, visible_gpus
@@ -24,7 +25,6 @@ SHORT = 12  # characters of a digest that a person reads
 SHM_BYTES_WITH_GPUS = 1 << 30
 # The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/guide/troubleshooting.md).
 SHM_BYTES_PER_RANK = 4 << 20
-CHECKPOINT_BYTES_PER_PARAMETER = 18.4  # measured, docs/measurements/reliability.md
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
             continue
         facts[f"{agent.name}'s model folder"] = text
         model_bytes += weights
-        checkpoint_bytes += int(CHECKPOINT_BYTES_PER_PARAMETER * parameters)
+        checkpoint_bytes += CHECKPOINT_BYTES_PER_PARAMETER * parameters
     is_saved = config.checkpoint.every_steps or config.checkpoint.every_minutes
     # one checkpoint is written before the oldest goes
     needed = model_bytes + (config.checkpoint.keep_last + 1) * checkpoint_bytes * bool(is_saved)
@@ -101,18 +101,11 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
         cores=cores_of_a_process(seat.num_local),
         threads=num_threads_set(),
         wanted=config.reward.num_workers + 2 if gpus else 1,
-        memory_bytes=_free_memory(),
+        memory_bytes=free_memory_bytes(),
         shm_bytes=shm,
         disk_bytes=disk,
         problems=tuple(problems),
     )
-
-
-def free_bytes(path: Path) -> int:
-    """What may still be written at a path, of which the last folders need not exist yet."""
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    found = os.statvfs(existing)
-    return found.f_bavail * found.f_frsize
 
 
 def size(number: float) -> str:
@@ -161,13 +154,6 @@ def _agents_of(seat: Seat, config: Config) -> str:
     ranks = RankMap.of(config)
     on_node = range(seat.rank, min(seat.rank + seat.num_local, ranks.world_size))
     return ", ".join(dict.fromkeys(ranks.coordinate(rank).agent_name for rank in on_node))
-
-
-def _free_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 def _device_facts(gpus: Sequence[Gpu]) -> dict[str, str]:
