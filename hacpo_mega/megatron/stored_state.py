@@ -8,6 +8,7 @@ Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -80,6 +81,7 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
     # torch's own save would say plans and results to each other as pickles.
     rank = 0 if group is None else group.rank()
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
+    writer.fs = _FolderAsItIs()
     try:
         said = {"written": _write_share(writer, parts, rank)}
     except Exception as error:  # of any kind: the others wait for a word
@@ -91,6 +93,13 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
         refusal = json.loads(share_bytes(group, json.dumps(refusal).encode()))
     if refusal is not None:
         raise NotWritten(refusal)
+
+
+class _FolderAsItIs(FileSystem):
+    """Makes no folder: where that of a run has gone away while it wrote, nothing is to come to its place."""
+
+    def mkdir(self, _path: str | os.PathLike) -> None:
+        """Nothing: whoever begins a checkpoint has made it."""
 
 
 def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Written]:

@@ -54,9 +54,11 @@ IS_NEW, IS_OLD = (lambda path, end=end: str(path).endswith(end) for end in (".wr
 IS_NO_PROBE = lambda path: not str(path).endswith(".probe")  # noqa: E731
 STAGES = {
     "before an agent writes": Stage(
-        hacpo_mega.megatron.sharded_state, "_write", ANY, False, False, rank_1_writes=False
+        hacpo_mega.megatron.sharded_state, "write_parts", ANY, False, False, rank_1_writes=False
     ),
-    "between the agents": Stage(hacpo_mega.megatron.sharded_state, "_write", ANY, True, False, rank_1_writes=False),
+    "between the agents": Stage(
+        hacpo_mega.megatron.sharded_state, "write_parts", ANY, True, False, rank_1_writes=False
+    ),
     "when all have written": Stage(hacpo_mega.trainer.joint_checkpoint, "commit", ANY, False, False),
     "before the rename": Stage(pathlib.Path, "rename", IS_NEW, False, False, asynchronous=False),
     "after the rename": Stage(pathlib.Path, "rename", IS_NEW, True, True),

@@ -40,7 +40,7 @@ def play(config: Path, num_ranks: int = 2) -> tuple[list[int], list[str], str]:
 
 def play_without_bounds(*arguments: str) -> None:
     """The command, in which a weight decay of 1000, the most that a file may say, is 1e300: it takes all weights."""
-    from hacpo_mega import cli
+    from hacpo_mega.cli import app
 
     def load(*given: Any) -> Config:
         config = load_config(*given)
@@ -51,7 +51,7 @@ def play_without_bounds(*arguments: str) -> None:
         ]
         return config.model_copy(update={"agents": tuple(agents)})
 
-    cli.load_config = load
+    app.load_config = load
     play_command(*arguments)
 
 
