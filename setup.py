@@ -21,7 +21,8 @@ RUNTIME = [
 
 setup(
     name="hacpo_mega",
-    version="0.1.0",
+    version="0.2.0",
+    license="Apache-2.0",
     description="Different language models teach each other by reinforcement learning (HACPO), at Megatron scale",
     python_requires=">=3.11",
     packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from hacpo_mega.config import Config, load_config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 

@@ -44,7 +44,10 @@ from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.logbook.provenance import what_is_finished
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(".")[0]
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train different language models together, each learning from the others.",
 )
 
 app.add_typer(data_app, name="data")

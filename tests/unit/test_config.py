@@ -14,6 +14,7 @@ from repository import ROOT
 
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.algorithm import PRESETS
+from hacpo_mega.config.effects import NONE, ROUNDING, covers, effect_of, flat
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.logbook.run_folder import resolved_toml
 
@@ -204,3 +205,20 @@ def test_a_method_that_needs_peers_is_refused_for_one_agent(method, tmp_path):
             load_config(alone, [f"algorithm.method={method}"])
     else:
         assert len(load_config(alone, [f"algorithm.method={method}"]).agents) == 1
+
+
+def test_every_key_has_one_effect_and_every_pattern_a_key():
+    """Whoever goes on with a run and whoever compares runs ask the same table."""
+    asked = ["slurm.partition=gpu", "device_memory_gib=80.0", "agents.qwen.pp=2", "agents.qwen.engine_tp=1"]
+    asked += [f"agents.qwen.megatron.num_layers_in_{end}_pipeline_stage={n}" for end, n in (("first", 1), ("last", 2))]
+    keys = dict(flat(load_config(QUICKSTART, asked).model_dump(mode="json")))
+    for pattern in (*NONE, *ROUNDING):
+        assert any(covers(pattern, key) for key in keys), f"{pattern} names no key"
+    assert not [key for key in keys if any(covers(p, key) for p in NONE) and any(covers(p, key) for p in ROUNDING)]
+    assert {effect_of(key) for key in ("slurm.partition", "wait_s", "reward.num_workers")} == {"none"}
+    assert {
+        effect_of(key) for key in ("agents.qwen.tp", "lanes", "agents.qwen.megatron.num_layers_in_first_pipeline_stage")
+    } == {"rounding"}
+    assert {effect_of(key) for key in ("seed", "num_steps", "algorithm.delta", "agents.qwen.optimizer.lr")} == {
+        "results"
+    }

@@ -137,7 +137,9 @@ def test_the_table_of_two_sources_is_refused_by_the_command(tmp_path):
 
 def test_digests_follow_what_they_are_of(tmp_path, run_config):
     base = identity_of(load_config(run_config))
-    same = identity_of(load_config(run_config, ["seed=5", "run_dir=elsewhere", "agents.*.optimizer.lr=1e-5"]))
+    changes = ["seed=5", "run_dir=elsewhere", "agents.*.optimizer.lr=1e-5", "wait_s=60.0", "slurm.partition=gpu"]
+    changes += ["reward.num_workers=1", "training.verify_weights_every=3", "agents.*.cells_per_lane=2"]
+    same = identity_of(load_config(run_config, changes))
     assert same == base
     other = identity_of(load_config(run_config, ["training.prompts_per_update=8"]))
     assert (other.held_out, other.models) == (base.held_out, base.models) and other.config != base.config

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config import Config
+from hacpo_mega.config.effects import effect_of, flat
 from hacpo_mega.config.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
 
@@ -41,25 +42,13 @@ def folder_digest(folder: Path) -> str:
     return _digest_of([(file.name, _file_digest(file)) for file in files])
 
 
-# Where a run gives up changes nothing of one that came to its end.
-GIVES_UP = {"stall_s": True, "training": {"max_skipped_updates"}, "reward": {"max_unjudged_share"}}
-
-
 def _what_a_method_is(config: Config) -> dict[str, Any]:
-    left_out = {
-        "run_dir": True,
-        "seed": True,
-        "checkpoint": True,
-        "logging": True,
-        "device_memory_gib": True,
-        "placement": True,  # changes no bit
-        **GIVES_UP,
+    """All that changes results, but the seed and the learning rate, which a grid varies; not what layouts round."""
+    table = {
+        key: value
+        for key, value in flat(config.model_dump(mode="json"))
+        if effect_of(key) == "results" and key != "seed" and not key.endswith(".optimizer.lr")
     }
-    table = config.model_dump(mode="json", exclude=left_out)
-    for agent in table["agents"]:
-        del agent["optimizer"]["lr"]
-        del agent["recompute"], agent["offload"]  # change no gradient
-        del agent["transformer"], agent["data_parallel"]  # change results by rounding, as another processor does
     return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
 
 
@@ -70,7 +59,9 @@ def _how_it_is_measured(config: Config) -> dict[str, Any]:
         "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_answer_tokens": config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
-        "reward": config.reward.model_dump(mode="json", exclude={"num_workers", *GIVES_UP["reward"]}),
+        "reward": config.reward.model_dump(
+            mode="json", exclude={"num_workers", "max_unjudged_share", "while_sampling"}
+        ),
     }
 
 
