@@ -56,7 +56,7 @@ class Console:
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 
     def say(self, text: str) -> None:
-        """Prints one line, made visible, above the bar if any; a full disk below, or a reader that is gone, ends no run."""
+        """Prints one line, made visible, above a bar; a full disk below, or a reader that is gone, ends no run."""
         with suppress(OSError):
             self._rich.print(one_line(text))
             self._rich.file.flush()

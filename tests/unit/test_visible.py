@@ -6,6 +6,7 @@ import os
 import pty
 import sys
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,11 @@ def test_a_terminal_gets_our_codes_and_not_theirs():
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal, Console(4, file=terminal) as console:
         console.say(f"warning: {HOSTILE} :warning: [red]\nstep 4/4 | safe 4")
-    said = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    said = b""
+    with suppress(OSError), os.fdopen(ours, "rb", buffering=0) as screen:  # EIO: nobody has the other side
+        while part := screen.read(1 << 16):
+            said += part
+    said = said.decode()
     assert "\x1b[" in said  # of the bar
     assert "\x1b]" not in said and "\x1b[2J\x1b" not in said and "abc\u2066" not in said
     assert r"\x1b[2J\x1b]0;t\x07" in said and r":warning: [red]\nstep 4/4" in said
@@ -140,7 +144,7 @@ def test_status_shows_what_a_log_says(tmp_path, monkeypatch, capsys):
 
 def test_check_shows_a_prompt_as_every_agent_reads_it_and_the_gold(tmp_path, monkeypatch, capsys):
     agents = [agent_table(tmp_path, name, "qwen3", CHARACTERS) for name in ("one", "two")]
-    agents[1]["prompt_template"] = "12+34=46;{prompt}"
+    agents[1]["prompt_template"] = "0=0;{prompt}"
     rows = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n}{HOSTILE}"} for n in range(64)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_config(tmp_path, agents, data={"files": [str(tmp_path / "rows.jsonl")]}, reward={"kind": "exact"})
@@ -148,7 +152,7 @@ def test_check_shows_a_prompt_as_every_agent_reads_it_and_the_gold(tmp_path, mon
     code, shown, complaint = run(monkeypatch, capsys, "check", "--data", tmp_path / "run.toml")
     assert (code, complaint) == (0, "")
     assert "one reads of the first prompt 4 tokens: 0+0=\n" in shown
-    assert "two reads of the first prompt 13 tokens: 12+34=46;0+0=\n" in shown
+    assert "two reads of the first prompt 8 tokens: 0=0;0+0=\n" in shown
     assert r"its gold, as the judge reads it: 0\x1b[2J" in shown
     _, shown, _ = run(monkeypatch, capsys, "check", "--data", tmp_path / "run.toml", "reward.kind=math")
     assert "its gold, as the judge reads it: " in shown and "CANNOT" not in shown
