@@ -86,6 +86,11 @@ EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"
 MAX_FILE_LINES = 350
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = ("hacpo_mega/grading/grading_worker.py", "hacpo_mega/logbook/trackers.py")
+# Where `say` is, and what speaks to the process that started it alone.
+PRINTS = (
+    *("hacpo_mega/models/visible.py", "hacpo_mega/models/chat_template.py", "hacpo_mega/grading/sandbox.py"),
+    "kernels/hacpo_kernels/",
+)
 # The one place that is given pickles, and reads them without calling anything.
 READS_PICKLES = ("hacpo_mega/cluster/plain_pickle.py",)
 # Modules that run what they read, or say pickles to others. Of torch's checkpoints only `save` and `load` do.
@@ -296,6 +301,15 @@ def _runs_what_it_is_given(node: ast.AST) -> str | None:
     return next((f"{key}={given[key]}" for key, quiet in loud.items() if given.get(key, quiet) != quiet), None)
 
 
+def text_is_made_visible(sources: Sources) -> Complaints:
+    """Foreign text is shown, not obeyed: nobody but `say` prints, where what is quoted is written out."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("print", "typer.echo") and not source.lies_in(PRINTS):
+                yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/visible.py has say()"
+
+
 def environment_is_read_at_the_start(sources: Sources) -> Complaints:
     for source in sources:
         for node in ast.walk(source.tree):
@@ -400,6 +414,7 @@ RULES: tuple[Rule, ...] = (
     algorithm_is_the_paper,
     imports_stand_at_the_top,
     nothing_is_pickled,
+    text_is_made_visible,
     environment_is_read_at_the_start,
     nothing_is_left_undone,
     files_and_functions_are_small,
@@ -509,6 +524,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (nothing_is_pickled, {A: "from multiprocessing import Pipe"}),
     (nothing_is_pickled, {A: "from torch.distributed.checkpoint import FileSystemReader, load"}),
     *((nothing_is_pickled, {A: line}) for line in RUNNING),
+    (text_is_made_visible, {A: "print(answer)"}),
     (environment_is_read_at_the_start, {A: "import os\nx = os.environ['RANK']"}),
     (nothing_is_left_undone, {A: "x = 1  # TODO: two"}),
     (nothing_is_left_undone, {A: "def f():\n    raise NotImplementedError"}),

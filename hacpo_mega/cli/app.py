@@ -42,6 +42,7 @@ from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget, memory_table
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.logbook.provenance import what_is_finished
+from hacpo_mega.models.visible import say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,16 +83,16 @@ def check(
     config = _load(config_file, overrides)
     ranks = RankMap.of(config)
     if world_size or run_dir:
-        print(ranks.world_size if world_size else config.run_dir)
+        say(ranks.world_size if world_size else config.run_dir)
         return
-    print(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
+    say(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
     budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
-    print(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
+    say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
     if data:
         prepare_environment()
         from hacpo_mega.commands.check_prompts import check_prompts
 
-        print(f"\n{check_prompts(config)}")
+        say(f"\n{check_prompts(config)}")
 
 
 def batch_arithmetic(config: Config) -> str:
@@ -116,7 +117,7 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
     config = _load(config_file, overrides)
     missing = [agent for agent in config.agents if agent.init and not (agent.model / "config.json").is_file()]
     if not inside_a_job() and not missing:
-        print("every model folder exists: nothing to create")
+        say("every model folder exists: nothing to create")
         return
     if not _this_process_is_a_rank(config):
         return
@@ -152,7 +153,7 @@ def train(
         require_processes(RankMap.of(config), config.reward.num_workers)
     if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():
-            print(said)
+            say(said)
         return
     if not _this_process_is_a_rank(config):
         return
@@ -201,7 +202,7 @@ def report(
     """Write report.html and its curves from a run folder."""
     from hacpo_mega.report import summary, write_report
 
-    print(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
+    say(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
 @app.command(name="eval")
@@ -270,7 +271,7 @@ def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int
     from hacpo_mega.report.theory import draw_theory
 
     result = check_theory(out, seed)
-    print(f"{result}\n{draw_theory(result)}")
+    say(f"{result}\n{draw_theory(result)}")
 
 
 def _load(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
@@ -325,7 +326,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, Unreachable) as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from hacpo_mega.cli.ranks import bench_rank
 from hacpo_mega.cluster.environment import inside_a_job, prepare_environment
+from hacpo_mega.models.visible import say
 
 if TYPE_CHECKING:
     from hacpo_mega.lab.throughput.bench import Bench, Block
@@ -94,7 +95,7 @@ def _blocks(file: Path, overrides: Sequence[str], work: Path, num_steps: int, wo
             except ValueError as error:
                 if schedule.name != IN_TURNS:  # what may not fit is its agents' memory on the same devices
                     raise
-                print(f"left out: {error}", flush=True)
+                say(f"left out: {error}")
             else:
                 found.append(Block(schedule.name, loaded, workload))
         return found
@@ -132,7 +133,7 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     for name, text in (("md", markdown), ("csv", to_csv(summaries)), ("json", to_json(facts, summaries))):
         (out / f"bench.{name}").write_text(text, encoding="utf-8")
     draw_throughput(out / "bench.json")
-    print(f"\n{markdown}\nwritten to {out}/bench.*")
+    say(f"\n{markdown}\nwritten to {out}/bench.*")
 
 
 def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
@@ -144,7 +145,7 @@ def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     markdown = scaling_markdown(facts, rows)
     (out / "scaling.md").write_text(markdown, encoding="utf-8")
     (out / "scaling.json").write_text(json.dumps({"facts": facts, "sizes": rows}, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{markdown}\nwritten to {out}/scaling.*")
+    say(f"\n{markdown}\nwritten to {out}/scaling.*")
 
 
 def _facts(workload: "Workload", rounds: int, steps: int, warm_up: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.lab.chaos.faults import KINDS
 from hacpo_mega.logbook.provenance import exported_steps
+from hacpo_mega.models.visible import say
 
 # A rank that is stopped for good costs so long each time; the run's own default is for nodes that other jobs slow down.
 STALL_S = 30.0
@@ -60,11 +61,11 @@ def chaos(
             campaign.run_undisturbed(reference)
             for attempt in campaign.run_under_faults():
                 write_table(out, campaign.attempts(), config.run_dir, None)
-                print(attempt, flush=True)
+                say(attempt)
         except ChaosError as error:
-            print(error)
+            say(error)
             raise typer.Exit(1) from None
         verdict = compare(config.run_dir, reference, config)
-        print(write_table(out, campaign.attempts(), config.run_dir, verdict))
+        say(write_table(out, campaign.attempts(), config.run_dir, verdict))
     if verdict.problems:
         raise typer.Exit(1)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hacpo_mega.models.visible import say
+
 if TYPE_CHECKING:
     from hacpo_mega.commands.inspect_data import Findings
 
@@ -62,6 +64,6 @@ def grade(
 
 
 def _print_findings(*findings: "Findings") -> None:
-    print("\n".join(line for found in findings for line in found.lines))
+    say("\n".join(line for found in findings for line in found.lines))
     if not all(found.is_sound for found in findings):
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ import typer
 
 from hacpo_mega.cli.ranks import train_rank
 from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.models.visible import say
 
 if TYPE_CHECKING:
     from hacpo_mega.lab.experiments.grid import Grid
@@ -42,9 +43,7 @@ def _run(grid: "Grid", limit: int | None, part: "Part") -> bool:
     from hacpo_mega.lab.experiments.campaign import run_campaign
 
     outcome = run_campaign(grid, train_rank, limit, part)
-    print(
-        f"{outcome.num_made} runs made, {len(outcome.failed)} failed, {outcome.num_missing} of the grid still missing"
-    )
+    say(f"{outcome.num_made} runs made, {len(outcome.failed)} failed, {outcome.num_missing} of the grid still missing")
     return bool(outcome.failed)
 
 
@@ -54,7 +53,7 @@ def _write(grid: "Grid") -> None:
 
     results, _ = read_results(grid)
     if not results:
-        print(f"{grid.results} has no result of this grid yet")
+        say(f"{grid.results} has no result of this grid yet")
         return
     require_agreement(grid, list(results.values()))
-    print("\n".join(str(path) for path in write_evidence(grid, results)))
+    say("\n".join(str(path) for path in write_evidence(grid, results)))

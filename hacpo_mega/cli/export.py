@@ -7,6 +7,7 @@ import typer
 
 from hacpo_mega.cluster.environment import prepare_environment
 from hacpo_mega.config.named_code import code_of_model, require_trust
+from hacpo_mega.models.visible import say
 
 Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
 
@@ -33,4 +34,4 @@ def export(
 
         with as_folder(chosen, out) as whole:
             export_quantized(whole, out, quantize)
-    print(out)
+    say(out)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.models.visible import say
+
 
 def plan(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
@@ -42,7 +44,7 @@ def plan(
     ways = find_ways(planned, work, cluster)
     if problems := refusals(planned, found, work, ways):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
-    print(shown(found, ways))
+    say(shown(found, ways))
     if json_file is not None:
         try:
             json_file.write_text(as_json(found, ways), encoding="utf-8")

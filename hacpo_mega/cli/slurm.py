@@ -17,6 +17,7 @@ from hacpo_mega.config.checks import batch_problems, find_problems
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
+from hacpo_mega.models.visible import say
 
 
 def slurm(
@@ -45,16 +46,16 @@ def slurm(
     options += ["--last-whole"] if last_whole else []
     if dry_run:
         job = prepare(_placed(config_file, overrides or []), options)
-        print(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
+        say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
         return
     config = load_config(config_file, overrides or [])
     if missing := missing_models(config):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     job = prepare(config, options)
     find_start(config, fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
-    print(f"{job.plan.table()}\n{job.request}")
+    say(f"{job.plan.table()}\n{job.request}")
     for line in submit(job, fresh=fresh):
-        print(line)
+        say(line)
 
 
 def _placed(file: Path, overrides: Sequence[str]) -> Config:
@@ -68,7 +69,7 @@ def _placed(file: Path, overrides: Sequence[str]) -> Config:
     if problems := [*batch_problems(config), *named_models(config)[1]]:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
     for problem in find_problems(config):
-        print(f"submission would be refused: {file}: {problem}", file=sys.stderr)
+        say(f"submission would be refused: {file}: {problem}", file=sys.stderr)
     return config
 
 
@@ -76,7 +77,7 @@ def _show(run_dir: Path) -> int:
     from hacpo_mega.jobs.slurm_status import status_of
 
     found = status_of(run_dir)
-    print(found.text)
+    say(found.text)
     return found.exit_code
 
 
@@ -91,7 +92,7 @@ def begin_attempt(run_dir: Path) -> None:
     is_first = is_first_of_the_job()
     if goes_in_circles(run_dir, job, attempt, step):
         if is_first:
-            print(
+            say(
                 f"{run_dir} does not get past step {step}: the last {MOST_IN_VAIN} attempts of this job all began "
                 "after it and committed no other. Their logs say why; mend it and start again",
                 file=sys.stderr,
@@ -99,4 +100,4 @@ def begin_attempt(run_dir: Path) -> None:
         raise typer.Exit(3)
     if is_first:
         record_attempt(run_dir, job, attempt, step)
-        print(f"attempt {attempt} of job {job} begins after step {step}; {shown_environment()}", flush=True)
+        say(f"attempt {attempt} of job {job} begins after step {step}; {shown_environment()}")

@@ -41,6 +41,7 @@ from hacpo_mega.cluster.progress import Progress
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import listen, listening_address, own_address
 from hacpo_mega.cluster.secret import Gate, Secret, introduce
+from hacpo_mega.models.visible import visible
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
@@ -275,7 +276,7 @@ class Watchdog:
 
 def _write(text: str) -> None:
     # One write: the processes of a node share their standard error, and print's line end would be a second one.
-    sys.stderr.write(text)
+    sys.stderr.write(visible(text))
     sys.stderr.flush()
 
 

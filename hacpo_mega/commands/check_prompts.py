@@ -1,25 +1,67 @@
-"""`hacpo-mega check --data`: every row of the prompt files, and how many prompts the agents' tokenizers leave.
+"""`hacpo-mega check --data`: every row of the prompt files, how many prompts the tokenizers leave, and one of them.
 
 Not here: what can be said without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
 
+from collections.abc import Iterator, Sequence
+
 from hacpo_mega.config import Config
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
-from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.kinds import find_kind
+from hacpo_mega.models.visible import one_line
+from hacpo_mega.records import Stop
+from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
+
+MOST_SHOWN = 200  # characters of a prompt or a gold
 
 
 def check_prompts(config: Config) -> str:
-    """What a run would train and evaluate on, in a sentence. ValueError with a line per problem."""
+    """What a run would train and evaluate on, in a sentence, and its first prompt as every agent and the judge read it.
+
+    ValueError with a line per problem.
+    """
     require_good_files(config)
     files = f"{len(config.data.files) + len(config.evaluation.files)} data files read, no bad row"
     if missing_models(config):
         return f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
-    num_tokens = longest_encodings(agent_codecs(config.agents))
+    codecs = agent_codecs(config.agents)
+    num_tokens = longest_encodings(codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
     held_out = held_out_prompts(config, num_tokens)
-    return (
+    found = (
         f"{files}; {sum(map(len, sampler.groups))} prompts to train on, {num_dropped} longer than "
         f"rollout.max_prompt_tokens left out; {len(held_out)} to evaluate on"
     )
+    return "\n".join((found, *_as_read(config, codecs, sampler.groups[0][0])))
+
+
+def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:
+    for agent, codec in zip(config.agents, codecs, strict=True):
+        num_tokens = len(codec.encode_prompt(row.text))
+        yield f"{agent.name} reads of the first prompt {num_tokens} tokens: {_short(codec.shown_prompt(row.text))}"
+    yield f"its gold, as the judge reads it: {_short(_read_gold(config, row))}"
+
+
+def _read_gold(config: Config, row: PromptRow) -> str:
+    """What the judge makes of a gold that stands as the answer; of program and a grader of one's own, the text."""
+    reward, kind = config.reward, find_kind(config.reward.kind)
+    if kind.is_own or reward.kind == "program":  # which run code: not in a check
+        return row.gold
+    with Judge(reward.kind, timeout_s=reward.timeout_s, options=reward.options) as judge:
+        answer = kind.gold_as_answer(row.gold)
+        ((judgement, said),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
+        error = judge.take_report().first_error
+    read = next((said[name] for name in ("parsed_gold", "gold") if said.get(name) is not None), row.gold)
+    return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"
+
+
+def _short(text: str) -> str:
+    """One line that shows the beginning and the end of a text."""
+    if len(text) > MOST_SHOWN:
+        half = MOST_SHOWN // 2
+        return f"{one_line(text[:half])} [...] {one_line(text[-half:])}"
+    return one_line(text)

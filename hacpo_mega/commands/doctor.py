@@ -20,6 +20,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of, table, worst_of
 from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
+from hacpo_mega.models.visible import say
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import answer_seed
 
@@ -43,7 +44,7 @@ def examine(config: Config, tolerance: float | None = None) -> bool:
         everyones = [Finding(**found) for payload in place.gather_job(mine) for found in json.loads(payload)]
         findings = worst_of(everyones)
         if place.coordinate.global_rank == 0:
-            print(table(findings), flush=True)
+            say(table(findings))
     return all(finding.is_good for finding in findings)
 
 

@@ -19,6 +19,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.visible import say
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
@@ -101,7 +102,7 @@ def warm_start(actor: Actor, codec: TextCodec, plan: WarmStartConfig, place: Pla
         num_trained = sum(sequence.num_trained for sequence in worked)
         result = actor.learn_supervised(worked[share], num_trained)
         if my.agent_rank == 0 and (update + 1) % REPORT_EVERY == 0:
-            print(f"{my.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}", flush=True)
+            say(f"{my.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}")
 
 
 def worked_sequence(example: Example, codec: TextCodec) -> TokenSequence:

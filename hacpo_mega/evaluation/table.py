@@ -27,6 +27,7 @@ from hacpo_mega.evaluation.scores import (
     over_problems,
     pass_at,
 )
+from hacpo_mega.models.visible import one_line
 
 RESULT = "evaluation.json"
 LOG_WIDTH = 160  # of a table in a file
@@ -146,20 +147,20 @@ def _finite(content: Any) -> Any:
 
 def print_table(evaluation: Evaluation) -> None:
     """One line per benchmark, and their mean. What makes a score doubtful stands below."""
-    table = Table(title=f"{evaluation.settings['model']}", title_justify="left")
+    table = Table(title=one_line(str(evaluation.settings["model"])), title_justify="left")
     for column in ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", "tokens"):
         table.add_column(column, justify="left" if column in ("benchmark", "others") else "right")
     for result in evaluation.benchmarks:
-        table.add_row(*_row(result))
+        table.add_row(*map(one_line, _row(result)))
     if len(evaluation.benchmarks) > 1:
         table.add_section()
         table.add_row("mean", "", f"{evaluation.average.value:.4f}", _interval(evaluation.average), "", "", "", "")
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
     console.print(table)
     for line in warnings_of(evaluation):
-        console.print(line, highlight=False)
+        console.print(one_line(line), highlight=False)
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:

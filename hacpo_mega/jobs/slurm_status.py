@@ -20,6 +20,7 @@ from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.jobs.slurm_queue import QueuedJob, jobs_of, spoken
 from hacpo_mega.logbook.provenance import exported_steps
+from hacpo_mega.models.visible import one_line
 
 DONE_OR_ALIVE, NOBODY_WORKS, NO_RUN = 0, 1, 2  # exit codes
 END_BYTES = 1 << 20  # of a file that are looked at
@@ -30,7 +31,6 @@ TROUBLE = re.compile(
     r"slurm\.setup|the preflight failed|does not get past|warning: |[A-Z]\w*(?:Error|Exception)\b|"
     r"^srun: error|BAD$|CANCELLED"
 )
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _trouble(run_dir: Path) -> str:
     for log in logs[:1] or sorted(run_dir.glob("logs/attempt_*/rank_0.log"))[-1:]:
         for line in reversed(list(_last_lines(log))):
             if TROUBLE.search(line):
-                return f"{CONTROL.sub('?', line)[:200]}\n{'':8} in {log}"
+                return f"{one_line(line[:200])}\n{'':8} in {log}"
         return f"none in {log}"
     return "no log yet"
 

@@ -15,6 +15,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hacpo_mega.logbook.metrics import StepMetrics
+from hacpo_mega.models.visible import one_line, say
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 
@@ -24,7 +25,7 @@ class Console:
 
     def __init__(self, num_steps: int, steps_done: int = 0, *, file: TextIO | None = None, quiet: bool = False) -> None:
         self._num_steps = num_steps
-        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+        self._rich = RichConsole(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -55,9 +56,9 @@ class Console:
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 
     def say(self, text: str) -> None:
-        """Prints a line, above the bar if there is one; a full disk below, or a reader that is gone, ends no run."""
+        """Prints one line, made visible, above a bar; a full disk below, or a reader that is gone, ends no run."""
         with suppress(OSError):
-            self._rich.print(text)
+            self._rich.print(one_line(text))
             self._rich.file.flush()
 
     def __enter__(self) -> Self:
@@ -69,9 +70,9 @@ class Console:
 
 
 def warn(text: str) -> None:
-    """A line on standard error; as for `Console.say`, it may be that nobody can read it."""
+    """One line on standard error, made visible; as for `Console.say`, it may be that nobody can read it."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        say(one_line(text), file=sys.stderr)
 
 
 def format_step(metrics: StepMetrics) -> str:

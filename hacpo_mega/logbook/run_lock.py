@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hacpo_mega.config.run_dirs import LOCK
+from hacpo_mega.models.visible import say
 
 # What a file system answers that has no locks (some network mounts).
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -230,7 +231,7 @@ def _take_over(path: Path, descriptor: int, token: str) -> bool:
 def _gives_signs(path: Path, seconds: float) -> bool:
     """Whether a file is touched or written in so many seconds, which are waited. FileNotFoundError when it goes."""
     before, deadline = _sign(path), time.monotonic() + seconds
-    print(f"{path} may be another machine's: waiting for a sign of it, {seconds:.0f} s at most", file=sys.stderr)
+    say(f"{path} may be another machine's: waiting for a sign of it, {seconds:.0f} s at most", file=sys.stderr)
     while time.monotonic() < deadline:
         time.sleep(min(1.0, seconds / 10))
         if _sign(path) != before:

@@ -24,6 +24,7 @@ from typing import Any
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import own_address
 from hacpo_mega.cluster.seat import Seat, Unreachable
+from hacpo_mega.models.visible import say
 from hacpo_mega.preflight.meeting import (
     Door,
     GroupTest,
@@ -201,9 +202,9 @@ class Preflight:
         outcome = self._outcome
         seconds = time.monotonic() - self._started_s
         if outcome.exit_code == REFUSED:
-            print("\n".join(outcome.reports[0].problems), file=sys.stderr, flush=True)
+            say("\n".join(outcome.reports[0].problems), file=sys.stderr)
         else:
-            print(table(outcome, seconds), flush=True)
+            say(table(outcome, seconds))
             self._write_file(record(outcome, seconds))
         (meeting or self._meeting).answer(round_name, {"code": outcome.exit_code})
         return outcome.exit_code
@@ -216,14 +217,14 @@ class Preflight:
         try:
             _write(logs, content)
         except OSError as error:
-            print(f"{logs / FILE} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            say(f"{logs / FILE} cannot be written: {error.strerror}", file=sys.stderr)
 
     def _alone(self, error: Unreachable, before: int | None) -> int:
         """Without the meeting. If rank 0 is alive it names this node; else this node names rank 0's."""
         seat = self._seat
         if seat.is_first_of_node:
             where = f"rank 0 at {seat.address} port {seat.port}"
-            print(f"node {seat.node} does not reach {where}: {error}", file=sys.stderr, flush=True)
+            say(f"node {seat.node} does not reach {where}: {error}", file=sys.stderr)
         time.sleep(self._patience_s)
         if self._logs is not None and seat.is_first_of_node and seat.rank != 0 and _changed(self._logs) == before:
             finding = Finding(seat.address, f"rank 0's node; {seat.node} does not reach its port {seat.port}")

@@ -2,6 +2,8 @@
 
 import html
 
+from hacpo_mega.models.visible import visible
+
 
 class Html(str):
     """Markup that is safe to write as it is."""
@@ -12,13 +14,13 @@ class Html(str):
 def tag(name: str, *children: str, **attributes: str) -> Html:
     """`<name ...>children</name>`. Strings are escaped, also in attributes; `class_` and `aria_label` lose the `_`."""
     keys = {key: key.rstrip("_").replace("_", "-") for key in attributes}
-    written = "".join(f' {keys[key]}="{html.escape(value)}"' for key, value in attributes.items())
+    written = "".join(f' {keys[key]}="{_text(value)}"' for key, value in attributes.items())
     return Html(f"<{name}{written}>{join(*children)}</{name}>")
 
 
 def join(*children: str) -> Html:
     """Children one after the other, text escaped."""
-    return Html("".join(child if isinstance(child, Html) else html.escape(child) for child in children))
+    return Html("".join(child if isinstance(child, Html) else _text(child) for child in children))
 
 
 def table(head: list[str], rows: list[list[str]], **attributes: str) -> Html:
@@ -26,3 +28,8 @@ def table(head: list[str], rows: list[list[str]], **attributes: str) -> Html:
     top = tag("thead", tag("tr", *(tag("th", cell) for cell in head)))
     body = tag("tbody", *(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
     return tag("div", tag("table", top, body, **attributes), class_="wide")
+
+
+def _text(text: str) -> str:
+    """Text as a browser shows it, without a sign that hides or turns round what stands beside it."""
+    return html.escape(visible(text))

@@ -32,6 +32,7 @@ from hacpo_mega.lab.experiments.trust import (
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
 from hacpo_mega.logbook.run_folder import resolved_toml
 from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.models.visible import say
 
 PRELOAD = "hacpo_mega.lab.experiments.preloaded"
 LAST_LINES = 12  # of a failed rank's standard error
@@ -60,12 +61,12 @@ def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, pa
         for leftover in (grid.work_dir / "running").glob("*"):
             shutil.rmtree(leftover, ignore_errors=True)
         if commit and commit.endswith("+"):
-            print("warning: files differ from the commit; every result will say so")
+            say("warning: files differ from the commit; every result will say so")
         results, others = read_results(grid)
         if seeds := seeds_begun_elsewhere(results, identities):
-            print(f"seeds {seeds} began from other warm starts than those here; the tables will name both")
+            say(f"seeds {seeds} began from other warm starts than those here; the tables will name both")
         if others:
-            print(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
+            say(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
         return Queue(grid, identities, commit, JobServer(PRELOAD), train_rank).run(limit, part)
 
 
@@ -97,7 +98,7 @@ class Queue:
             num_made += 1
             found = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
             whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid)}"
-            print(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)", flush=True)
+            say(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)")
         return Outcome(num_made, tuple(failed), num_cells(self.grid) - num_done(self.grid, scores))
 
     def scores(self) -> dict[Cell, float]:
@@ -114,7 +115,7 @@ class Queue:
         config = config_of_cell(self.grid, cell, folder / "run")
         file = folder / "config.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
-        print(f"{cell.name} runs; what it says goes to {folder / '0.out'}", flush=True)
+        say(f"{cell.name} runs; what it says goes to {folder / '0.out'}")
         statuses = self.server.run(RankMap.of(config).world_size, folder, self.train_rank, str(file))
         agents = tuple(agent.name for agent in config.agents)
         every = config.evaluation.every_steps
@@ -162,8 +163,8 @@ class Queue:
             last[f"rank {rank}"] = {"status": str(status), "last_lines": lines[-LAST_LINES:]}
         (kept / "failure.toml").write_text(tomli_w.dumps(last, multiline_strings=True), encoding="utf-8")
         said = [line for rank in last.values() for line in rank["last_lines"] if line.strip()]
-        print(f"{cell.name} FAILED, exit statuses {statuses}: {said[-1] if said else 'it said nothing'}", flush=True)
-        print(f"  kept in {kept}; the queue goes on, and the next start tries it again", flush=True)
+        say(f"{cell.name} FAILED, exit statuses {statuses}: {said[-1] if said else 'it said nothing'}")
+        say(f"  kept in {kept}; the queue goes on, and the next start tries it again")
 
 
 def _replace(source: Path, target: Path) -> None:

@@ -14,6 +14,7 @@ from hacpo_mega.jobs.forked import JobServer
 from hacpo_mega.lab.throughput.measure import MeasuredStep, measured_steps
 from hacpo_mega.lab.throughput.workload import Workload
 from hacpo_mega.logbook.run_folder import resolved_toml
+from hacpo_mega.models.visible import say
 
 # What one rank does: (configuration file, steps, workload).
 TakeSteps = Callable[[str, int, Workload], None]
@@ -48,7 +49,7 @@ class Bench:
         found: dict[str, list[list[MeasuredStep]]] = {block.name: [] for block in self.blocks}
         for number in range(self.rounds):
             for place, block in enumerate(self.blocks):
-                print(f"round {number + 1} of {self.rounds}: {block.name}", flush=True)
+                say(f"round {number + 1} of {self.rounds}: {block.name}")
                 folder = self.work / f"round_{number + 1}.{place + 1}"
                 found[block.name].append(self._measure(block, folder, server, take_steps))
         return found

@@ -1,0 +1,41 @@
+"""Foreign text as a person sees it: whatever a terminal or a browser would obey instead of showing is written out.
+
+Answers, gold, data files, names and other people's errors may hold terminal codes (the screen, its title, the
+clipboard), carriage returns and backspaces that overwrite what stands there, and signs that turn the direction of
+writing or have no width. All text of ours leaves by `say`, by a console that uses `one_line`, or by report/html.py.
+Not here: files for machines, which keep the text as it is.
+"""
+
+import re
+import sys
+import unicodedata
+from typing import TextIO
+
+PLAIN = re.compile(r"[^\n\t -~]")
+# Without width though they are letters and marks: fillers, joiners, selectors of a variant.
+UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+
+
+def visible(text: str) -> str:
+    r"""The text with every control, format, surrogate, private and unassigned character and line separator as \x1b.
+
+    Line ends (\n) and tabs stay, and so does a backslash: answers are full of LaTeX.
+    """
+    return PLAIN.sub(_written_out, text)
+
+
+def one_line(text: str) -> str:
+    r"""As `visible`, with line ends as \n: what is one line of a log stays one, whatever it quotes."""
+    return visible(text).replace("\n", "\\n")
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Prints `text`, made visible, at once; to standard output unless a file is given."""
+    print(visible(str(text)), file=sys.stdout if file is None else file, flush=True)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    sign = found[0]
+    category = unicodedata.category(sign)
+    is_obeyed = category.startswith("C") or category in ("Zl", "Zp") or UNSEEN.match(sign)
+    return sign.encode("unicode_escape").decode() if is_obeyed else sign
