@@ -125,6 +125,23 @@ def test_a_chat_template_that_loses_the_prompt_names_its_folder(template, sound,
     assert f"agents.a: the chat template of {model}/chat_template.jinja" in line and TEMPLATES[template] in line
 
 
+@pytest.mark.parametrize("rank", [{"LOCAL_RANK": "1"}, {"SLURM_LOCALID": "1"}, {"HACPO_MEGA_LAUNCHER_PID": "1"}, {}])
+def test_a_chat_template_is_tried_once_on_a_node(rank, sound, model, monkeypatch, capsys):
+    """By the first process that reads it: no rank of a large job starts a process of its own."""
+    endless = next(text for text, says in TEMPLATES.items() if says == "CPU seconds")
+    (model / "chat_template.jinja").write_text(endless)
+    given = ("agents.a.chat_template=true", f"agents.a.model={model}")
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    if rank:
+        monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(sound / "run.toml"), *given])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+    else:
+        assert "CPU seconds" in complaint(monkeypatch, capsys, sound, *given)
+
+
 def test_tensors_on_the_same_bytes_are_refused_by_their_file(sound, model, monkeypatch, capsys):
     file = model / "model.safetensors"
     whole = file.read_bytes()
