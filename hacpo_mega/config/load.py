@@ -31,9 +31,7 @@ EXPECTED = {
 }
 
 
-def load_config(
-    path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, try_templates: bool = True
-) -> Config:
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, try_templates: bool = True) -> Config:
     """Reads, overrides and checks a configuration.
 
     An override is `section.key=value` with a TOML value; an agent is addressed by name, `*` means all of them:

@@ -54,9 +54,7 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...
     return to_prompts(kept[: config.evaluation.num_prompts])
 
 
-def _short_enough(
-    rows: Sequence[PromptRow], max_tokens: int, num_tokens: NumTokens
-) -> tuple[PromptRow, ...]:
+def _short_enough(rows: Sequence[PromptRow], max_tokens: int, num_tokens: NumTokens) -> tuple[PromptRow, ...]:
     lengths = num_tokens([row.text for row in rows], max_tokens)
     return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= max_tokens)
 
