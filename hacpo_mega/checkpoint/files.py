@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.run_dirs import require_displaceable
+from hacpo_mega.models.documents import parse_json
 
 FORMAT = 2
 RECORD = "step.json"
@@ -86,7 +87,7 @@ class Checkpoint:
         """From the text of a step.json. ValueError when it is torn, changed, or of another format."""
         file = folder / RECORD
         try:
-            table = json.loads(text)
+            table = parse_json(text)
             version, sha256, state = table["format"], table["sha256"], table["state"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged: it is no record of a checkpoint") from error

@@ -33,6 +33,7 @@ from hacpo_mega.cluster.environment import (
     is_first_of_its_node,
     job_size,
     prepare_environment,
+    reads_first,
 )
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
@@ -277,7 +278,7 @@ def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int
 def _load(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
     """The checked configuration; `with_models` also asks for the model folders that `init` would make."""
     with _one_voice_per_node():
-        config = load_config(config_file, overrides or [])
+        config = load_config(config_file, overrides or [], try_templates=reads_first())
         if with_models and (missing := missing_models(config)):
             raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     return config

@@ -15,7 +15,7 @@ def train_rank(config_file: str) -> None:
     from hacpo_mega.config import load_config
     from hacpo_mega.trainer.trainer import Trainer
 
-    with Trainer(load_config(config_file)) as trainer:
+    with Trainer(load_config(config_file, try_templates=False)) as trainer:
         is_done = trainer.fit()
     if not is_done:
         raise SystemExit(RESUMABLE)
@@ -26,4 +26,4 @@ def bench_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
     from hacpo_mega.config import load_config
     from hacpo_mega.lab.throughput.measured_trainer import take_steps
 
-    take_steps(load_config(config_file), workload, num_steps)
+    take_steps(load_config(config_file, try_templates=False), workload, num_steps)

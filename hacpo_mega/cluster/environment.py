@@ -239,6 +239,11 @@ def is_first_of_its_node() -> bool:
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
 
 
+def reads_first() -> bool:
+    """Whether no process of this node has read what this one reads; local ranks begin after their launcher has."""
+    return is_first_of_its_node() and LAUNCHER_PID not in os.environ
+
+
 def job_size() -> int:
     """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
     value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")

@@ -26,12 +26,12 @@ from hacpo_mega.models.weight_files import weight_problems
 MOST_ANSWERS = 2**22
 
 
-def find_problems(config: Config) -> list[str]:
+def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
     problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        found = list(_agent(agent, longest)) or memory_problems(config, agent, architecture_of(agent))
+        found = list(_agent(agent, longest, try_templates)) or memory_problems(config, agent, architecture_of(agent))
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
 
@@ -221,7 +221,7 @@ def _skills(config: Config) -> Iterator[str]:
         )
 
 
-def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
+def _agent(agent: AgentConfig, longest: int, try_template: bool) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
@@ -243,7 +243,7 @@ def _agent(agent: AgentConfig, longest: int) -> Iterator[str]:
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
-        yield from tokenizer_problems(agent, architecture.vocab_size)
+        yield from tokenizer_problems(agent, architecture.vocab_size, try_template)
 
 
 def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:

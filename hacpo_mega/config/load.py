@@ -31,16 +31,17 @@ EXPECTED = {
 }
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, try_templates: bool = True) -> Config:
     """Reads, overrides and checks a configuration.
 
     An override is `section.key=value` with a TOML value; an agent is addressed by name, `*` means all of them:
     `agents.qwen.tp=2`, `agents.*.optimizer.lr=1e-6`. A value that is no TOML is taken as a string. An override of
     algorithm.method takes the file's options for another method out.
-    Relative paths count from the current folder. Raises ValueError with one line per problem.
+    Relative paths count from the current folder. Raises ValueError with one line per problem. A chat template is tried
+    in a process of its own, which `try_templates=False` spares the ranks of a job.
     """
     config = load_unchecked(path, overrides)
-    problems = find_problems(config)
+    problems = find_problems(config, try_templates=try_templates)
     if problems:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return config

@@ -1,6 +1,5 @@
 """The configuration of a run from its own folder, whether or not its models and data still lie where they did."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from pydantic import ValidationError
 
 from hacpo_mega.config.load import readable_problems
 from hacpo_mega.config.schema import Config
+from hacpo_mega.models.documents import toml_file
 
 
 def config_of_run(run_dir: Path) -> Config:
@@ -16,12 +16,9 @@ def config_of_run(run_dir: Path) -> Config:
     Unlike `load_config` it looks at no model and no data file: the run is over, and they may be gone.
     """
     file = run_dir / "config.toml"
-    try:
-        return config_of_table(tomllib.loads(file.read_text(encoding="utf-8")), file)
-    except OSError as error:
-        raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not the configuration of a run: {error}") from error
+    if not file.exists():
+        raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run")
+    return config_of_table(toml_file(file, "the run_dir of a run"), file)
 
 
 def config_of_table(table: dict[str, Any], file: Path) -> Config:

@@ -12,13 +12,13 @@ from hacpo_mega.models.folder import tokenizer_problem
 from hacpo_mega.models.tokenizer_files import chat_template, special_tokens, token_problems
 
 
-def tokenizer_problems(agent: AgentConfig, vocab_size: int) -> Iterator[str]:
+def tokenizer_problems(agent: AgentConfig, vocab_size: int, try_template: bool) -> Iterator[str]:
     """What is wrong with the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
     if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # which is said where inputs are checked
         return
     problems = token_problems(agent.model, vocab_size)
     yield from problems
-    if agent.chat_template and not problems:
+    if agent.chat_template and try_template and not problems:
         yield from _template_problems(agent)
 
 

@@ -13,17 +13,20 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
 from hacpo_mega.data.files import (
     GOLD_TYPES,
+    MAX_LINE_BYTES,
+    MAX_TIMES_UNPACKED,
     UNREADABLE,
     DataProblem,
     PromptRow,
     content_id,
     field_names,
     gold_text,
+    most_unpacked,
     open_bytes,
     quoted,
     read_lines,
@@ -31,6 +34,7 @@ from hacpo_mega.data.files import (
     replacing,
     value_problem,
 )
+from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json
 
 Record = dict[str, Any]
 
@@ -277,42 +281,53 @@ def _rows_of_json(file: Path, name: str) -> Iterator[Row]:
     """Of a .json file: rows of JSON Lines when its first line is an object and there is another, else one document."""
     try:
         with open_bytes(file) as lines:
-            is_lines = _is_object(lines.readline()) and bool(lines.readline().strip())
-            lines.seek(0)
+            is_lines = _is_object(lines.readline(MAX_LINE_BYTES)) and bool(lines.readline(MAX_LINE_BYTES).strip())
             if is_lines:
-                yield from (Row(file, line, name, record) for line, record in read_lines(file, lines))
+                yield from (Row(file, line, name, record) for line, record in read_records(file))
             else:
-                yield from _rows_of_document(file, name, lines.read())
+                lines.seek(0)
+                yield from _rows_of_document(file, name, lines)
     except UNREADABLE as error:
         yield Row(file, 1, name, DataProblem(file, None, None, f"unreadable: {error}"))
 
 
 def _is_object(raw: bytes) -> bool:
     try:
-        return isinstance(json.loads(raw), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(raw), dict)
+    except ValueError:
         return False
 
 
 def _rows_of_archive(path: Path) -> Iterator[Row]:
     member = path
     try:
+        left = most_unpacked(path.stat().st_size)
         with tarfile.open(path) as archive:
             for entry in archive:
-                member = path / entry.name
+                member, left = path / entry.name, left - entry.size
+                if left < 0:
+                    raise tarfile.TarError(f"unpacks to more than {MAX_TIMES_UNPACKED} times its size")
                 if entry.isfile() and entry.name.endswith(".jsonl"):
                     lines = archive.extractfile(entry)
                     yield from (Row(member, line, entry.name, record) for line, record in read_lines(member, lines))
                 elif entry.isfile() and entry.name.endswith(".json"):
-                    yield from _rows_of_document(member, entry.name, archive.extractfile(entry).read())
+                    yield from _rows_of_document(member, entry.name, archive.extractfile(entry))
     except (tarfile.TarError, *UNREADABLE) as error:
         yield Row(member, 1, path.name, DataProblem(member, None, None, f"unreadable archive: {error}"))
 
 
-def _rows_of_document(file: Path, name: str, raw: bytes) -> Iterator[Row]:
+def _rows_of_document(file: Path, name: str, stream: IO[bytes]) -> Iterator[Row]:
+    raw = stream.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        what = f"has more than {MAX_JSON_BYTES:,} bytes; write it as JSON Lines"
+        yield Row(file, 1, name, DataProblem(file, None, None, what))
+        return
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        yield Row(file, 1, name, DataProblem(file, None, None, f"invalid UTF-8 at byte {error.start}"))
+        return
+    except ValueError as error:
         yield Row(file, 1, name, DataProblem(file, None, None, f"invalid JSON: {error}"))
         return
     for line, record in enumerate(content if isinstance(content, list) else [content], start=1):

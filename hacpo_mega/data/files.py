@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,14 @@ NUM_CHARACTERS_SHOWN = 80
 NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
 GOLD_TYPES = (str, int, float)
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 # Of a row, packed or not: a program's test cases take a few.
 MAX_LINE_BYTES = 16 * 2**20
+# Packed text takes a tenth of its size; what is hardly anything but its own repetition, a thousandth.
+MAX_TIMES_UNPACKED = 200
+ALWAYS_UNPACKED_BYTES = 64 * 2**20
+MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
+PARQUET_ROWS = 16  # that are unpacked at once
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
 
 
@@ -111,6 +118,11 @@ def read_prompts(
                 found = _duplicate(file, line, prompt_field, row, first_seen)
                 rows.append(row)
             problems += found
+            if len(problems) > MAX_BAD_ROWS:
+                return rows, [
+                    *problems,
+                    DataProblem(file, line, None, f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"),
+                ]
         if num_records == 0:
             problems.append(DataProblem(file, None, None, "has no rows"))
     return rows, problems
@@ -135,7 +147,7 @@ def value_problem(value: object, types: tuple[type, ...]) -> str | None:
         return f"is {value}, needs a finite number"
     if isinstance(value, str) and not value.strip():
         return "is empty"
-    if isinstance(value, str) and any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+    if isinstance(value, str) and HALF_A_PAIR.search(value):
         return "holds half a surrogate pair, which no tokenizer can encode"
     return None
 
@@ -172,7 +184,8 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem
         yield from _read_parquet(file)
     else:
         with open_bytes(file) as lines:
-            yield from read_lines(file, lines)
+            is_packed = isinstance(lines, gzip.GzipFile)
+            yield from read_lines(file, lines, most_unpacked(file.stat().st_size) if is_packed else math.inf)
 
 
 def open_bytes(file: Path) -> BinaryIO:
@@ -182,12 +195,25 @@ def open_bytes(file: Path) -> BinaryIO:
     return gzip.open(file) if is_gzip else file.open("rb")
 
 
-def read_lines(file: Path, lines: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+def most_unpacked(packed_bytes: int) -> int:
+    """Bytes that a packed file of this size may unpack to."""
+    return max(ALWAYS_UNPACKED_BYTES, MAX_TIMES_UNPACKED * packed_bytes)
+
+
+def read_lines(
+    file: Path, lines: BinaryIO, most_bytes: float = math.inf
+) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
     """(line from 1, record) of a stream of JSON Lines; `file` is what problems are named after."""
     line = 0
     try:
         while raw := lines.readline(MAX_LINE_BYTES + 1):
-            line += 1
+            line, most_bytes = line + 1, most_bytes - len(raw)
+            if most_bytes < 0:
+                what = (
+                    f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
+                )
+                yield line, DataProblem(file, line, None, what)
+                return
             if len(raw) > MAX_LINE_BYTES:  # what follows may be gigabytes, also of a small packed file
                 what = f"has more than {MAX_LINE_BYTES:,} bytes; nothing is read from here on"
                 yield line, DataProblem(file, line, None, what)
@@ -214,10 +240,17 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     line = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    line += 1
-                    yield line, record
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS):
+                is_small = batch.nbytes <= MAX_LINE_BYTES
+                # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
+                for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
+                    if rows.nbytes > MAX_LINE_BYTES:
+                        line += 1
+                        yield line, DataProblem(file, line, None, f"has more than {MAX_LINE_BYTES:,} bytes")
+                        continue
+                    for record in rows.to_pylist():
+                        line += 1
+                        yield line, record
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")

@@ -1,7 +1,7 @@
 """Which prompts a run trains on and which it is evaluated on, from its configuration.
 
-`num_tokens` says of each text how long it is for the agent that needs most tokens: a prompt beyond
-rollout.max_prompt_tokens is left out, never cut.
+`num_tokens` says of each text how long it is for the agent that needs most tokens, up to a number that matters: a
+prompt beyond rollout.max_prompt_tokens is left out, never cut.
 Not here: reading rows (files.py), their order over steps (prompts.py), and tokenizers (samples/).
 """
 
@@ -13,8 +13,11 @@ from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 
+NumTokens = Callable[[Sequence[str], int], list[int]]
+MOST_COUNTED = 2**15  # tokens of a prompt that a message says; nobody needs to know of megabytes how many they are
 
-def training_sampler(config: Config, num_tokens: Callable[[Sequence[str]], list[int]]) -> tuple[PromptSampler, int]:
+
+def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampler, int]:
     """The prompts of every step, and how many rows were left out because some agent needs too many tokens for them.
 
     ValueError when the rest is too few for a step.
@@ -34,7 +37,7 @@ def training_sampler(config: Config, num_tokens: Callable[[Sequence[str]], list[
     return sampler, len(rows) - len(kept)
 
 
-def held_out_prompts(config: Config, num_tokens: Callable[[Sequence[str]], list[int]]) -> tuple[Prompt, ...]:
+def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...]:
     """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill.
 
     ValueError when there are prompts, but not one that every agent can read.
@@ -51,10 +54,8 @@ def held_out_prompts(config: Config, num_tokens: Callable[[Sequence[str]], list[
     return to_prompts(kept[: config.evaluation.num_prompts])
 
 
-def _short_enough(
-    rows: Sequence[PromptRow], max_tokens: int, num_tokens: Callable[[Sequence[str]], list[int]]
-) -> tuple[PromptRow, ...]:
-    lengths = num_tokens([row.text for row in rows])
+def _short_enough(rows: Sequence[PromptRow], max_tokens: int, num_tokens: NumTokens) -> tuple[PromptRow, ...]:
+    lengths = num_tokens([row.text for row in rows], max_tokens)
     return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= max_tokens)
 
 
@@ -64,15 +65,17 @@ def _require_enough(
     needed: int,
     skill: str | None,
     max_tokens: int,
-    num_tokens: Callable[[Sequence[str]], list[int]],
+    num_tokens: NumTokens,
 ) -> None:
     """ValueError when fewer than `needed` rows (of a skill) are kept although there are that many."""
     rows, kept = ([row for row in some if skill in (None, row.skill)] for some in (rows, kept))
     if len(kept) >= needed or len(rows) < needed:
         return
-    lengths = sorted(num_tokens([row.text for row in rows]))
+    counted = max(max_tokens, MOST_COUNTED)
+    lengths = sorted(num_tokens([row.text for row in rows], counted))
+    shortest, nearest = (f"more than {counted}" if n > counted else n for n in (lengths[0], lengths[needed - 1]))
     of_skill = "" if skill is None else f" of {skill!r}"
     raise ValueError(
         f"rollout.max_prompt_tokens ({max_tokens}) leaves {len(kept)} of {len(rows)} prompts{of_skill}, and {needed} "
-        f"are needed; the shortest has {lengths[0]} tokens for some agent. Nearest: {lengths[needed - 1]}"
+        f"are needed; the shortest has {shortest} tokens for some agent. Nearest: {nearest}"
     )

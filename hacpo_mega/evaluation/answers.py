@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.models.documents import json_file, parse_json
+
 SETTINGS = "settings.json"
 
 
@@ -74,9 +76,9 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
     """The complete lines of all engines by (problem, rollout). ValueError for a line that is no answer."""
     found = {}
     for path in sorted(_folder(folder).glob(f"{_escaped(benchmark)}.lane_[0-9]*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
-                answer = Answer(**json.loads(line))
+                answer = Answer(**parse_json(line))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
             found[answer.id, answer.rollout] = answer
@@ -98,7 +100,9 @@ def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no evaluation: give a new folder")
         return
-    there, asked = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+    there, asked = json_file(path), json.loads(json.dumps(settings))
+    if not isinstance(there, dict):
+        raise ValueError(f"{path}: not the settings of an evaluation; give a new folder")
     # A model is what its weights are, wherever the folder lies.
     keys = (there.keys() | asked.keys()) - {"model"}
     differing = sorted(key for key in keys if there.get(key) != asked.get(key))

@@ -114,8 +114,9 @@ class _Run:
             self._answer(benchmark, missing[benchmark.name][self.place.lane :: self.place.rank_map.lanes])
 
     def _within_limit(self, rows: Sequence[PromptRow]) -> tuple[PromptRow, ...]:
-        lengths = self.codec.prompt_lengths([row.text for row in rows])
-        return tuple(row for row, n in zip(rows, lengths, strict=True) if n <= self.settings.max_prompt_tokens)
+        most = self.settings.max_prompt_tokens
+        lengths = self.codec.prompt_lengths([row.text for row in rows], most)
+        return tuple(row for row, n in zip(rows, lengths, strict=True) if n <= most)
 
     def _missing(self, benchmark: Benchmark) -> list[Request]:
         answered = read_answers(self.out, benchmark.name)

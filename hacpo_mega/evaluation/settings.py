@@ -20,6 +20,7 @@ from hacpo_mega.evaluation.benchmarks import (
     load_benchmarks,
     load_suite,
 )
+from hacpo_mega.models.documents import parse_toml, short
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.weight_files import weights_fingerprint
 
@@ -189,9 +190,11 @@ def _template_argument(text: str) -> tuple[str, Any]:
     if not key or not equals:
         raise ValueError(f"--template-arg {text!r}: expected KEY=VALUE, such as enable_thinking=false")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        return key, parse_toml(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
+    except ValueError as error:
+        raise ValueError(f"--template-arg {short(text)}: {error}") from error
 
 
 def _text_of(prompt_template: str | None) -> str | None:

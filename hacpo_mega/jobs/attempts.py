@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.models.documents import parse_json
+
 MOST_IN_VAIN = 3  # attempts in a row that commit no further step
 
 
@@ -26,11 +28,11 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`."""
     path = run_dir / "logs" / "attempts.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     attempts = []
     for number, line in enumerate(lines, start=1):
         try:
-            attempts.append(json.loads(line))
+            attempts.append(parse_json(line))
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not a line of an attempt ({error}); move the file away"

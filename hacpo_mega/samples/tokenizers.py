@@ -30,6 +30,8 @@ PAD, EOS = "<pad>", "<eos>"
 CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
 PROBES = ("x", "1", "a")
 ANCHORS = ("=", "\n", "a", "1")
+# How much of a long prompt is encoded to see that it is too long, for each token that it may have; text has about 4.
+CHARACTERS_OF_A_TOKEN = 16
 
 
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -162,14 +164,28 @@ class TextCodec:
         """
         return self._prompt_ids(text)
 
-    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        """How many ids `encode_prompt` gives for each text, in a quarter of the time. ValueError as there."""
+    def prompt_lengths(self, texts: Sequence[str], most: int | None = None) -> list[int]:
+        """How many ids `encode_prompt` gives for each text, in a quarter of the time. ValueError as there.
+
+        With `most`, a text of more tokens may be said to have most + 1: of megabytes only the start is encoded.
+        """
         read = [self._as_read(text) for text in texts]
+        is_long = [most is not None and self._starts_beyond(text, most) for text in read]
+        some = [text for text, long in zip(read, is_long) if not long]
         try:
-            ids = self.tokenizer(read, **self._prompt_options).input_ids if read else []
+            ids = iter(self.tokenizer(some, **self._prompt_options).input_ids if some else [])
         except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
-            return [len(self.encode_prompt(text)) for text in texts]
-        return [len(self._checked(text, ids_of_text)) for text, ids_of_text in zip(texts, ids, strict=True)]
+            return [most + 1 if long else len(self.encode_prompt(text)) for text, long in zip(texts, is_long)]
+        return [most + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]
+
+    def _starts_beyond(self, read: str, most: int) -> bool:
+        """Whether a start of a text has twice as many tokens as `most`, so that no other cut leaves fewer than that."""
+        size = CHARACTERS_OF_A_TOKEN * most
+        while size < len(read):
+            if len(self._encode(read[:size], **self._prompt_options)) > 2 * most:
+                return True
+            size *= 4
+        return False
 
     def shown_prompt(self, text: str) -> str:
         """What the model reads for a task, as text: template, system prompt and special tokens included."""
@@ -239,7 +255,7 @@ class TextCodec:
             while ids[:2] == (bos_id, bos_id):
                 ids = ids[1:]
         if not ids:
-            raise ValueError(f"the prompt {text!r} has no tokens, so there is nothing to predict an answer from")
+            raise ValueError(f"the prompt {text[:80]!r} has no tokens, so there is nothing to predict an answer from")
         return ids
 
     def _refuse_control_texts(self, text: str) -> None:
@@ -321,6 +337,7 @@ def _agent_codec(agent: AgentConfig) -> TextCodec:
     return codec
 
 
-def longest_encodings(codecs: Sequence[TextCodec]) -> Callable[[Sequence[str]], list[int]]:
-    """The tokens of each task's text as each agent reads it, for the agent that needs most of them."""
-    return lambda texts: list(map(max, zip(*(codec.prompt_lengths(texts) for codec in codecs), strict=True)))
+def longest_encodings(codecs: Sequence[TextCodec]) -> Callable[[Sequence[str], int], list[int]]:
+    """The tokens of each task's text as each agent reads it, for the agent that needs most of them; see
+    `prompt_lengths` for texts beyond the second argument."""
+    return lambda texts, most: list(map(max, zip(*(codec.prompt_lengths(texts, most) for codec in codecs))))

@@ -4,17 +4,22 @@ All go through the real `check`, in this process: exit code 2, short lines that 
 """
 
 import gzip
+import io
 import json
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli import app as cli
 from hacpo_mega.cluster.seat import from_launcher
 from hacpo_mega.config.describe import describe_fields
+from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.data.files import MAX_LINE_BYTES, check_data
 
 NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
@@ -125,6 +130,23 @@ def test_a_chat_template_that_loses_the_prompt_names_its_folder(template, sound,
     assert f"agents.a: the chat template of {model}/chat_template.jinja" in line and TEMPLATES[template] in line
 
 
+@pytest.mark.parametrize("rank", [{"LOCAL_RANK": "1"}, {"SLURM_LOCALID": "1"}, {"HACPO_MEGA_LAUNCHER_PID": "1"}, {}])
+def test_a_chat_template_is_tried_once_on_a_node(rank, sound, model, monkeypatch, capsys):
+    """By the first process that reads it: no rank of a large job starts a process of its own."""
+    endless = next(text for text, says in TEMPLATES.items() if says == "CPU seconds")
+    (model / "chat_template.jinja").write_text(endless)
+    given = ("agents.a.chat_template=true", f"agents.a.model={model}")
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    if rank:
+        monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(sound / "run.toml"), *given])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+    else:
+        assert "CPU seconds" in complaint(monkeypatch, capsys, sound, *given)
+
+
 def test_tensors_on_the_same_bytes_are_refused_by_their_file(sound, model, monkeypatch, capsys):
     file = model / "model.safetensors"
     whole = file.read_bytes()
@@ -145,6 +167,30 @@ def test_a_line_without_an_end_is_not_read(tmp_path):
             stream.write(b" " * MAX_LINE_BYTES)
     (problem,) = check_data([tmp_path / "bomb.jsonl.gz"])
     assert "bomb.jsonl.gz:1: has more than 16,777,216 bytes" in str(problem)
+
+
+def test_a_small_file_cannot_fill_the_memory(tmp_path):
+    """Packed lines, packed documents, archives, and a Parquet file whose rows are all one large cell: a line each."""
+    row, many = json.dumps({"prompt": " " * 2**20 + "1", "answer": "1"}).encode() + b"\n", 66
+    with gzip.open(tmp_path / "lines.jsonl.gz", "wb", compresslevel=6) as stream:
+        for _ in range(many):
+            stream.write(row)
+    with tarfile.open(tmp_path / "members.tar.gz", "w:gz", compresslevel=6) as archive:
+        for i in range(many):
+            entry = tarfile.TarInfo(f"{i}.jsonl")
+            entry.size = len(row)
+            archive.addfile(entry, io.BytesIO(row))
+    cells = pyarrow.array(["1" * (MAX_LINE_BYTES + 1)]).take(pyarrow.array([0] * 3))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": cells, "answer": ["1"] * 3}), tmp_path / "cells.parquet")
+    (tmp_path / "deep.json").write_text(DEEP)
+    said = {file.name: read_dataset(file).defects for file in sorted(tmp_path.iterdir())}
+    times = "unpacks to more than 200 times"
+    for name, text in (("lines.jsonl.gz", times), ("members.tar.gz", times), ("deep.json", "more than 64 deep")):
+        (defect,) = said[name]
+        assert text in str(defect) and str(tmp_path / name) in str(defect)
+    assert [str(d) for d in said["cells.parquet"]] == [
+        f"{tmp_path}/cells.parquet:{i}: has more than 16,777,216 bytes" for i in range(1, 4)
+    ]
 
 
 @pytest.mark.parametrize("value", ["abc", "", "-1", "1" * 5000, "1.0"])

@@ -1,5 +1,6 @@
 """Tokenizers made here and real ones: round trips, longest match against a plain loop, answers behind a prompt."""
 
+import copy
 import json
 import shutil
 
@@ -313,3 +314,15 @@ def test_an_end_token_that_a_tokenizer_adds_is_no_part_of_a_prompt(tmp_path):
 def test_lengths_all_at_once_are_those_one_by_one(real_codecs):
     for codec in real_codecs.values():
         assert codec.prompt_lengths(ANSWERS) == [len(codec.encode_prompt(text)) for text in ANSWERS]
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_of_a_prompt_far_too_long_only_the_start_is_encoded(small, template):
+    """A stranger's 10 MB are seen to be too long by their first characters; whatever fits is counted as before."""
+    tokenizer = copy.deepcopy(small["pairs"])
+    tokenizer.chat_template = template
+    codec = TextCodec(tokenizer, Prompting(chat_template=template is not None))
+    texts = ["1+" * n for n in (1, 4, 5, 64, 65, 200)]
+    # its last character has no token: whoever reads as far as that says so
+    limited = codec.prompt_lengths([*texts, "1+" * 5_000_000 + "x"], most=8)
+    assert [min(n, 9) for n in limited] == [*(min(n, 9) for n in codec.prompt_lengths(texts)), 9]
