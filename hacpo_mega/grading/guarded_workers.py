@@ -8,27 +8,34 @@ worker that dies loses no other task. Not here: what a verdict means for a rewar
 """
 
 import collections
-import json
 import math
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
-PROGRAM = Path(__file__).with_name("grading_worker.py")
-START_TIMEOUT_S = 120.0
+from hacpo_mega.grading.worker_process import Worker
+from hacpo_mega.models.visible import say
+
 MAX_FAILED_STARTS = 3
 DIED = "the worker died"
+NOT_A_REPLY = "the grader wrote into the pipe of its worker's replies"
+HUNG = "the grader slept instead of coming to a verdict, for {:g} s (2 x reward.timeout_s)"
+GIVEN_UP = "not tried: the grader slept on the answers before"
 TASKS_PER_MESSAGE = 16
 MEMORY_BYTES = 2 << 30
-# Wall time is no measure of an answer; it ends graders that sleep, however crowded the machine is.
+# Wall time is no measure of an answer; this much ends what sleeps and works by turns, however crowded the machine is.
 WALL_FACTOR = 20.0
 WALL_GRACE_S = 30.0
+# A grader of the user's own may sleep so many timeouts over an answer; it is looked at so many times in each.
+SLEEP_FACTOR = 2.0
+LOOKS_PER_TIMEOUT = 4
+# After so many answers in a row that it slept over, the rest of a judging is given up.
+MAX_HUNG = 3
 
 
 @dataclass(frozen=True)
@@ -63,61 +70,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Which grader a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts."""
+    """Which grader a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts.
+
+    `limits_sleep` is for graders of the user's own; those of the house limit themselves what they wait for.
+    """
 
     kind: str
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     explainer: str | None = None
+    limits_sleep: bool = False
 
 
 class _CannotStart(Exception):
     """Workers die before they are ready, again and again."""
-
-
-class _Worker:
-    """One process and the tasks it holds; the first of `tasks` is the one it is at, and `deadline` is that one's."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        # -P: the folder of the program must not come first on the path, where its neighbours would hide packages
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self.tasks: collections.deque[int] = collections.deque()
-        self.num_finished = 0
-        self.is_ready = False
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.unread = b""
-        self.write(setup)
-
-    def write(self, message: Any) -> bool:
-        """Sends a message to a worker that is reading: it is idle, so the pipe cannot stay full. False: it is gone."""
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        try:
-            while data:
-                data = data[self.process.stdin.write(data) :]
-        except BrokenPipeError:
-            return False
-        return True
-
-    def read(self) -> list[dict[str, Any]] | None:
-        """The replies that have arrived; None when the process is gone."""
-        data = self.process.stdout.read(1 << 16)
-        if not data:
-            return None
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def end(self, patience_s: float) -> int:
-        """Closes the worker, waits, kills it if it stays, and reaps it. Returns its exit status."""
-        self.process.stdin.close()
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        return self.process.returncode
 
 
 class _Batch:
@@ -127,6 +93,7 @@ class _Batch:
         self.tasks = tasks
         self.waiting = collections.deque(range(len(tasks)))
         self.outcomes: dict[int, Outcome] = {}
+        self.has_hung = False
         self._tried_twice: set[int] = set()
 
     def take_back(self, indices: Iterable[int]) -> None:
@@ -145,7 +112,8 @@ class GuardedWorkers:
     """`num_workers` processes that all run one grader.
 
     `timeout_s` is CPU time of the worker for one answer; wall time is limited loosely, to WALL_FACTOR times that and
-    WALL_GRACE_S. The limit of a worker's address space is `memory_bytes`.
+    WALL_GRACE_S, sleep (worker_process.py) to SLEEP_FACTOR times that where the grader's is limited. The limit of a
+    worker's address space is `memory_bytes`.
     """
 
     def __init__(
@@ -169,9 +137,11 @@ class GuardedWorkers:
             "cpu_s": timeout_s,
         }
         self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._num_failed_starts = 0
         self._is_closed = False
+        self._is_named = False  # as a grader that hangs
+        self._num_hung, self._last_reply = 0, -math.inf  # answers slept over in a row; when the last reply came
         try:
             self._fill_up()
             while not all(worker.is_ready for worker in self._workers):
@@ -191,6 +161,7 @@ class GuardedWorkers:
             self._fill_up()
             while len(batch.outcomes) < len(tasks):
                 self._turn(batch)
+            self._is_named &= batch.has_hung
         except _CannotStart as error:
             return [batch.outcomes.get(i, Outcome(None, str(error), is_misuse=True)) for i in range(len(tasks))]
         return [batch.outcomes[i] for i in range(len(tasks))]
@@ -201,28 +172,67 @@ class GuardedWorkers:
             if worker.is_ready and not worker.tasks and batch.waiting:
                 self._hand_out(worker, batch)
         busy = [w for w in self._workers if w.tasks or not w.is_ready]
-        patience = max(0.0, min((w.deadline for w in busy), default=0.0) - time.monotonic())
-        answered = [key.data for key, _ in self._selector.select(patience)]
+        wait_s = max(0.0, min((w.deadline for w in busy), default=0.0) - time.monotonic())
+        if self._grader.limits_sleep and any(w.tasks for w in busy):
+            wait_s = min(wait_s, self._look_s)
+        answered = [key.data for key, _ in self._selector.select(wait_s)]
         for worker in answered:
             self._receive(worker, batch)
         for worker in busy:
-            if worker not in answered and worker in self._workers and time.monotonic() > worker.deadline:
-                self._replace(worker, Outcome(None, timed_out=True), batch)
+            if worker not in answered and worker in self._workers:
+                self._watch(worker, batch)
 
-    def _hand_out(self, worker: _Worker, batch: _Batch) -> None:
+    def _watch(self, worker: Worker, batch: _Batch) -> None:
+        """Ends a silent worker that is over a limit of wall time or sleep, or no more."""
+        if time.monotonic() > worker.deadline:
+            self._replace(worker, Outcome(None, timed_out=True), batch)
+        elif worker.tasks and self._grader.limits_sleep:
+            worker.rest.look(self._look_s)
+            if worker.is_gone:  # and select told nothing: a child of it holds the pipe open
+                self._replace(worker, Outcome(None, error=DIED), batch)
+            elif worker.rest.seconds >= SLEEP_FACTOR * self._timeout_s:
+                self._end_hung(worker, batch)
+            worker.is_gone = worker.process.poll() is not None
+
+    def _end_hung(self, worker: Worker, batch: _Batch) -> None:
+        if worker.began >= self._last_reply:  # else others go on, and it is this answer that the grader sleeps over
+            self._num_hung += 1
+        slept_s = SLEEP_FACTOR * self._timeout_s
+        if not self._is_named:
+            line = (
+                f"the grader {self._grader.name!r} hangs: it slept {slept_s:g} s (reward.timeout_s x {SLEEP_FACTOR:g}) "
+                f"over 1 of the {len(batch.tasks)} answers it was given; the others are tried, and after {MAX_HUNG} "
+                "such answers in a row the rest stays unjudged"
+            )
+            with suppress(OSError):  # nobody can read it
+                say(line, sys.stderr)
+        self._is_named = batch.has_hung = True
+        self._replace(worker, Outcome(None, HUNG.format(slept_s), timed_out=True), batch)
+        if self._num_hung >= MAX_HUNG:
+            self._give_up(batch)
+
+    def _give_up(self, batch: _Batch) -> None:
+        for worker in [worker for worker in self._workers if worker.tasks]:
+            self._replace(worker, None, batch)
+        batch.outcomes |= dict.fromkeys(batch.waiting, Outcome(None, GIVEN_UP, is_misuse=True))
+        batch.waiting.clear()
+
+    @property
+    def _look_s(self) -> float:
+        return self._timeout_s / LOOKS_PER_TIMEOUT
+
+    def _hand_out(self, worker: Worker, batch: _Batch) -> None:
         share = math.ceil(len(batch.waiting) / len(self._workers))
-        for _ in range(min(share, TASKS_PER_MESSAGE)):
-            worker.tasks.append(batch.waiting.popleft())
-        worker.deadline = time.monotonic() + self._wall_limit_s
-        asked = [batch.tasks[i] for i in worker.tasks]
-        if not worker.write([[task.prompt, task.answer, task.gold, task.is_explained] for task in asked]):
+        indices = [batch.waiting.popleft() for _ in range(min(share, TASKS_PER_MESSAGE))]
+        asked = {i: astuple(batch.tasks[i]) for i in indices}
+        if not worker.ask(asked, self._wall_limit_s):
             self._replace(worker, None, batch)  # it died while it was idle, so none of these answers is to blame
 
     @property
     def _wall_limit_s(self) -> float:
         return WALL_FACTOR * self._timeout_s + WALL_GRACE_S
 
-    def _receive(self, worker: _Worker, batch: _Batch) -> None:
+    def _receive(self, worker: Worker, batch: _Batch) -> None:
         replies = worker.read()
         if replies is None:
             self._replace(worker, Outcome(None, error=DIED), batch)
@@ -239,15 +249,19 @@ class GuardedWorkers:
                 return
             batch.outcomes[worker.tasks.popleft()] = outcome
             worker.num_finished += 1
-        worker.deadline = time.monotonic() + self._wall_limit_s
+            self._num_hung, self._last_reply = 0, time.monotonic()
+        if worker.has_intruder:
+            self._replace(worker, Outcome(None, error=NOT_A_REPLY), batch)
+        elif replies:
+            worker.begin(self._wall_limit_s)
 
     def _fill_up(self) -> None:
         while len(self._workers) < self._num_workers:
-            worker = _Worker(self._setup)
+            worker = Worker(self._setup)
             self._workers.append(worker)
             self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
 
-    def _replace(self, worker: _Worker, blame: Outcome | None, batch: _Batch) -> None:
+    def _replace(self, worker: Worker, blame: Outcome | None, batch: _Batch) -> None:
         """Ends a worker and starts another; its current task gets `blame` or a second try, the others wait again."""
         self._selector.unregister(worker.process.stdout)
         self._workers.remove(worker)

@@ -101,7 +101,7 @@ class Judge:
         self._lock = threading.Lock()
         self._grader: Grader | None = None
         self._workers: GuardedWorkers | None = None
-        spec = GraderSpec(kind, self._kind.grader, options, self._kind.explainer)
+        spec = GraderSpec(kind, self._kind.grader, options, self._kind.explainer, limits_sleep=self._kind.is_own)
         try:
             if self._kind.is_linear:
                 self._grader = load_grader(spec.name, spec.options)
@@ -157,7 +157,8 @@ class Judge:
             ]
             distinct = list(dict.fromkeys(task for task in asked if task is not None))
             outcomes = dict(zip(distinct, self._outcomes(distinct)))
-            sound = self._sound_among([task for task, outcome in outcomes.items() if outcome.is_failure])
+            failed = [task for task, outcome in outcomes.items() if outcome.is_failure and not outcome.is_misuse]
+            sound = self._sound_among(failed)
             judged = [
                 (NOT_ENDED, {"rule": "the answer did not end by itself"} if is_explained else {})
                 if task is None

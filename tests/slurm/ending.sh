@@ -6,7 +6,7 @@
 [[ $* == *" preflight "* ]] && exec "$@"
 read -ra words <<<"$ENDINGS"
 attempt=${SLURM_RESTART_COUNT:-0}
-told=$RUN/told # what this process finds in its environment, for the tests
+told=$RUN/slurm/told # what this process finds in its environment, for the tests
 mkdir -p "$told"
 echo "$SLURM_STEP_ID ${SLURM_CPUS_PER_TASK:-} ${HACPO_MEGA_SECRET:-}" >"$told/$attempt.$SLURM_PROCID"
 word=${words[attempt]}

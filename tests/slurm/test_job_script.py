@@ -52,7 +52,9 @@ def test_a_job_queues_again_until_starting_again_would_change_nothing(slurm, con
 
 def assert_told_afresh(run_dir: Path, num_attempts: int) -> None:
     """Every attempt has a secret of its own, in no log, and other steps than the one before it."""
-    told = [[(run_dir / f"told/{n}.{rank}").read_text().split() for rank in range(3)] for n in range(num_attempts)]
+    told = [
+        [(run_dir / f"slurm/told/{n}.{rank}").read_text().split() for rank in range(3)] for n in range(num_attempts)
+    ]
     assert all(attempt[0] == attempt[1] == attempt[2] for attempt in told)
     steps, cpus, secrets = zip(*(attempt[0] for attempt in told))
     assert set(cpus) == {"2"}, "16 of a node, for each of its 8 GPUs"

@@ -1,8 +1,11 @@
 """Graders that misbehave in every way a reward function of a user can, for the tests of the judge."""
 
 import os
+import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import numpy
 
@@ -88,3 +91,50 @@ def misused(prompt, answer, gold):
         "text": "0.5", "two": 2.0, "minus": -1, "nan": float("nan"), "list": [1.0], "nothing": None, "true": True,
         "numpy": numpy.float32(0.5), "object": object(), "complex": 1j, "arrays": numpy.ones(2), "half": 0.5,
     }[answer]  # fmt: skip
+
+
+def hangs(prompt, answer, gold):
+    """Sleeps over everything."""
+    time.sleep(10_000)
+
+
+def works_in_a_child(prompt, answer, gold):
+    """Sleeps itself, while a process that it has started uses what CPU it gets."""
+    code = "import time\nwhile time.process_time() < 1.5: pass"
+    return float(subprocess.run([sys.executable, "-c", code], check=True).returncode == 0)
+
+
+def intrudes(prompt, answer, gold):
+    """Reaches for its worker in the way that the answer names."""
+    if answer == "fork":
+        os.fork()
+    elif answer == "fork and stay":
+        if os.fork() == 0:
+            time.sleep(10_000)
+    elif answer == "fork, stay and die":
+        if os.fork() == 0:
+            time.sleep(10_000)
+        os._exit(3)
+    elif answer == "write":
+        _to_every_descriptor(lambda number: os.write(number, b'{"reward": 1.0}\n' * 9))
+    elif answer == "write little":
+        _to_every_descriptor(lambda number: os.write(number, b"1"))
+    elif answer == "close":
+        _to_every_descriptor(os.close)
+    elif answer == "read":
+        return 1.0 if sys.stdin.read() == "" and os.read(0, 1) == b"" else 0.0
+    elif answer == "exit":
+        sys.exit(5)
+    elif answer == "interrupt":
+        raise KeyboardInterrupt
+    elif answer == "thread":
+        threading.Thread(target=time.sleep, args=(10_000,), daemon=True).start()
+    elif answer == "huge":
+        return 10**5000
+    return 1.0
+
+
+def _to_every_descriptor(do):
+    for number in range(3, 64):
+        with suppress(OSError):
+            do(number)

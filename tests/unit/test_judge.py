@@ -13,7 +13,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.data.tasks import SKILLS, training_examples
-from hacpo_mega.grading import guarded_workers, math_grader
+from hacpo_mega.grading import math_grader
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop, Verdict
 
@@ -258,11 +258,49 @@ def test_a_busy_machine_changes_no_verdict():
             loop.wait()
 
 
-def test_a_grader_that_sleeps_is_ended_by_wall_time(monkeypatch):
-    monkeypatch.setattr(guarded_workers, "WALL_GRACE_S", 1.0)
+def test_a_grader_that_sleeps_over_an_answer_is_named_and_loses_it_alone(capfd):
     with Judge(CASES, timeout_s=0.2) as judge:
         assert verdicts(judge, ["1", "sleep for ever", "0"], gold="1") == ["CORRECT", "TIMEOUT", "WRONG"]
-        assert judge.counts.num_timeouts == 1
+        report = judge.take_report()
+        assert (report.num_timeouts, report.num_unjudged) == (1, 0)
+    assert capfd.readouterr().err.count("hangs: it slept 0.4 s (reward.timeout_s x 2) over 1 of the 3 answers") == 1
+
+
+def test_a_grader_that_always_sleeps_is_given_up_after_three_answers(capfd):
+    with Judge(f"{FILE}:hangs", timeout_s=0.2) as judge:
+        found = judge.judge([""] * 50, ["1"] * 50, [str(i) for i in range(50)], [Stop.EOS] * 50)
+        assert not any(judgement.is_judged for judgement in found)
+        report = judge.take_report()
+        slept, *not_tried = report.errors.items()
+        assert slept == ("the grader slept instead of coming to a verdict, for 0.4 s (2 x reward.timeout_s)", 3)
+        assert sum(number for _, number in not_tried) == 47
+        assert judge.counts.num_workers_replaced == 3
+        verdicts(judge, [str(i) for i in range(50)])
+        assert judge.counts.num_workers_replaced == 4, "one answer shows that it still sleeps"
+    assert capfd.readouterr().err.count("hangs: it slept") == 1
+
+
+def test_a_grader_that_waits_for_its_child_to_work_does_not_sleep():
+    with Judge(f"{FILE}:works_in_a_child", timeout_s=0.4) as judge:
+        assert verdicts(judge, ["1"]) == ["CORRECT"]
+
+
+INTRUSIONS = {
+    "fork": "CORRECT", "fork and stay": "CORRECT", "fork, stay and die": "ERROR", "write": "ERROR",
+    "write little": "ERROR", "close": "ERROR", "read": "CORRECT", "exit": "ERROR", "interrupt": "ERROR",
+    "thread": "CORRECT", "huge": "ERROR",
+}  # fmt: skip
+
+
+def test_a_grader_that_reaches_for_its_worker_costs_its_answer_alone(new_workers):
+    before = set(psutil.pids())
+    with Judge(f"{FILE}:intrudes", num_workers=2, timeout_s=5.0) as judge:
+        texts = [text for intrusion in INTRUSIONS for text in (intrusion, f"fine after {intrusion}")]
+        found = dict(zip(texts, verdicts(judge, texts)))
+    assert {text: found[text] for text in INTRUSIONS} == INTRUSIONS
+    assert [text for text in texts if text not in INTRUSIONS and found[text] != "CORRECT"] == []
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    assert not [process for process in left if "grading_worker.py" in " ".join(process.info["cmdline"] or [])]
 
 
 def test_workers_that_cannot_be_replaced_leave_answers_unjudged(tmp_path):
