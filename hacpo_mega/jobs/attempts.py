@@ -32,7 +32,10 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     attempts = []
     for number, line in enumerate(lines, start=1):
         try:
-            attempts.append(parse_json(line))
+            attempt = parse_json(line)
+            if not isinstance(attempt, dict):
+                raise ValueError("no object")
+            attempts.append(attempt)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not a line of an attempt ({error}); move the file away"

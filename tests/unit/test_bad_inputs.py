@@ -6,24 +6,44 @@ All go through the real `check`, in this process: exit code 2, short lines that 
 import gzip
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from bad_cases import GROUPS
+from experiment_cases import grid_file
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_mega.checkpoint.files import read_checkpoint
 from hacpo_mega.cli import app as cli
-from hacpo_mega.cluster.seat import from_launcher
+from hacpo_mega.cluster.seat import Seat, from_launcher
 from hacpo_mega.config.describe import describe_fields
+from hacpo_mega.config.run import config_of_run
 from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.data.files import MAX_LINE_BYTES, check_data
+from hacpo_mega.evaluation.answers import SETTINGS, check_folder, read_answers
+from hacpo_mega.jobs.attempts import read_attempts
+from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.provenance import read_starts
 
 NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
 SHAPES = ("[[1]]", "{x=1}", "[" * 5000, "[" * 70 + "]" * 70, '"a\\u0000\\nb"', "true\nnum_steps=1", "''", "'../../x'")
+# What is wrong without being far outside, and what only the source of vLLM knows.
+VALUES = (
+    ("rollout.rollouts_per_prompt", "1000000000"),
+    ("agents.a.vllm.max_num_seqs", "0"),
+    ("agents.a.vllm.quantization", "'magic'"),
+    ("agents.a.vllm.hf_overrides", "'no.such:module'"),
+    ("agents.a.vllm.worker_extension_cls", "'no.such.Module'"),
+    ("agents.a.vllm.logits_processors", "['no.such.Module']"),
+    ("agents.a.megatron.init_method_std", "-1"),
+)
 DEEP = "[" * 100_000
 # Of config.json: values that no model has, by field.
 FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -68,49 +88,62 @@ def complaint(monkeypatch, capsys, folder: Path, *overrides: str) -> str:
         cli.main()
     said = capsys.readouterr().err
     assert end.value.code == 2, (overrides, (folder / "a").exists(), said[-500:])
-    assert all(len(line) < 900 for line in said.splitlines()), (overrides, said[:500])
+    lines = said.splitlines()
+    assert lines and len(set(lines)) == len(lines), (overrides, said[:500])
+    # each line is one problem: it begins with where, and no line goes on
+    assert all(0 < len(line) < 900 and not line.startswith((" ", "Traceback")) for line in lines), (overrides, said)
     return said
 
 
-def test_no_key_takes_what_nobody_means(sound, monkeypatch, capsys):
-    """Every number far outside, every other key by a value of no use: 450 and more, all refused."""
+def bad_values() -> Iterator[tuple[str, str]]:
+    """Every number of the schema far outside, every other key by values of no use."""
     fields = [f for f in describe_fields() if not f.section.startswith(("slurm", "agents.init")) and f.name != "slurm"]
-    cases = 0
     for field in fields:
         key = field.key.replace("agents.", "agents.a.")
         is_number = field.allowed.startswith(("number", "whole"))
         for value in (NUMBERS if is_number else ()) + SHAPES[: 2 if field.allowed in ("table", "text") else 6]:
             free = field.allowed == "table" or (field.allowed == "text" and value in SHAPES)
-            if (
-                free
-                or (key.endswith("clip_grad") and value in ("1e18", NUMBERS[6]))
-                or (value in SHAPES and not is_number)
-            ):
-                continue
-            assert key.rpartition(".")[2] in complaint(monkeypatch, capsys, sound, f"{key}={value}"), (key, value)
-            cases += 1
-    assert cases >= 300
+            means_never = key.endswith("clip_grad") and value in ("1e18", NUMBERS[6])
+            if not free and not means_never and (is_number or value not in SHAPES):
+                yield key, value
+    yield from VALUES
 
 
-def test_a_model_folder_that_says_nonsense_is_named(sound, model, monkeypatch, capsys):
+def bad_documents(model: Path) -> Iterator[tuple[str, str]]:
+    """Every JSON of a model folder, torn or with a field that is wrong: name and text."""
     described = json.loads((model / "config.json").read_text())
-    whole = {file.name: file.read_bytes() for file in model.iterdir()}
+    whole = {file.name: file.read_bytes() for file in sorted(model.iterdir())}
     changes = [("config.json", {field: value}) for field in FIELDS for value in (0, -1, 10**12, 1.5, "9", [], True)]
     changes += [("config.json", {key: value}) for key in ENDS for value in (-1, 999, 10**30, "x", {}, 1.0, True)]
     changes += [("config.json", {"dtype": name}) for name in ("int8", "float64")]
     changes += [("tokenizer_config.json", {"eos_token": value}) for value in (5, [], {}, "</other>")]
     changes += [("tokenizer_config.json", {"added_tokens_decoder": value}) for value in ([1], {"x": 1}, {"999": {}})]
-    texts = [
-        (name, text) for name in whole if name.endswith(".json") for text in (DEEP, "{", '{"a":1,"a":2}', "[]", "3")
-    ]
+    for name in whole:
+        if name.endswith(".json"):
+            yield from ((name, text) for text in (DEEP, "{", '{"a":1,"a":2}', "[]", "3"))
     for name, change in changes:
-        table = described if name == "config.json" else json.loads(whole[name])
-        texts.append((name, json.dumps({**table, **change})))
-    for name, text in texts:
+        yield name, json.dumps({**(described if name == "config.json" else json.loads(whole[name])), **change})
+
+
+def test_there_are_450_of_them(sound):
+    counts = len(list(bad_values())), len(list(bad_documents(sound / "a"))), len(TEMPLATES)
+    elsewhere = sum(map(len, GROUPS.values()))
+    print(f"{sum(counts)} bad inputs: {counts} values, documents, templates; {elsewhere} more in bad_cases.py")
+    assert sum(counts) >= 450
+
+
+def test_no_key_takes_what_nobody_means(sound, monkeypatch, capsys):
+    for key, value in bad_values():
+        assert key.rpartition(".")[2] in complaint(monkeypatch, capsys, sound, f"{key}={value}"), (key, value)
+
+
+def test_a_model_folder_that_says_nonsense_is_named(sound, model, monkeypatch, capsys):
+    for name, text in bad_documents(model):
+        before = (model / name).read_bytes()
         (model / name).write_text(text)
         print(name, text[:300])  # shown where the next line fails
         assert str(model) in complaint(monkeypatch, capsys, sound, f"agents.a.model={model}")
-        (model / name).write_bytes(whole[name])
+        (model / name).write_bytes(before)
 
 
 def test_another_models_tokenizer_is_refused(sound, model, monkeypatch, capsys):
@@ -193,9 +226,50 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path):
     ]
 
 
+RECORDS = {
+    "metrics.jsonl": lambda run: read_metrics(run / "metrics.jsonl"),
+    "starts.jsonl": read_starts,
+    "config.toml": config_of_run,
+    "logs/attempts.jsonl": read_attempts,
+    "step.json": read_checkpoint,
+    "answers/b.lane_0.jsonl": lambda run: read_answers(run, "b"),
+    "settings.json": lambda run: check_folder(run, {}),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("content", [DEEP.encode(), b"\xff\xfe", b'{"a": 1, "a": 2}', b"[]", b"x = " + b"1" * 5000])
+def test_a_record_that_nobody_wrote_is_a_line_that_names_it(name, content, tmp_path):
+    file = tmp_path / (SETTINGS if name == "settings.json" else name)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content + b"\n")
+    with pytest.raises(ValueError, match=re.escape(str(file))) as error:
+        RECORDS[name](tmp_path)
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 600
+
+
 @pytest.mark.parametrize("value", ["abc", "", "-1", "1" * 5000, "1.0"])
 def test_a_launchers_variable_that_is_no_number_is_named(value, monkeypatch):
     monkeypatch.setenv("RANK", value)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(ValueError, match="RANK"):
         from_launcher("RANK", "SLURM_PROCID")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for name in ("WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, value or "x")
+        with pytest.raises(ValueError, match=f"{name} must be a number"):
+            Seat.find()
+        monkeypatch.setenv(name, "1")
+
+
+def test_results_of_an_experiment_that_are_a_file_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("")
+    grid = grid_file(tmp_path, results=str(tmp_path / "taken"))
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "experiment", str(grid)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert any("results" in line and str(tmp_path / "taken") in line for line in said), said
