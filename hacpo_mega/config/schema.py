@@ -47,7 +47,8 @@ class RewardConfig(Section):
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """What the grader lets you set, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
-    """CPU seconds of one judgement; an answer that needs more is wrong, where its gold can be judged in them."""
+    """CPU seconds of one judgement; an answer that exceeds them is graded wrong, unless its gold does, too. A grader of
+    yours may sleep twice as long over an answer."""
     num_workers: Count = 1
     """Grading processes of each cell."""
     require_stop: Flag = False
