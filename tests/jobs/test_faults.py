@@ -42,8 +42,8 @@ def play_without_bounds(*arguments: str) -> None:
     """The command, in which a weight decay of 1000, the most that a file may say, is 1e300: it takes all weights."""
     from hacpo_mega.cli import app
 
-    def load(*given: Any) -> Config:
-        config = load_config(*given)
+    def load(*given: Any, **how: Any) -> Config:
+        config = load_config(*given, **how)
         decays = [agent.optimizer.weight_decay and 1e300 for agent in config.agents]
         agents = [
             agent.model_copy(update={"optimizer": agent.optimizer.model_copy(update={"weight_decay": decay})})

@@ -272,6 +272,7 @@ def test_a_number_that_is_not_finite_leaves_no_checkpoint(going_on, tmp_path):
     weights = dict(stored_weights(stored.folder, sources, torch.float32))
     weights["model.norm.weight"][3] = torch.nan
     shutil.rmtree(stored.folder)
+    stored.folder.mkdir()
     write_parts(
         {stored_name(WEIGHT, s.name): [Part(s.shape, (0,) * len(s.shape), weights[s.name])] for s in sources},
         stored.folder,
