@@ -9,7 +9,7 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +42,9 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget, memory_table
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.logbook.provenance import what_is_finished
+from hacpo_mega.models.hub import model_folder, not_cached
 from hacpo_mega.models.visible import say
 
 app = typer.Typer(
@@ -208,9 +210,7 @@ def report(
 
 @app.command(name="eval")
 def evaluate_model(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or RUN/checkpoints/step_N/NAME.")
-    ],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder, ORG/NAME, RUN/checkpoints/step_N/NAME.")],
     files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Benchmarks of any layout.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of answers and evaluation.json; an old one is continued.")] = ...,
     suite: Annotated[str | None, typer.Option(help="'paper': its seven benchmarks, found in --data.")] = None,
@@ -235,9 +235,11 @@ def evaluate_model(
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
     from hacpo_mega.evaluation.settings import ask, benchmarks_of
 
+    if not inside_a_job():
+        _fetch([model])
     benchmarks = benchmarks_of(files or [], suite, data, samples, temperature, limit)
     settings = ask(
-        model,
+        model_folder(model),
         benchmarks,
         is_suite=suite is not None,
         chat_template=chat_template,
@@ -278,10 +280,20 @@ def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int
 def _load(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
     """The checked configuration; `with_models` also asks for the model folders that `init` would make."""
     with _one_voice_per_node():
+        if with_models and not inside_a_job():
+            _fetch(agent.model for agent in load_unchecked(config_file, overrides or []).agents if agent.init is None)
         config = load_config(config_file, overrides or [], try_templates=reads_first())
         if with_models and (missing := missing_models(config)):
             raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     return config
+
+
+def _fetch(models: Iterable[Path]) -> None:
+    """Downloads the models of the Hub that are not in the cache; the library is loaded only where there is one."""
+    if any(map(not_cached, models := list(models))):
+        from hacpo_mega.commands.fetch_models import fetch_models
+
+        fetch_models(models)
 
 
 @contextmanager

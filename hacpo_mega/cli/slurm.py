@@ -17,6 +17,7 @@ from hacpo_mega.config.checks import batch_problems, find_problems
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
+from hacpo_mega.models.hub import not_cached
 from hacpo_mega.models.visible import say
 
 
@@ -48,6 +49,11 @@ def slurm(
         job = prepare(_placed(config_file, overrides or []), options)
         say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
         return
+    models = [agent.model for agent in load_unchecked(config_file, overrides or []).agents if agent.init is None]
+    if any(map(not_cached, models)):  # once, here, where there is a network
+        from hacpo_mega.commands.fetch_models import fetch_models
+
+        fetch_models(models)
     config = load_config(config_file, overrides or [])
     if missing := missing_models(config):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))

@@ -27,6 +27,7 @@ from hacpo_mega.logbook.run_lock import is_gone, signature
 from hacpo_mega.megatron.hf_writer import copy_beside_weights, finite, write_weights
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.segments import all_sources
 
 CARD = "README.md"
@@ -201,7 +202,8 @@ def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to th
     partners = [other.name for other in agent.config.agents if other.name != agent.agent.name]
     algorithm = agent.config.algorithm
     shared = partners if algorithm.shares_answers else []
-    base = agent.agent.model.name
+    hub = HubModel.of_snapshot(agent.agent.model)
+    base = agent.agent.model.name if hub is None else hub.repo
     head = {"base_model": base, "library_name": "transformers", "pipeline_tag": "text-generation"}
     lines = [
         "---",

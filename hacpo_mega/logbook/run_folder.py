@@ -69,7 +69,8 @@ class RunFolder:
                 warn(f"{self._path} held a run, which is {aside} from now on")
             lock.folder.mkdir(parents=True, exist_ok=True)
             lock.enter(aside)
-        record_start(self._path, steps_done)  # first: by it a run is known that is killed at this moment
+        models = {agent.name: agent.model for agent in config.agents}
+        record_start(self._path, steps_done, models)  # first: by it a run is known that is killed at this moment
         (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
 
     def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.models.documents import json_file, short
+from hacpo_mega.models.hub import not_cached
 
 DTYPES = ("float32", "bfloat16", "float16")
 # One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
@@ -17,6 +18,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def read_config(folder: Path) -> Mapping[str, Any]:
     """`folder`/config.json. ValueError, one line, for a folder without one, or with one that is no JSON object."""
     if not (folder / "config.json").is_file():
+        if model := not_cached(folder):
+            raise ValueError(
+                f"{folder} is no folder here, and the Hugging Face cache has no such model; `{model.download}` fetches "
+                "it, as `hacpo-mega train` does where there is network"
+            )
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face folder, such as RUN/agents/NAME"
         )

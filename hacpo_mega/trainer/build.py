@@ -3,9 +3,11 @@
 Everything that a user may have to mend is found here, before an older run is displaced.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.sampler import Sampler
@@ -26,6 +28,7 @@ from hacpo_mega.logbook.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.trace import StepTrace
 from hacpo_mega.logbook.trackers import Trackers
+from hacpo_mega.models.hub import model_name
 from hacpo_mega.samples.learner_view import ViewRules
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
@@ -83,6 +86,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     is_first = place.coordinate.global_rank == 0
     lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
     start = agree_on_start(place, config, **how)
+    require_same_models(place, [agent.model for agent in config.agents])
     steps_done = 0 if start is None else start.step
     console = stack.enter_context(Console(config.num_steps, steps_done, quiet=not is_first))
     if start is not None:
@@ -136,6 +140,19 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         disk=JointDisk(place, config, folder, console.say),
         observers=Observers(observers),
     )
+
+
+def require_same_models(place: Place, models: Sequence[Path]) -> None:
+    """ValueError on every rank when a node's cache has another commit of a model than rank 0's. Collective.
+
+    A branch of the Hub may have moved between the downloads of two nodes.
+    """
+    mine = [model_name(model) for model in models]
+    first = json.loads(place.share_in_job(json.dumps(mine).encode()))
+    apart = [f"{here} where rank 0 has {there}" for here, there in zip(mine, first) if here != there]
+    found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
+    if said := place.first_said(found if apart else None):
+        raise ValueError(said)
 
 
 def _judge(config: Config, place: Place, kind: Callable[..., RolloutJudge], stack: ExitStack) -> RolloutJudge:

@@ -144,7 +144,7 @@ def test_a_start_is_seen_though_the_run_has_moved_aside_what_was_before(tmp_path
         launched.append(time.time())
         time.sleep(0.01)
         run.mkdir(exist_ok=True)
-        record_start(run, number)
+        record_start(run, number, {})
         assert opened_since(run, launched[-1])[1] == number
         if number == 0:
             run.rename(tmp_path / "run.1")

@@ -42,6 +42,14 @@ def test_problems_of_two_agents_are_both_said(tmp_path):
     assert sorted(lines) == ["a: torn", "b: gone"]
 
 
+def test_a_node_whose_cache_has_another_commit_of_a_model_is_named(tmp_path):
+    one, other = (str(tmp_path / "models--org--name" / "snapshots" / (letter * 40)) for letter in "ab")
+    statuses, lines = play(tmp_path, "models", {0: one, 1: one, 2: one, 3: other})
+    assert statuses == [2, 2, 2, 2], lines
+    said = f"rank 3 has org/name@{'b' * 40} where rank 0 has org/name@{'a' * 40}: name the commit, as in NAME@COMMIT"
+    assert lines == [said]
+
+
 def test_in_training_the_same_error_is_a_fault_with_its_traceback(tmp_path):
     statuses, lines = play(tmp_path, "learn", {2: "negative dimensions"})
     assert statuses == [1, 1, 1, 1]

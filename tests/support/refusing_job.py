@@ -8,6 +8,7 @@ import torch
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.trainer.build import require_same_models
 
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
 
@@ -15,10 +16,12 @@ RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), Agen
 def run(phase: str, complaints: dict[int, str]) -> None:
     """One rank, which raises its complaint in `phase`; the others wait where nothing but their watchdog ends them."""
     with Place.join(RANK_MAP, 120.0) as place:
-        if phase != "start":
+        if phase not in ("start", "models"):
             place.enter_phase(phase, "of step 1")
         place.barrier()
-        if (complaint := complaints.get(place.coordinate.global_rank)) is not None:
+        if phase == "models":  # what a rank's cache has
+            require_same_models(place, [Path(complaints[place.coordinate.global_rank])])
+        elif (complaint := complaints.get(place.coordinate.global_rank)) is not None:
             raise ValueError(complaint)
         time.sleep(1000.0)
 

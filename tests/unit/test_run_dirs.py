@@ -32,7 +32,7 @@ def refusals(run_dir: str | Path, *overrides: str) -> list[str]:
 def make_run(folder: Path, *names: str) -> Path:
     folder.mkdir(parents=True)
     if "starts.jsonl" in names:
-        record_start(folder, 0)
+        record_start(folder, 0, {})
     for name in set(names) - {"starts.jsonl"}:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(METRICS_LINE if name == "metrics.jsonl" else "seed = 1\n")
@@ -212,7 +212,7 @@ def test_a_line_of_metrics_that_is_none_is_named_before_a_run_goes_on(garbage, t
 
 
 def test_a_start_that_is_none_is_named(tmp_path):
-    record_start(tmp_path, 0)
+    record_start(tmp_path, 0, {})
     with (tmp_path / "starts.jsonl").open("a") as file:
         file.write("\x00garbage\n")
     with pytest.raises(ValueError, match=r"starts\.jsonl, line 2: not a start of the run"):
@@ -220,7 +220,7 @@ def test_a_start_that_is_none_is_named(tmp_path):
 
 
 def test_logs_that_have_vanished_are_said(tmp_path):
-    record_start(tmp_path, 2)  # a branch: the steps before are another run's
+    record_start(tmp_path, 2, {})  # a branch: the steps before are another run's
     (tmp_path / "rollouts").mkdir()
     for step in (3, 4, 5, 6, 7):
         for lane in (0, 1):

@@ -1,0 +1,57 @@
+"""Downloads models that a configuration or a command names by their name on the Hugging Face Hub.
+
+It is called once per job, outside of its ranks, and takes what `from_pretrained` would and no weights as pickles. Not
+here: where the cache keeps them (models/hub.py).
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+from huggingface_hub import constants, errors, snapshot_download
+
+from hacpo_mega.models.documents import one_line
+from hacpo_mega.models.hub import CACHE, HubModel, not_cached
+from hacpo_mega.models.visible import say
+
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md", "*.py")
+
+
+def fetch_models(paths: Iterable[Path]) -> None:
+    """Puts into the cache what `paths` name on the Hub and it does not have; folders are left alone. ValueError."""
+    for model in dict.fromkeys(map(not_cached, paths)):
+        if model is not None:
+            _fetch(model)
+
+
+def _fetch(model: HubModel) -> None:
+    """Puts a model into the cache, or completes it there.
+
+    ValueError, one line, for a name or revision that the Hub does not have, a model that needs a token, and a machine
+    without network.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(_without(model, "HF_HUB_OFFLINE is set"))
+    say(f"{model} is not in {CACHE}: downloading it")
+    try:
+        snapshot_download(model.repo, revision=model.revision, allow_patterns=list(NEEDED))
+    except errors.GatedRepoError:  # a RepositoryNotFoundError, too
+        raise ValueError(
+            f"{model.repo} is gated: accept its terms at {constants.ENDPOINT}/{model.repo}, then `hf auth login`"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(
+            f"{model.repo} is neither a folder here nor a model on {constants.ENDPOINT}; a private one needs "
+            "`hf auth login`"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"{model.repo} has no revision {model.revision!r}; leave @{model.revision} out") from None
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        raise ValueError(_without(model, one_line(str(error).partition("\n")[0]))) from None
+
+
+def _without(model: HubModel, why: str) -> str:
+    return (
+        f"{model} is not in {CACHE} and cannot be downloaded ({why}); on a machine with network: "
+        f"`{model.download}`, with the same HF_HOME"
+    )

@@ -1,0 +1,192 @@
+"""Models by their name on the Hub: what the cache has, what it lacks, what the Hub refuses. No test leaves the machine.
+
+The Hub is a server on the loopback interface that answers as huggingface_hub's own client expects
+(https://huggingface.co/docs/hub/api): repositories with files, and the headers of refusals.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.models import hub
+from hacpo_mega.models.hub import HubModel, model_folder, model_name
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    return Path(agent_table(folder, "tiny", "qwen3", CHARACTERS)["model"])
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, model) -> Path:
+    """A cache with two commits of org/tiny: main is the new one, the tag v1 the old one."""
+    folder = tmp_path / "cache"
+    stored = folder / "models--org--tiny"
+    for commit in (OLD, NEW):
+        shutil.copytree(model, stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(NEW)
+    (stored / "refs" / "v1").write_text(OLD)
+    monkeypatch.setattr(hub, "CACHE", str(folder))
+    return folder
+
+
+def config_for(folder: Path, model: str, **overrides: str) -> Config:
+    """The checked configuration of a run with one agent, whose model is given by `model`."""
+    (folder / "run").mkdir(exist_ok=True, parents=True)
+    agent = {"name": "a", "model": model, "optimizer": {"lr": 1e-3}}
+    file = write_config(folder / "run", [agent], algorithm={"method": "gspo"})
+    return load_config(file, [f"{key}={value}" for key, value in overrides.items()])
+
+
+def test_a_name_stands_for_the_commit_that_the_cache_has(tmp_path, cache):
+    snapshots = cache / "models--org--tiny" / "snapshots"
+    for name, commit in {"org/tiny": NEW, "org/tiny@main": NEW, "org/tiny@v1": OLD, f"org/tiny@{OLD}": OLD}.items():
+        config = config_for(tmp_path, name)
+        assert config.agents[0].model == snapshots / commit
+        written = config.model_dump(mode="json")["agents"][0]["model"]
+        assert written == f"org/tiny@{commit}"
+        assert Config.model_validate(config.model_dump(mode="json", exclude_none=True)) == config
+
+
+def test_a_folder_of_that_name_comes_first(tmp_path, cache, model, monkeypatch):
+    shutil.copytree(model, tmp_path / "org" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    assert config_for(tmp_path, "org/tiny").agents[0].model == Path("org/tiny")
+
+
+@pytest.mark.parametrize("text", ["org", "a/b/c", "./a/b", "/a/b", "a/../b", "a/b@", "a b/c", "ä/b", "-a/b", "a/b@x y"])
+def test_what_can_only_be_a_path_is_one(text):
+    assert HubModel.parse(text) is None
+    assert model_folder(Path(text)) == Path(text)
+
+
+def test_only_a_snapshot_is_written_as_a_name(tmp_path):
+    for folder in ("models--org--tiny/snapshots/main", f"org--tiny/snapshots/{NEW}", f"models--tiny/snapshots/{NEW}"):
+        assert model_name(tmp_path / folder) == str(tmp_path / folder)
+
+
+def test_a_model_that_the_cache_lacks_is_refused_with_the_command(tmp_path, cache):
+    with pytest.raises(ValueError, match=r"agents\.a: org/other is no folder here.*`hf download org/other` fetches it"):
+        config_for(tmp_path, "org/other")
+    with pytest.raises(ValueError, match=r"`hf download org/tiny --revision v2` fetches it"):
+        config_for(tmp_path, "org/tiny@v2")
+
+
+def test_a_snapshot_with_a_missing_file_names_it_and_the_command(tmp_path, cache):
+    snapshot = cache / "models--org--tiny" / "snapshots" / NEW
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="safetensors") as refusal:
+        config_for(tmp_path, "org/tiny")
+    lines = str(refusal.value).splitlines()
+    assert lines[-1].endswith(f"org/tiny@{NEW} may be in the cache in part; `hf download org/tiny --revision {NEW}` "
+                              "completes it")  # fmt: skip
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hub that a download asks: org/tiny is public, org/gated and org/gone refuse."""
+
+    source: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        if path.startswith(("/api/models/org/gated", "/org/gated")):
+            return self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        if path.startswith("/api/models/org/tiny/revision/"):
+            if not path.endswith(("/main", NEW)):
+                return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            files = [{"rfilename": file.name} for file in sorted(self.source.iterdir())]
+            return self._answer(200, json.dumps({"id": "org/tiny", "sha": NEW, "siblings": files}).encode())
+        if path.startswith("/api/models/org/tiny/tree/"):
+            files = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _sha(file)}
+                     for file in sorted(self.source.iterdir())]  # fmt: skip
+            return self._answer(200, json.dumps(files).encode())
+        if path.startswith(f"/org/tiny/resolve/{NEW}/"):
+            file = self.source / path.rpartition("/")[2]
+            return self._answer(200, file.read_bytes(), {"X-Repo-Commit": NEW, "ETag": f'"{_sha(file)}"'})
+        return self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+def _sha(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def server(model) -> Iterator[str]:
+    handler = type("ThisHub", (Hub,), {"source": model, "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def fetch(home: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `train` does before it starts its ranks, in a process that reads HF_HOME and HF_ENDPOINT when it starts."""
+    program = (
+        "from pathlib import Path; from hacpo_mega.commands.fetch_models import fetch_models; "
+        "from hacpo_mega.models.hub import model_folder, model_name; "
+        f"fetch_models([Path({name!r})]); print(model_name(model_folder(Path({name!r}))))"
+    )
+    settings = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **environment}
+    return subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_public_model_is_downloaded_once(tmp_path, server, model):
+    done = fetch(tmp_path, "org/tiny", HF_ENDPOINT=server)
+    assert done.stdout.splitlines()[-1] == f"org/tiny@{NEW}", done.stderr[-2000:]
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / NEW
+    assert {file.name: _sha(file) for file in snapshot.iterdir()} == {file.name: _sha(file) for file in model.iterdir()}
+    again = fetch(tmp_path, "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")  # asks nobody
+    assert again.stdout.splitlines() == [f"org/tiny@{NEW}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("org/gated", "org/gated is gated: accept its terms at"),
+        ("org/gone", "org/gone is neither a folder here nor a model on"),
+        ("org/tiny@v9", "org/tiny has no revision 'v9'"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(tmp_path, server, name, said):
+    done = fetch(tmp_path, name, HF_ENDPOINT=server)
+    assert f"ValueError: {said}" in done.stderr.splitlines()[-1], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_without_a_network_the_command_for_another_machine_is_said(tmp_path, environment):
+    done = fetch(tmp_path, "org/tiny", **environment)
+    last = done.stderr.splitlines()[-1]
+    assert "cannot be downloaded" in last and "`hf download org/tiny`, with the same HF_HOME" in last
