@@ -1,7 +1,7 @@
 """Different language models teach each other (HACPO, arXiv 2603.02604), on Megatron actors and vLLM engines.
 
-The face: `load_config`, `Config`, and `Trainer`, which is imported when it is first asked for, since it brings torch,
-Megatron and vLLM with it and `hacpo-mega check` must answer without them.
+The face: `load_config`, `Config`, `train`, which starts its ranks by itself, and `Trainer`, one rank of a job that a
+launcher has started. The last two are imported when they are first asked for: `hacpo-mega check` must answer at once.
 """
 
 from typing import Any
@@ -9,10 +9,14 @@ from typing import Any
 from hacpo_mega.config import Config, load_config
 
 __version__ = "0.2.0"
-__all__ = ["Config", "Trainer", "__version__", "load_config"]
+__all__ = ["Config", "Trainer", "__version__", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":
+        from hacpo_mega.jobs.from_python import train
+
+        return train
     if name == "Trainer":
         from hacpo_mega.trainer.trainer import Trainer
 

@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hacpo_mega.cluster.environment import LAUNCHER_PID
@@ -28,26 +30,39 @@ POLL_S = 0.1
 LAST_WORDS_S, PATIENCE_S = 2.0, 30.0
 
 
-def run_on_this_machine(arguments: list[str], world_size: int) -> int:
+def run_on_this_machine(arguments: list[str], world_size: int, look: Callable[[], None] = lambda: None) -> int:
     """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the highest exit code of its ranks.
 
+    `look` is called while they run, some times a second; what it raises ends them.
     SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75
     (docs/guide/troubleshooting.md). A rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after
     which all are gone.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
-    ranks = _Ranks()
-    for number in (*DEFERRED, *AT_ONCE):
-        signal.signal(number, ranks.pass_on)
-    with job_folder() as folder:
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))}
+    ranks = _Ranks(look)
+    with _passing_on(ranks), job_folder() as folder:
         try:
             secret = new_secret()
             for rank in range(world_size):
                 told = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
-                ranks.start(["-m", "hacpo_mega.cli", *arguments], told)
+                ranks.start(["-m", "hacpo_mega.cli", *arguments], threads | told)
             return ranks.wait()
         finally:
             ranks.kill()
+
+
+@contextmanager
+def _passing_on(ranks: "_Ranks") -> Iterator[None]:
+    """Signals go to the ranks meanwhile, and then to whom they went before. Only a main thread can be told of any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ranks.pass_on) for number in (*DEFERRED, *AT_ONCE)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) -> dict[str, str]:
@@ -68,7 +83,8 @@ def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) 
 class _Ranks:
     """The processes, each in a session of its own, so that a terminal tells the launcher alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
         self._processes: list[subprocess.Popen] = []
         self._told: list[int] = []
 
@@ -128,3 +144,4 @@ class _Ranks:
         end = time.monotonic() + limit_s
         while self._running and not is_over() and time.monotonic() < end:
             time.sleep(POLL_S)
+            self._look()

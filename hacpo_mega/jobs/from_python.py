@@ -1,0 +1,163 @@
+"""`hacpo_mega.train`: a whole job on this machine from a script or a notebook, and what it tells while it goes on.
+
+The ranks are processes of their own, started as `hacpo-mega train` starts them, so that nothing has to be set before
+Python starts and the caller stays free of torch's and vLLM's state. What a callback is shown is read from the run's own
+files: it runs in the caller's process, between two looks, and can change nothing.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from hacpo_mega.checkpoint.files import StartOptions, committed_steps, find_start
+from hacpo_mega.cluster.exit_status import REFUSED, RESUMABLE, SIGNALLED
+from hacpo_mega.cluster.private_folder import job_folder
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.jobs.local import run_on_this_machine
+from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.run_folder import resolved_toml
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+OnAnswers = Callable[[int, list[dict[str, Any]]], None]
+OnEvaluation = Callable[[int, Mapping[str, float]], None]
+
+
+class RunFailed(RuntimeError):
+    """A rank has ended with an error, which it has said itself; `exit_code` as in docs/reference/exit-codes.md."""
+
+    def __init__(self, run_dir: Path, exit_code: int) -> None:
+        super().__init__(f"the run {run_dir} ended with exit code {exit_code}; its ranks have said why, above")
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run on disk.
+
+    is_finished   False when a signal ended it before num_steps: it goes on where it is started again
+    agents        the Hugging Face folder of every agent by name; empty unless it is finished
+    """
+
+    run_dir: Path
+    is_finished: bool
+    agents: Mapping[str, Path]
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Every number of every step (docs/reference/metrics.md), step 0 is the evaluation before training."""
+        return {step: of_step.values | of_step.timing for step, of_step in _metrics(self.run_dir).items()}
+
+
+def train(
+    config: Config | str | Path,
+    *overrides: str,
+    on_step: OnStep | None = None,
+    on_answers: OnAnswers | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    **how: Unpack[StartOptions],
+) -> TrainedRun:
+    """Trains all agents of a configuration on this machine, as `hacpo-mega train` does, and waits for the end.
+
+    config          a Config, or the path of a TOML file to which `overrides` (key=value) apply
+    on_step         is given a step, and its metrics by name
+    on_answers      is given a step, and a table per prompt of it: the lines of rollouts/ (docs/reference/metrics.md)
+    on_evaluation   is given a step, and the held-out accuracy by agent
+    how             fresh, accept, branch, last_whole: the options of `hacpo-mega train`
+
+    ValueError, a line per problem, for what the user has to mend, before a rank starts where it can be seen then;
+    RunFailed when a rank fails; KeyboardInterrupt after Ctrl-C, when every rank is gone. What a callback raises ends
+    the ranks, too, and is raised.
+    """
+    if isinstance(config, Config):
+        if overrides:
+            raise ValueError(
+                "overrides go with the path of a file; a Config is changed by config.model_copy(update=...)"
+            )
+    else:
+        config = load_config(config, overrides)
+    if missing := missing_models(config):
+        raise ValueError("\n".join(missing))
+    find_start(config, **how)
+    seen = _Seen(config, on_step, on_answers, on_evaluation, is_new=bool(how.get("fresh")))
+    with job_folder() as folder:
+        file = folder / "run.toml"
+        file.write_text(resolved_toml(config), encoding="utf-8")
+        code = run_on_this_machine(["train", str(file), *_options(how)], RankMap.of(config).world_size, seen.look)
+    seen.look(is_over=True)
+    if code == SIGNALLED + 2:
+        raise KeyboardInterrupt
+    if code == REFUSED:
+        raise ValueError(f"the run {config.run_dir} was refused; its ranks have said why, above")
+    if code not in (0, RESUMABLE):
+        raise RunFailed(config.run_dir, code)
+    agents = {agent.name: config.run_dir / "agents" / agent.name for agent in config.agents}
+    return TrainedRun(config.run_dir, code == 0, agents if code == 0 else {})
+
+
+def _options(how: StartOptions) -> list[str]:
+    """The words of the command line for `how`."""
+    words = [word for key in how.get("accept", ()) for word in ("--accept", key)]
+    words += ["--from", str(branch)] if (branch := how.get("branch")) is not None else []
+    return words + [f"--{name.replace('_', '-')}" for name in ("fresh", "last_whole") if how.get(name)]
+
+
+class _Seen:
+    """What callbacks have been shown of a run that goes on; each step once, in order."""
+
+    def __init__(self, config: Config, on_step: OnStep | None, on_answers: OnAnswers | None,
+                 on_evaluation: OnEvaluation | None, *, is_new: bool) -> None:  # fmt: skip
+        self._run_dir, self._lanes = config.run_dir, config.lanes
+        self._names = [agent.name for agent in config.agents]
+        self._on_step, self._on_answers, self._on_evaluation = on_step, on_answers, on_evaluation
+        done = [] if is_new else committed_steps(config.run_dir)
+        self._step = self._answers_of = max(done, default=-1)
+        self._stamp = self._stamp_now()  # what an older run has written is not this one's
+
+    def look(self, *, is_over: bool = False) -> None:
+        """Shows what has come since the last look."""
+        if (stamp := self._stamp_now()) != self._stamp:
+            self._stamp = stamp
+            for step, of_step in _metrics(self._run_dir).items():
+                if step > self._step:
+                    self._step = step
+                    self._show(step, of_step.values, of_step.values | of_step.timing)
+        if self._on_answers is not None:
+            self._show_answers(is_over)
+
+    def _show(self, step: int, values: Mapping[str, float], everything: Mapping[str, float]) -> None:
+        if self._on_step is not None:
+            self._on_step(step, everything)
+        accuracy = {name: values[key] for name in self._names if (key := f"agent/{name}/accuracy") in values}
+        if self._on_evaluation is not None and accuracy:
+            self._on_evaluation(step, accuracy)
+
+    def _show_answers(self, is_over: bool) -> None:
+        """Every lane writes its own prompts of a step, in its own time."""
+        while self._answers_of < self._step:
+            step = self._answers_of + 1
+            files = sorted((self._run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl"))
+            if step > 0 and len(files) < self._lanes and not is_over:
+                return
+            self._answers_of = step
+            if files:
+                lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
+                self._on_answers(step, [json.loads(line) for line in lines])
+
+    def _stamp_now(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self._run_dir / "metrics.jsonl")
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _metrics(run_dir: Path) -> dict[int, Any]:
+    try:
+        return read_metrics(run_dir / "metrics.jsonl")
+    except FileNotFoundError:
+        return {}

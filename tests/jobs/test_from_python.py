@@ -1,0 +1,88 @@
+"""`hacpo_mega.train`: a job from a Python process, what its callbacks are shown, and what ends it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from job import interpreter
+from repository import ROOT
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega import load_config, train
+from hacpo_mega.logbook.metrics import read_metrics
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch) -> Path:
+    python, environment = interpreter()
+    monkeypatch.setattr(sys, "executable", python)  # of the ranks
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS)]
+    return write_config(tmp_path, agents, algorithm={"method": "gspo"}, checkpoint={"every_steps": 1})
+
+
+def test_a_run_from_python_shows_every_step_once_and_leaves_the_caller_as_it_was(config_file):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    steps, answers, accuracies = {}, {}, {}
+
+    def stop_after_one(step: int, _: object) -> None:
+        if step == 1:
+            raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        train(config_file, on_step=stop_after_one)
+    config = load_config(config_file)
+    done = train(
+        config, on_step=steps.__setitem__, on_answers=answers.__setitem__, on_evaluation=accuracies.__setitem__
+    )
+    assert done.is_finished and list(done.agents) == ["a"]
+    assert (done.agents["a"] / "config.json").is_file()
+    written = read_metrics(config.run_dir / "metrics.jsonl")
+    assert done.metrics == {step: line.values | line.timing for step, line in written.items()}
+    # where the first call's run had its last checkpoint depends on when the exception struck
+    assert list(steps) in ([0, 1, 2], [1, 2], [2]) and steps == {step: done.metrics[step] for step in steps}
+    for step, prompts in answers.items():
+        files = sorted((config.run_dir / "rollouts").glob(f"step_{step:06d}.*"))
+        assert prompts == [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert list(answers) == [step for step in steps if step > 0]
+    assert accuracies[2] == {"a": done.metrics[2]["agent/a/accuracy"]}
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+    with pytest.raises(ValueError, match=r"num_steps was 2|has 2 steps done, num_steps is 1"):
+        train(config_file, "num_steps=1")
+    with pytest.raises(ValueError, match="overrides go with the path of a file"):
+        train(config, "num_steps=3")
+
+
+def test_ctrl_c_ends_the_ranks_and_raises_where_the_script_stands(config_file, tmp_path):
+    """The program interrupts itself when step 1 is shown: a terminal would do the same to it alone."""
+    program = f"""
+        import os, signal, sys
+        sys.executable = {sys.executable!r}
+        import hacpo_mega
+        try:
+            hacpo_mega.train({str(config_file)!r}, "num_steps=500",
+                             on_step=lambda step, _: os.kill(os.getpid(), signal.SIGINT))
+        except KeyboardInterrupt:
+            print("interrupted")
+            sys.exit(7)
+    """
+    marked = {**os.environ, "STARTED_BY": str(tmp_path)}
+    command = [os.environ.get("PLAIN_PYTHON", sys.executable), "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=marked, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "interrupted"), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert not [process for process in Path("/proc").glob("[0-9]*") if marked["STARTED_BY"] in started_by(process)]
+
+
+def started_by(process: Path) -> str:
+    try:
+        return (process / "environ").read_text(errors="replace")
+    except OSError:
+        return ""
