@@ -12,9 +12,7 @@ CONFIG ?= configs/quickstart.toml
 .PHONY: quickstart test test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
-	$(BIN)/hacpo-mega init $(CONFIG)
-	launch/local.sh $(CONFIG)
-	$(BIN)/hacpo-mega report $$($(BIN)/hacpo-mega check $(CONFIG) --run-dir)
+	$(BIN)/hacpo-mega quickstart
 
 # A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. tests/conftest.py
 # says which tests stay together on a worker.

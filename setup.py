@@ -1,5 +1,7 @@
 """Packaging of hacpo_mega. The pinned environments are in launch/lock/; here are only the floors a user may vary."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 RUNTIME = [
@@ -19,14 +21,34 @@ RUNTIME = [
     "triton>=3.6",
 ]
 
+# What is no code and yet belongs to an installation: the job script's parts, and the configurations of the guide.
+FILES = {"hacpo_mega.launch": "launch", "hacpo_mega.configs": "configs"}
+
 setup(
     name="hacpo_mega",
     version="0.2.0",
     license="Apache-2.0",
     description="Different language models teach each other by reinforcement learning (HACPO), at Megatron scale",
-    python_requires=">=3.11",
-    packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels"],
-    package_dir={"hacpo_kernels": "kernels/hacpo_kernels"},
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    keywords="reinforcement-learning language-models megatron vllm hacpo rlvr",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.11,<3.14",
+    packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels", *FILES],
+    package_dir={"hacpo_kernels": "kernels/hacpo_kernels", **FILES},
+    package_data={
+        "hacpo_mega": ["py.typed"],
+        "hacpo_kernels": ["py.typed"],
+        "hacpo_mega.launch": ["*.sh", "*.sbatch"],
+        "hacpo_mega.configs": ["*.toml", "*/*.toml"],
+    },
     entry_points={"console_scripts": ["hacpo-mega = hacpo_mega.cli:main"]},
     install_requires=RUNTIME,
     extras_require={

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine, with one process per rank: launch/local.sh CONFIG [key=value ...]
 # Works from any folder; relative paths count from the current one. PYTHON chooses another interpreter than .venv's.
-# hacpo-mega itself counts the ranks, shares out the cores (OMP_NUM_THREADS), finds a free port and starts torchrun.
+# hacpo-mega itself sets what libraries read (env.sh has it for others), counts the ranks and shares out the cores.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,8 +9,6 @@ if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
   sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"
   exit 2
 fi
-source "$root/launch/env.sh"
-
 python=${PYTHON:-$root/.venv/bin/python}
 [[ -x $python || -n ${PYTHON:-} ]] || python=python3
 # A job inside a job would take its ranks from the outer one.

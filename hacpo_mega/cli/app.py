@@ -26,6 +26,7 @@ from hacpo_mega.cli.experiment import experiment
 from hacpo_mega.cli.export import Trust, export
 from hacpo_mega.cli.plan import plan
 from hacpo_mega.cli.preflight import preflight
+from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
@@ -175,6 +176,7 @@ app.command()(bench)
 app.command()(chaos)
 app.command()(plan)
 app.command()(preflight)
+app.command()(quickstart)
 app.command()(slurm)
 
 

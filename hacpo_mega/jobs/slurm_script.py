@@ -23,6 +23,7 @@ import tomli_w
 from hacpo_mega.checkpoint.files import plain
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
+from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
 from hacpo_mega.jobs.slurm_queue import job_name, jobs_of, partitions, spoken
 from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
@@ -30,8 +31,8 @@ from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.models.hub import CACHE, HubModel
 
-ROOT = Path(__file__).parents[2]
-TEMPLATE = ROOT / "launch" / "slurm.sbatch"
+LAUNCH = installed_files("launch")
+TEMPLATE = LAUNCH / "slurm.sbatch"
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|unable to contact|limit")
@@ -178,7 +179,7 @@ def _template(path: Path | None) -> str:
 
 def _seen_by_processes(config: Config) -> Iterator[Path]:
     """The folders that a container must show at their own paths: the run's lock lies beside its folder."""
-    yield from (ROOT, Path.cwd(), config.run_dir.absolute().parent)
+    yield from (LAUNCH.parent, Path.cwd(), config.run_dir.absolute().parent)
     for agent in config.agents:  # the files of a snapshot are links into the folder of all its model's snapshots
         model = HubModel.of_snapshot(agent.model)
         yield agent.model.absolute() if model is None else agent.model.parent.parent
@@ -224,7 +225,7 @@ def _settings(job: Job, number: int) -> Iterator[str]:
     """What the script's own lines refer to."""
     slurm, plan, folder = job.slurm, job.plan, job.folder()
     counts = plan.components[0].counts if len(plan.components) == 1 else ()
-    yield f"root={shlex.quote(str(ROOT))}"
+    yield f"launch={shlex.quote(str(LAUNCH))}"
     yield f"run_dir={shlex.quote(str(job.run_dir))}"
     yield f"config={shlex.quote(str(folder / f'config.{number}.toml'))}"
     yield f"script={shlex.quote(str(folder / f'job.{number}.sbatch'))}"
