@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.cluster.place import Place
@@ -19,11 +19,11 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.visible import say
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
-FAMILIES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 REPORT_EVERY = 100
 
 
@@ -70,7 +70,9 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
 def create_model(folder: Path, init: InitConfig, seed: int) -> None:
     """Writes a Hugging Face folder: random fp32 weights of the table's sizes and a tokenizer of its vocabulary."""
     tokenizer = make_tokenizer(folder, init.vocabulary)
-    model_config = FAMILIES[init.family](
+    model_config = AutoConfig.for_model(
+        init.family,
+        **FAMILIES[init.family].made_with,
         vocab_size=len(tokenizer),
         hidden_size=init.hidden_size,
         intermediate_size=init.ffn_size,

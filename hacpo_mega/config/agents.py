@@ -21,6 +21,7 @@ from hacpo_mega.config.section import (
     ShareBelowOne,
     Small,
 )
+from hacpo_mega.models.families import FAMILIES
 
 
 class OptimizerConfig(Section):
@@ -98,7 +99,7 @@ class WarmStartConfig(Section):
 class InitConfig(Section):
     """A small model that `hacpo-mega init` creates at the agent's `model` folder, with a tokenizer of its own."""
 
-    family: Literal["qwen2", "qwen3", "llama"]
+    family: Literal[tuple(FAMILIES)]
     """Architecture of the model."""
     num_layers: Count
     """Transformer layers."""

@@ -17,6 +17,7 @@ from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.layout import Layout, layout_problems
@@ -261,8 +262,8 @@ def architecture_of(agent: AgentConfig) -> Architecture:
         return Architecture.from_folder(agent.model)
     init = agent.init
     try:
-        return Architecture(
-            family=init.family,
+        return Architecture.of_family(
+            FAMILIES[init.family],
             num_layers=init.num_layers,
             hidden_size=init.hidden_size,
             num_heads=init.num_heads,
@@ -275,9 +276,6 @@ def architecture_of(agent: AgentConfig) -> Architecture:
             rope_theta=10_000.0,
             rope=None,
             tied=init.tied_embeddings,
-            qkv_bias=init.family == "qwen2",
-            output_bias=False,
-            qk_norm=init.family == "qwen3",
         )
     except ValueError as problem:
         raise ValueError(f"init: {problem}") from problem

@@ -9,20 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.models.documents import one_line, short
+from hacpo_mega.models.families import FAMILIES, Family
 from hacpo_mega.models.folder import read_config
-
-# model_type -> what `architectures` names beside it: Megatron's model follows the first, vLLM the second.
-SUPPORTED = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-# What a member of a supported family may say only with this value: with another it computes something else.
-ONLY = {
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
-
 
 # What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
 MOST = {
@@ -84,23 +72,33 @@ class Architecture:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
 
     @classmethod
+    def of_family(cls, family: Family, *, attention_bias: bool = False, **sizes: Any) -> "Architecture":
+        """A member of a family by its sizes, the fields above by name; `attention_bias` as in its config.json."""
+        return cls(
+            family=family.model_type,
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            qk_norm=family.qk_norm,
+            **sizes,
+        )
+
+    @classmethod
     def from_folder(cls, folder: Path) -> "Architecture":
         """Read `folder`/config.json. Raises ValueError for a folder without one or a model this project cannot run."""
         path = Path(folder) / "config.json"
         fields = _Fields(path, read_config(Path(folder)))
         family = _family(path, fields.given)
-        attention_bias = fields.flag("attention_bias", default=False)
-        _refuse_variants(path, fields.given, family, attention_bias)
+        _refuse_variants(path, fields.given, family)
         hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         rope_theta, rope = _rope(path, fields)
         try:
-            return cls(
-                family=family,
+            return cls.of_family(
+                family,
                 num_layers=fields.count("num_hidden_layers"),
                 hidden_size=hidden_size,
                 num_heads=num_heads,
-                num_kv_heads=fields.count("num_key_value_heads", default=num_heads),
-                head_dim=fields.count("head_dim", default=hidden_size // num_heads),
+                num_kv_heads=fields.count("num_key_value_heads", default=family.num_kv_heads or num_heads),
+                head_dim=fields.count("head_dim", default=family.head_dim or hidden_size // num_heads),
                 ffn_size=fields.count("intermediate_size"),
                 vocab_size=fields.count("vocab_size"),
                 max_positions=fields.count("max_position_embeddings"),
@@ -108,10 +106,7 @@ class Architecture:
                 rope_theta=rope_theta,
                 rope=rope,
                 tied=fields.flag("tie_word_embeddings", default=False),
-                qkv_bias=family == "qwen2" or attention_bias,
-                # Qwen2 has no such field and no bias on its output projection.
-                output_bias=family != "qwen2" and attention_bias,
-                qk_norm=family == "qwen3",
+                attention_bias=fields.flag("attention_bias", default=False),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
@@ -160,36 +155,43 @@ class _Fields:
         return default if value is None else value
 
 
-def _family(path: Path, given: Mapping[str, Any]) -> str:
-    """The supported model_type of a config.json whose `architectures` agree with it."""
+def _family(path: Path, given: Mapping[str, Any]) -> Family:
+    """The family that a config.json names by its model_type, and its `architectures` in the same way."""
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
     named = given.get("architectures")
     name = one_line(str(named[0])) if isinstance(named, list) and named else "none given"
-    if name not in SUPPORTED.values():
-        raise ValueError(f"{path}: architecture {name} is not supported; supported: {', '.join(SUPPORTED.values())}")
-    family = given.get("model_type")
-    if not isinstance(family, str) or family not in SUPPORTED:
-        raise ValueError(f"{path}: model_type {short(family)} is not supported; supported are {', '.join(SUPPORTED)}")
-    if SUPPORTED[family] != name:
-        raise ValueError(f"{path}: model_type {family!r} goes with architecture {SUPPORTED[family]}, found {name}")
+    if name not in supported.split(", "):
+        raise ValueError(f"{path}: architecture {name} is not supported; supported: {supported}")
+    model_type = given.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{path}: model_type {short(model_type)} is not supported; supported are {known}")
+    if family.architecture != name:
+        raise ValueError(
+            f"{path}: model_type {model_type!r} goes with architecture {family.architecture}, found {name}"
+        )
     return family
 
 
-def _refuse_variants(path: Path, given: Mapping[str, Any], family: str, attention_bias: bool) -> None:
-    """Raise ValueError for members of a supported family that compute something else."""
-    for key, only in ONLY.items():
+def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> None:
+    """ValueError for a member that computes something else than its family, or has a field that may ask for it."""
+    for key, only in family.values.items():
         found = given.get(key)
         # true == 1 in Python, and 1 is no answer to a question of true or false
         if found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool)):
-            raise ValueError(f"{path}: {key} = {short(found)} is not supported, only {only!r}")
+            asked = f"{path}: {key} = {short(found)} is not supported"
+            raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
+                             else f"{asked}, only {only!r}")  # fmt: skip
     kinds = given.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
     if other := [kind for kind in kinds if kind != "full_attention"]:
         raise ValueError(f"{path}: layer_types has {short(other[0])}, which is not supported, only 'full_attention'")
-    if family == "qwen3" and attention_bias:
+    if unknown := sorted(key for key, value in given.items() if value is not None and not family.knows(key)):
         raise ValueError(
-            f"{path}: qwen3 with attention_bias = true is not supported: vLLM leaves out the bias of its output "
-            "projection, so it would sample from another model than the one that is trained"
+            f"{path}: {one_line(unknown[0])} = {short(given[unknown[0]])} is no field of {family.model_type} that is "
+            "known here, so the model may compute something else; if it does not, take it out of config.json"
         )
 
 

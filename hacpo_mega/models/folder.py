@@ -20,8 +20,8 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     if not (folder / "config.json").is_file():
         if model := not_cached(folder):
             raise ValueError(
-                f"{folder} is no folder here, and the Hugging Face cache has no such model; `{model.download}` fetches "
-                "it, as `hacpo-mega train` does where there is network"
+                f"model folder {folder} has no config.json, and the Hugging Face cache has no model of that name; "
+                f"`{model.download}` fetches it, as `hacpo-mega train` does where there is a network"
             )
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face folder, such as RUN/agents/NAME"

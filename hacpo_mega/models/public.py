@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hacpo_mega.models.architecture import Architecture, Llama3Rope
+from hacpo_mega.models.families import LLAMA, QWEN2, QWEN3, Family
 
-QWEN3, QWEN2, LLAMA = 151936, 152064, 128256
+_QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class _Row:
     """One size of a family. `names` are the folders on the Hub and the positions of each."""
 
     names: Mapping[str, int]
-    family: str
+    family: Family
     layers: int
     hidden: int
     heads: int
@@ -49,20 +50,29 @@ def _llama(size: str) -> dict[str, int]:
 
 
 _ROWS = (
-    _Row(_qwen3("1.7B"), "qwen3", 28, 2048, 16, 8, 128, 6144, QWEN3, tied=True),
+    _Row(_qwen3("1.7B"), QWEN3, 28, 2048, 16, 8, 128, 6144, _QWEN3_VOCAB, tied=True),
     _Row(
-        {**_qwen3("4B"), "Qwen/Qwen3-4B-Instruct-2507": 262144}, "qwen3", 36, 2560, 32, 8, 128, 9728, QWEN3, tied=True
+        {**_qwen3("4B"), "Qwen/Qwen3-4B-Instruct-2507": 262144},
+        QWEN3,
+        36,
+        2560,
+        32,
+        8,
+        128,
+        9728,
+        QWEN3,
+        tied=True,
     ),
-    _Row(_qwen3("8B"), "qwen3", 36, 4096, 32, 8, 128, 12288, QWEN3),
-    _Row(_qwen3("14B"), "qwen3", 40, 5120, 40, 8, 128, 17408, QWEN3),
-    _Row(_qwen3("32B", base=False), "qwen3", 64, 5120, 64, 8, 128, 25600, QWEN3),
-    _Row(_qwen2("7B"), "qwen2", 28, 3584, 28, 4, 128, 18944, QWEN2),
-    _Row(_qwen2("32B"), "qwen2", 64, 5120, 40, 8, 128, 27648, QWEN2),
-    _Row(_qwen2("72B"), "qwen2", 80, 8192, 64, 8, 128, 29568, QWEN2),
-    _Row(_llama("3.2-1B"), "llama", 16, 2048, 32, 8, 64, 8192, LLAMA, tied=True, rope_factor=32.0),
-    _Row(_llama("3.2-3B"), "llama", 28, 3072, 24, 8, 128, 8192, LLAMA, tied=True, rope_factor=32.0),
-    _Row(_llama("3.1-8B"), "llama", 32, 4096, 32, 8, 128, 14336, LLAMA, rope_factor=8.0),
-    _Row(_llama("3.1-70B"), "llama", 80, 8192, 64, 8, 128, 28672, LLAMA, rope_factor=8.0),
+    _Row(_qwen3("8B"), QWEN3, 36, 4096, 32, 8, 128, 12288, _QWEN3_VOCAB),
+    _Row(_qwen3("14B"), QWEN3, 40, 5120, 40, 8, 128, 17408, _QWEN3_VOCAB),
+    _Row(_qwen3("32B", base=False), QWEN3, 64, 5120, 64, 8, 128, 25600, _QWEN3_VOCAB),
+    _Row(_qwen2("7B"), QWEN2, 28, 3584, 28, 4, 128, 18944, _QWEN2_VOCAB),
+    _Row(_qwen2("32B"), QWEN2, 64, 5120, 40, 8, 128, 27648, _QWEN2_VOCAB),
+    _Row(_qwen2("72B"), QWEN2, 80, 8192, 64, 8, 128, 29568, _QWEN2_VOCAB),
+    _Row(_llama("3.2-1B"), LLAMA, 16, 2048, 32, 8, 64, 8192, _LLAMA_VOCAB, tied=True, rope_factor=32.0),
+    _Row(_llama("3.2-3B"), LLAMA, 28, 3072, 24, 8, 128, 8192, _LLAMA_VOCAB, tied=True, rope_factor=32.0),
+    _Row(_llama("3.1-8B"), LLAMA, 32, 4096, 32, 8, 128, 14336, _LLAMA_VOCAB, rope_factor=8.0),
+    _Row(_llama("3.1-70B"), LLAMA, 80, 8192, 64, 8, 128, 28672, _LLAMA_VOCAB, rope_factor=8.0),
 )
 _BY_NAME = {name: row for row in _ROWS for name in row.names}
 PUBLIC_NAMES = tuple(_BY_NAME)
@@ -89,9 +99,8 @@ def _last(name: str) -> str:
 
 
 def _architecture(row: _Row, name: str) -> Architecture:
-    is_llama = row.family == "llama"
-    return Architecture(
-        family=row.family,
+    return Architecture.of_family(
+        row.family,
         num_layers=row.layers,
         hidden_size=row.hidden,
         num_heads=row.heads,
@@ -100,11 +109,8 @@ def _architecture(row: _Row, name: str) -> Architecture:
         ffn_size=row.ffn,
         vocab_size=row.vocab,
         max_positions=row.names[name],
-        norm_eps=1e-5 if is_llama else 1e-6,
-        rope_theta=500_000.0 if is_llama else 1_000_000.0,
+        norm_eps=row.family.norm_eps,
+        rope_theta=row.family.rope_theta,
         rope=None if row.rope_factor is None else Llama3Rope(row.rope_factor, 1.0, 4.0, 8192),
         tied=row.tied,
-        qkv_bias=row.family == "qwen2",
-        output_bias=False,
-        qk_norm=row.family == "qwen3",
     )

@@ -82,7 +82,9 @@ def test_only_a_snapshot_is_written_as_a_name(tmp_path):
 
 
 def test_a_model_that_the_cache_lacks_is_refused_with_the_command(tmp_path, cache):
-    with pytest.raises(ValueError, match=r"agents\.a: org/other is no folder here.*`hf download org/other` fetches it"):
+    with pytest.raises(
+        ValueError, match=r"agents\.a: model folder org/other has no config.*`hf download org/other` fetches it"
+    ):
         config_for(tmp_path, "org/other")
     with pytest.raises(ValueError, match=r"`hf download org/tiny --revision v2` fetches it"):
         config_for(tmp_path, "org/tiny@v2")

@@ -113,7 +113,7 @@ def edit_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": [1]}, "rope_parameters must be an object, found [1]"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported, only None"),
         # Megatron adds the bias that vLLM leaves out: their log-probs are nats apart.
-        ({"attention_bias": True}, "qwen3 with attention_bias = true is not supported: vLLM leaves out the bias"),
+        ({"attention_bias": True}, "attention_bias = True is not supported with qwen3: vLLM leaves out the bias"),
     ],
 )
 def test_a_config_json_that_says_something_else_is_one_line(folder, changes, problem):

@@ -1,0 +1,110 @@
+"""The families of models that can be trained: one record each, and nothing about a family anywhere else.
+
+A record says which fields a config.json of the family may have, and what the family decides by itself. A field that it
+does not know is a refusal, since another field is how another computation is asked for (Mistral's `sliding_window`).
+Sources: the configuration classes of transformers, whose defaults tests/unit/test_families.py compares, and
+vllm/model_executor/models. Not here: public sizes (public.py), names of tensors (segments.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What Architecture.from_folder, folder.py and the tokenizer's readers read.
+READ = frozenset(
+    {"architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+    | {"num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps"}
+    | {"tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "dtype", "torch_dtype"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+# What describes a folder, its making or its sampling, and changes no log-prob.
+DESCRIBES = frozenset(
+    {"_name_or_path", "_attn_implementation_autoset", "auto_map", "initializer_range", "transformers_version"}
+    | {"use_cache", "pretraining_tp", "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class"}
+    | {"finetuning_task", "return_dict", "return_dict_in_generate", "output_attentions", "output_hidden_states"}
+    | {"output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "prefix", "sep_token_id", "max_length"}
+    | {"min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"}
+    | {"top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"}
+    | {"encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "chunk_size_feed_forward"}
+    | {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
+    | {"suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "unsloth_fixed", "unsloth_version"}
+)
+# What may be said of every family with this value alone: with another the model computes something else.
+ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of dense decoders with rotary positions, RMSNorm and SwiGLU.
+
+    model_type      as config.json and Megatron's model builder know it
+    architecture    the class that transformers and vLLM run
+    qkv_bias        whether queries, keys and values have a bias, whatever config.json says
+    may_have_bias   whether `attention_bias` may be true, for a bias on the output projection, too
+    qk_norm         whether queries and keys are normalised
+    head_dim        where config.json does not say it; None: hidden size over heads
+    num_kv_heads    where config.json does not say it; None: as many as heads
+    ignores         fields of the family that change nothing, given what `only` fixes
+    only            fields of the family, with the one value that is supported
+    why             of an `only` field, what is wrong with another value; no entry: it computes something else
+    made_with       what a new config.json has to say, where transformers' default is another model
+    norm_eps, rope_theta    of the family's public models (public.py)
+    """
+
+    model_type: str
+    architecture: str
+    qkv_bias: bool = False
+    may_have_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    ignores: frozenset[str] = frozenset()
+    only: Mapping[str, Any] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Fields that a config.json may have with one value alone."""
+        known = {**ONLY, **self.only}
+        return {name: value for name, value in known.items() if not (name == "attention_bias" and self.may_have_bias)}
+
+    def knows(self, name: str) -> bool:
+        """Whether a config.json of the family may have this field."""
+        return name in READ | DESCRIBES | self.ignores or name in ONLY or name in self.only
+
+
+_WINDOW = {"use_sliding_window": False, "use_mrope": False}
+_NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
+
+LLAMA = Family("llama", "LlamaForCausalLM", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, num_kv_heads=32, only=_WINDOW, ignores=_NO_WINDOW)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    qk_norm=True,
+    head_dim=128,
+    num_kv_heads=32,
+    only=_WINDOW,
+    ignores=_NO_WINDOW,
+    why={
+        "attention_bias": "vLLM leaves out the bias of its output projection, so it would sample from another model "
+        "than the one that is trained"
+    },
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}

@@ -1,0 +1,91 @@
+"""What a config.json of each family may say: transformers' own, published ones, and what asks for another model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+from transformers import AutoConfig
+
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families import FAMILIES
+
+# As published, less the sizes of the vocabulary's special tokens: what a user's folder says word for word.
+QWEN25 = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+  "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+  "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
+  "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+  "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+  "transformers_version": "4.43.1", "use_cache": true, "use_sliding_window": false, "vocab_size": 152064}"""
+DISTILLED = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+  "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02,
+  "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21, "model_type": "qwen2",
+  "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+  "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+  "transformers_version": "4.44.0", "use_cache": true, "use_mrope": false, "use_sliding_window": false,
+  "vocab_size": 151936}"""
+QWEN3 = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+  "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
+  "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+  "use_sliding_window": false, "vocab_size": 151936}"""
+LLAMA32 = """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+  "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
+  "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+  "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0,
+  "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+  "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0",
+  "use_cache": true, "vocab_size": 128256}"""
+PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
+             "Llama-3.2-1B-Instruct": LLAMA32}  # fmt: skip
+# Fields by which transformers' other models, or later members of these families, compute something else.
+FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "num_experts": 8, "embedding_multiplier": 12.0,
+           "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
+
+
+def read(folder: Path, config: dict) -> Architecture:
+    (folder / "config.json").write_text(json.dumps(config))
+    return Architecture.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
+    config = json.loads(PUBLISHED[name])
+    found, theirs = read(tmp_path, config), AutoConfig.for_model(**config)
+    assert (found.num_kv_heads, found.num_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)
+    assert found.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    assert found.tied == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("field", FOREIGN)
+def test_a_field_that_a_family_does_not_know_is_a_refusal(tmp_path, name, field):
+    config = json.loads(PUBLISHED[name]) | {field: FOREIGN[field]}
+    with pytest.raises(ValueError, match=rf"config\.json: {field} = .* is no field of {config['model_type']}"):
+        read(tmp_path, config)
+    read(tmp_path, config | {field: None})  # which says nothing
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_path, model_type):
+    """Whole, and less every field at its default, as `save_pretrained` leaves them out."""
+    family = FAMILIES[model_type]
+    sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
+    config.architectures = [family.architecture]
+    whole = read(tmp_path, json.loads(config.to_json_string(use_diff=False)))
+    stated = {"vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings, **sizes}
+    assert read(tmp_path, json.loads(config.to_json_string(use_diff=True)) | stated) == whole
+    assert whole.num_kv_heads == config.num_key_value_heads
+    assert whole.head_dim == (getattr(config, "head_dim", None) or 16)
+
+
+def test_no_other_file_knows_a_family_by_name():
+    named = re.compile(rf"""["']({"|".join(FAMILIES)})["']""")
+    files = [file for file in (ROOT / "hacpo_mega").rglob("*.py") if file.name != "families.py"]
+    assert [str(file) for file in files if named.search(file.read_text())] == []
