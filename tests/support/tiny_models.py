@@ -6,9 +6,9 @@ Every parameter is random, norms and biases too: a norm left at one or a bias le
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+from hacpo_mega.models.families import FAMILIES
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
 LLAMA3_ROPE = {
@@ -39,7 +39,7 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Write a random model of `family` ("qwen2", "qwen3" or "llama") to `folder` and return the folder.
+    """Write a random model of `family`, one of FAMILIES, to `folder` and return the folder.
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
@@ -74,8 +74,9 @@ def _config(
     rope = {"rope_theta": 10_000.0, "rope_type": "default", **(rope_scaling or {})}
     if family == "qwen2":
         assert (head_dim, attention_bias) == (derived_head_dim, False), (head_dim, derived_head_dim, attention_bias)
-        return Qwen2Config(rope_parameters=rope)
-    return CONFIGS[family](rope_parameters=rope, head_dim=head_dim, attention_bias=attention_bias)
+        return AutoConfig.for_model(family, rope_parameters=rope)
+    sizes = {"head_dim": head_dim, "attention_bias": attention_bias}
+    return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].made_with)
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:
