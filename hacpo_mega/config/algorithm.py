@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hacpo_mega.config.methods import METHODS, CrossObjective, MethodName, unread_options
+from hacpo_mega.config.methods import METHODS, MethodName, unread_options
 from hacpo_mega.config.section import Count, Factor, Flag, Positive, PositiveOrZero, Section, Share, ShareBelowOne
 
 # What a preset sets otherwise than the defaults, which are the paper's text.
@@ -161,7 +161,7 @@ class AlgorithmConfig(Section):
         return self.method == "grpo"
 
     @property
-    def cross_objective(self) -> CrossObjective:
+    def cross_objective(self) -> str:
         """Which objective others' answers have."""
         if self.cross_clip == "own":
             return "own"

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MethodName = Literal["grpo", "gspo", "gspo_x2", "naive", "sgt", "f_tis", "hacpo"]
-# Which objective others' answers have: `hacpo_kernels.Bounds.cross` says what each is.
-CrossObjective = Literal["band", "own", "truncated", "likelihood"]
 
 # Options that every method reads.
 COMMON = frozenset(
@@ -41,14 +39,15 @@ class Method:
     sets                what it sets otherwise than a preset; a run's own options come last
     reads               the options that it reads beside COMMON; any other is refused
     needs_peers         whether it is nothing for an agent alone
-    cross               which objective others' answers have; None where nothing is shared, "band" follows `cross_clip`
+    cross               which objective others' answers have, by a name of hacpo_kernels.Bounds, which refuses another;
+                        None where nothing is shared, "band" follows `cross_clip`
     answers, updates    factors of rollout.rollouts_per_prompt and of the updates in a step
     """
 
     sets: Mapping[str, Any] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     needs_peers: bool = False
-    cross: CrossObjective | None = None
+    cross: str | None = None
     answers: int = 1
     updates: int = 1
 

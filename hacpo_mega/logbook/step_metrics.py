@@ -37,6 +37,7 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
         if trajectory.is_judged:
             metrics.add(f"{prefix}/reward_mean", trajectory.reward, 1)
         metrics.add(f"{prefix}/answer_tokens_mean", len(trajectory.rollout.token_ids), 1)
+        metrics.highest(f"{prefix}/answer_tokens_max", len(trajectory.rollout.token_ids))
         metrics.add(f"{prefix}/truncated", trajectory.rollout.stop is Stop.LENGTH, 1)
         if trajectory.num_scored:
             metrics.add(f"{prefix}/logprob_mean", trajectory.mean_logprob, 1)

@@ -106,5 +106,8 @@ QWEN3 = Family(
         "than the one that is trained"
     },
 )
+# v0.3, Nemo and Small; a v0.1 has a window of 4096 tokens, which Megatron's attention here would not have.
+_NULL = {"sliding_window": None}
+MISTRAL = Family("mistral", "MistralForCausalLM", num_kv_heads=8, only=_NULL, made_with=_NULL, norm_eps=1e-5)
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL)}

@@ -35,7 +35,7 @@ COMPARISONS = {
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("doctor")
-    for name, family in (("tied", "qwen3"), ("untied", "llama")):
+    for name, family in (("tied", "qwen3"), ("untied", "mistral")):
         sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32, "ffn_size": 96}
         vocabulary = tuple("0123456789+-*=,;s")
         init = InitConfig(family=family, tied_embeddings=name == "tied", vocabulary=vocabulary, **sizes)

@@ -33,7 +33,7 @@ CASES = {
     "llama-scaled": {"family": "llama", "tied": True, "rope_scaling": LLAMA3_ROPE},
     # one key/value head: with tp = 2 its rows of the fused projection are cut across ranks
     "llama-one-kv-head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
-    "llama-six-layers": {"family": "llama", "tied": True, "num_layers": 6},
+    "mistral-six-layers": {"family": "mistral", "tied": True, "num_layers": 6},
 }
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
 # (case, tp, pp) -> fields of Megatron's configuration; backward computes activations of this case again
@@ -52,8 +52,8 @@ RUNS: dict[tuple[str, int, int], dict[str, object]] = {
     ("qwen3-tied", 4, 1): {},
     ("llama-one-kv-head", 4, 1): {},
     # one, two, two and one layer; then two and four
-    ("llama-six-layers", 1, 4): UNEVEN,
-    ("llama-six-layers", 2, 2): {"num_layers_in_last_pipeline_stage": 4},
+    ("mistral-six-layers", 1, 4): UNEVEN,
+    ("mistral-six-layers", 2, 2): {"num_layers_in_last_pipeline_stage": 4},
 }
 LAYOUTS = sorted({(tp, pp) for _, tp, pp in RUNS})
 # Lengths of the packed sequences of two micro-batches; their sums are multiples of every tp.

@@ -40,8 +40,15 @@ LLAMA32 = """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "a
   "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
   "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0",
   "use_cache": true, "vocab_size": 128256}"""
+MISTRAL_V03 = """{"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+  "eos_token_id": 2,
+  "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+  "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+  "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.0.dev0", "use_cache": true,
+  "vocab_size": 32768}"""
 PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
-             "Llama-3.2-1B-Instruct": LLAMA32}  # fmt: skip
+             "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03}  # fmt: skip
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "num_experts": 8, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -83,6 +90,11 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     assert read(tmp_path, json.loads(config.to_json_string(use_diff=True)) | stated) == whole
     assert whole.num_kv_heads == config.num_key_value_heads
     assert whole.head_dim == (getattr(config, "head_dim", None) or 16)
+
+
+def test_a_mistral_with_a_window_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: sliding_window = 4096 is not supported, only None"):
+        read(tmp_path, json.loads(MISTRAL_V03) | {"sliding_window": 4096})
 
 
 def test_no_other_file_knows_a_family_by_name():

@@ -89,9 +89,9 @@ def edit_config(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        ({"architectures": ["MistralForCausalLM"]}, "architecture MistralForCausalLM is not supported"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM is not supported"),
         ({"architectures": None}, "architecture none given is not supported"),
-        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
         ({"model_type": "llama"}, "model_type 'llama' goes with architecture LlamaForCausalLM, found Qwen3ForCausalLM"),
         ({"num_attention_heads": "two"}, "num_attention_heads must be an integer of at least 1, found 'two'"),
         ({"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, found 0"),

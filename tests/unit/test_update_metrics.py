@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hacpo_kernels import objective_from_mean
@@ -10,8 +11,8 @@ from hacpo_mega.agent.policy_loss import BatchReport, ratios_by_key
 from hacpo_mega.algorithm import objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_diagnosis, add_update, add_view
-from hacpo_mega.records import GradientProducts, UpdateStats, ViewCounts
+from hacpo_mega.logbook.step_metrics import add_answers, add_diagnosis, add_update, add_view
+from hacpo_mega.records import GradientProducts, Rollout, Stop, Trajectory, UpdateStats, Verdict, ViewCounts
 
 NAMES = ("a", "b", "c")
 LEARNER = 1
@@ -162,3 +163,21 @@ def test_a_broken_gradient_is_shown_as_such():
     found = diagnosed(GradientProducts((4, math.nan, 1), (4, math.nan, 2)))
     assert math.isnan(found["from/a/grad_cosine"]) and math.isnan(found["from/c/grad_share"])
     assert found["from/c/grad_cosine"] == 1
+
+
+def test_answers_are_counted_by_hand():
+    kinds = [
+        (3, 1.0, Verdict.CORRECT, Stop.EOS),
+        (7, 0.0, Verdict.WRONG, Stop.LENGTH),
+        (5, math.nan, Verdict.ERROR, Stop.EOS),
+    ]
+    answers = [
+        Trajectory(0, Rollout(0, g, np.arange(length, dtype=np.int32), "", stop), verdict, reward, -0.5, length)
+        for g, (length, reward, verdict, stop) in enumerate(kinds)
+    ]
+    metrics = Metrics("a", lambda payload: [payload])
+    add_answers(metrics, "a", answers)
+    found = {name.removeprefix("agent/a/"): value for name, value in metrics.reduce().values.items()}
+    assert (found["num_answers"], found["num_unjudged"]) == (3, 1)
+    assert (found["reward_mean"], found["truncated"]) == (0.5, pytest.approx(1 / 3))
+    assert (found["answer_tokens_mean"], found["answer_tokens_max"]) == (5.0, 7.0)
