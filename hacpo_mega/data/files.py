@@ -240,6 +240,9 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     line = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            if large := _largest_group(table, file.stat().st_size):
+                yield 1, DataProblem(file, None, None, f"{large}; nothing is read")
+                return
             for batch in table.iter_batches(batch_size=PARQUET_ROWS):
                 is_small = batch.nbytes <= MAX_LINE_BYTES
                 # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
@@ -254,6 +257,18 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
+
+
+def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:
+    """What is said of a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
+    groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
+    sizes = (group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns))
+    largest = max(sizes, default=0)
+    if largest <= most_unpacked(packed_bytes):
+        return None
+    return (
+        f"one column of a row group unpacks to {largest:,} bytes, more than {MAX_TIMES_UNPACKED} times the file's size"
+    )
 
 
 def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:

@@ -20,6 +20,7 @@ case "$*" in
 esac
 """
 SRUN = """#!/bin/bash
+echo "$*" >>"$(dirname "$NOTES")/steps"
 [[ "$*" == *rank.sh* ]] || exit 0
 while [[ $1 != */rank.sh ]]; do echo "$1" >>"$NOTES"; shift; done
 echo "secret $HACPO_MEGA_SECRET export $SLURM_EXPORT_ENV" >>"$NOTES"
@@ -97,6 +98,26 @@ def test_what_srun_is_told(tmp_path):
     words = next(line for line in attempt.notes if line.startswith("secret ")).split()
     assert len(words[1]) == 64 and words[3] == "ALL" and words[1] not in attempt.said
     assert not any("--container" in note for note in attempt.notes)
+
+
+def test_an_attempt_uses_other_step_numbers_than_the_one_before(tmp_path, monkeypatch):
+    """Slurm numbers the sruns of a job anew in each attempt; the srun of a lost node cancels the step of its number."""
+    used = []
+    for restarts in range(3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        (tmp_path / str(restarts)).mkdir()
+        attempt = Attempt(tmp_path / str(restarts), preflight=True)
+        assert attempt.status == 0, attempt.said
+        lines = (tmp_path / str(restarts) / "steps").read_text().splitlines()
+        used.append({number for number, line in enumerate(lines) if "rank.sh" in line})
+    assert [len(numbers) for numbers in used] == [2, 2, 2], "the preflight and the training"
+    assert not used[0] & used[1] and not used[1] & used[2]
+
+
+def test_the_preflight_waits_as_long_as_the_run_says(tmp_path):
+    Attempt(tmp_path, preflight=True, preflight_wait_s=421.5)
+    (preflight,) = [line for line in (tmp_path / "steps").read_text().splitlines() if " preflight " in line]
+    assert preflight.endswith("--wait 421.5")
 
 
 def test_a_container_is_unpacked_once_and_shows_what_processes_read(tmp_path):
