@@ -29,7 +29,7 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`."""
     path = run_dir / "logs" / "attempts.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     attempts = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -127,7 +127,9 @@ def _trouble(run_dir: Path) -> str:
 
 
 def _last_lines(path: Path) -> list[str]:
-    """The whole lines in the last bytes of a file; none without it."""
+    """The whole lines in the last bytes of a file; none without it, nor of a pipe or a device, which would not end."""
+    if not path.is_file():
+        return []
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - END_BYTES))

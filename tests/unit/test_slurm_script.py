@@ -120,6 +120,15 @@ def test_the_preflight_waits_as_long_as_the_run_says(tmp_path):
     assert preflight.endswith("--wait 421.5")
 
 
+def test_what_an_older_preflight_found_excludes_nobody(tmp_path):
+    """This one fails and cannot write what it found, as on a full disk."""
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "preflight.json").write_text('{"exclude": "--exclude=node9"}\n')
+    attempt = Attempt(tmp_path, "import os; os._exit(5)", preflight=True)
+    assert attempt.status == 5 and "the preflight failed and names no node" in attempt.said, attempt.said
+
+
 def test_a_container_is_unpacked_once_and_shows_what_processes_read(tmp_path):
     image = {"container_image": "team/image.sqsh", "container_mounts": ["/data:/data:ro"], "preflight": True}
     notes = Attempt(tmp_path, **image).notes

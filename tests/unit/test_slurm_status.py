@@ -108,6 +108,7 @@ def test_nonsense_beside_a_run_is_passed_over(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n".join(["", "[" * 100_000, *steps, "9" * 5000]))
     (run / "slurm/config.2.toml").write_text(f"x = {'[' * 5000}")
+    os.mkfifo(run / "slurm/13.log")  # the newest log; nobody writes into it
     done = run_here("slurm", "--status", run)
     assert done.returncode == 0 and done.stderr == ""
     assert "step     5 of 10, safe 4" in done.stdout
