@@ -283,11 +283,13 @@ def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
 def replacing(file: Path) -> Iterator[TextIO]:
     """A text stream whose content takes the place of `file` when the block ends, and nothing does when it raises.
 
-    ValueError when the folder does not exist, or `file` is a folder.
+    ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
     """
     target = file.resolve()  # a symbolic link stays one, and what it leads to is replaced
-    if target.is_dir() or not target.parent.is_dir():
-        found = "is a folder" if target.is_dir() else f"cannot be written: the folder {target.parent} does not exist"
+    is_other = target.exists() and not target.is_file()
+    if is_other or not target.parent.is_dir():
+        other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"
+        found = other if is_other else f"cannot be written: the folder {target.parent} does not exist"
         raise ValueError(f"{file}: {found}")
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
     try:

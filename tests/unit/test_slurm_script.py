@@ -153,6 +153,14 @@ def test_a_template_of_ones_own_has_the_same_placeholders(tmp_path):
             Attempt(tmp_path, template=str(own))
 
 
+@pytest.mark.parametrize("sign", ["%", '"', "\\"])
+def test_a_name_that_sbatch_reads_as_its_own_is_refused(tmp_path, sign):
+    """In "50%j/slurm/%j.log" both are the number of the job: the log would lie in a folder that nobody made."""
+    (tmp_path / f"50{sign}j").mkdir()
+    with pytest.raises(ValueError, match=r"run_dir .* sbatch reads .* as its own"):
+        Attempt(tmp_path / f"50{sign}j")
+
+
 def test_only_infiniband_that_is_up_is_used(tmp_path):
     ports = {
         "mlx5_0/ports/1": ("4: ACTIVE", "InfiniBand"),
