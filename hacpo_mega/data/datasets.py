@@ -42,14 +42,7 @@ LINES = (".jsonl", ".jsonl.gz")
 DOCUMENTS = (".json", ".json.gz")
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
 # Entries of an archive that say something of the next one: a long name, a size, times.
-ABOUT_OTHERS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
-MAX_HEADER_BYTES = 2**20
+ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 @dataclass(frozen=True)
@@ -315,8 +308,8 @@ class _Entry(tarfile.TarInfo):
         entry = super().frombuf(buf, encoding, errors)
         if entry.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.TarError("holds a sparse file; make the archive without --sparse")
-        if entry.type in ABOUT_OTHERS and entry.size > MAX_HEADER_BYTES:
-            raise tarfile.TarError(f"holds a header of {entry.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
+        if entry.type in ABOUT_OTHERS and entry.size > MAX_LINE_BYTES:
+            raise tarfile.TarError(f"holds a header of {entry.size:,} bytes, more than {MAX_LINE_BYTES:,}")
         return entry
 
 
