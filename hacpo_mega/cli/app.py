@@ -9,6 +9,7 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 
 import json
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -343,6 +344,9 @@ def main() -> None:
     except (ValueError, Unreachable) as error:
         say(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except Exception as error:  # a fault of ours may quote foreign text, which a terminal would obey
+        say("".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A job's has the file by which its processes find each other, where a launcher of
 the sockets of engines that span processes. No torch.
 """
 
+import fcntl
 import os
 import shutil
 import stat
@@ -16,16 +17,38 @@ FOLDER = "HACPO_MEGA_FOLDER"  # of the job, made by the launcher of this machine
 SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts its sockets
 # A socket's path has at most 107 bytes in Linux, and vLLM's names have 36.
 LONGEST = 107 - 37
+PREFIX, OWNER = "hacpo_mega-", "launcher"  # of a job's folder, and the file that its launcher holds locked
 
 
 @contextmanager
 def job_folder() -> Iterator[Path]:
-    """A new folder of mode 700 under TMPDIR; under /tmp where that is too long a path for sockets."""
+    """A new folder of mode 700 under TMPDIR; under /tmp where that is too long a path for sockets.
+
+    Those that killed launchers have left go. Whose launcher lives is told by a lock, which ends with its process, also
+    in another container of the same machine, where a process has another number.
+    """
     folder = _make()
+    _remove_left(folder.parent)
+    owner = (folder / f".{OWNER}").open("x")
     try:
+        with suppress(OSError):  # a file system without locks: then nobody removes what is left
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / f".{OWNER}").rename(folder / OWNER)  # nobody sees it before it is locked
         yield folder
     finally:
+        owner.close()
         shutil.rmtree(folder, ignore_errors=True)  # a socket of a killed process may go at the same moment
+
+
+def _remove_left(parent: Path) -> None:
+    """Removes the folders of this user's jobs whose launcher has gone. One without OWNER may be about to get it."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another's, in use, or gone meanwhile
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / OWNER).open("r+") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class SocketFolder:
@@ -59,7 +82,7 @@ def own_folder() -> Path:
 
 def _make() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix="hacpo_mega-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         if len(os.fsencode(folder)) <= LONGEST:
             return folder
         folder.rmdir()

@@ -41,6 +41,8 @@ Record = dict[str, Any]
 LINES = (".jsonl", ".jsonl.gz")
 DOCUMENTS = (".json", ".json.gz")
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
+# Entries of an archive that say something of the next one: a long name, a size, times.
+ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 @dataclass(frozen=True)
@@ -298,13 +300,26 @@ def _is_object(raw: bytes) -> bool:
         return False
 
 
+class _Entry(tarfile.TarInfo):
+    """A file of an archive; TarError for one whose header fills the memory: tarfile reads it whole."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Entry":
+        entry = super().frombuf(buf, encoding, errors)
+        if entry.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.TarError("holds a sparse file; make the archive without --sparse")
+        if entry.type in ABOUT_OTHERS and entry.size > MAX_LINE_BYTES:
+            raise tarfile.TarError(f"holds a header of {entry.size:,} bytes, more than {MAX_LINE_BYTES:,}")
+        return entry
+
+
 def _rows_of_archive(path: Path) -> Iterator[Row]:
     member = path
     try:
         left = most_unpacked(path.stat().st_size)
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, tarinfo=_Entry) as archive:
             for entry in archive:
-                member, left = path / entry.name, left - entry.size
+                member, left = path / entry.name, left - entry.size - tarfile.BLOCKSIZE
                 if left < 0:
                     raise tarfile.TarError(f"unpacks to more than {MAX_TIMES_UNPACKED} times its size")
                 if entry.isfile() and entry.name.endswith(".jsonl"):

@@ -240,6 +240,9 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     line = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            if large := _largest_group(table, file.stat().st_size):
+                yield 1, DataProblem(file, None, None, f"{large}; nothing is read")
+                return
             for batch in table.iter_batches(batch_size=PARQUET_ROWS):
                 is_small = batch.nbytes <= MAX_LINE_BYTES
                 # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
@@ -256,6 +259,18 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
 
 
+def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:
+    """What is said of a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
+    groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
+    sizes = (group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns))
+    largest = max(sizes, default=0)
+    if largest <= most_unpacked(packed_bytes):
+        return None
+    return (
+        f"one column of a row group unpacks to {largest:,} bytes, more than {MAX_TIMES_UNPACKED} times the file's size"
+    )
+
+
 def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
     """ValueError when writing `out` would destroy, or add to, what is read: the same file or inside a folder of it."""
     for given in inputs:
@@ -268,11 +283,13 @@ def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
 def replacing(file: Path) -> Iterator[TextIO]:
     """A text stream whose content takes the place of `file` when the block ends, and nothing does when it raises.
 
-    ValueError when the folder does not exist, or `file` is a folder.
+    ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
     """
     target = file.resolve()  # a symbolic link stays one, and what it leads to is replaced
-    if target.is_dir() or not target.parent.is_dir():
-        found = "is a folder" if target.is_dir() else f"cannot be written: the folder {target.parent} does not exist"
+    is_other = target.exists() and not target.is_file()
+    if is_other or not target.parent.is_dir():
+        other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"
+        found = other if is_other else f"cannot be written: the folder {target.parent} does not exist"
         raise ValueError(f"{file}: {found}")
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
     try:

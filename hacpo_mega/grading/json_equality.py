@@ -6,7 +6,7 @@ order of lists does; 1 equals 1.0 and not true. A key that comes twice, NaN and 
 
 import json
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hacpo_mega.data.answer_text import after_thinking
@@ -61,7 +61,10 @@ def _parsed(text: str) -> Any:
 
 
 def _number(digits: str) -> tuple[str, Decimal]:
-    return "number", Decimal(digits)  # a pair equals no bool and no list
+    try:
+        return "number", Decimal(digits)  # a pair equals no bool and no list
+    except InvalidOperation as error:  # an exponent of twenty digits
+        raise ValueError("a number too large") from error
 
 
 def _refuse(name: str) -> Any:

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.documents import parse_json
+from hacpo_mega.models.documents import parse_json, short
 
+LATEST_S = 1e11  # later times have no date
 MOST_IN_VAIN = 3  # attempts in a row that commit no further step
 
 
@@ -28,19 +29,28 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`."""
     path = run_dir / "logs" / "attempts.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     attempts = []
     for number, line in enumerate(lines, start=1):
         try:
-            attempt = parse_json(line)
-            if not isinstance(attempt, dict):
-                raise ValueError("no object")
-            attempts.append(attempt)
+            attempts.append(_attempt(parse_json(line)))
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not a line of an attempt ({error}); move the file away"
             ) from error
     return attempts
+
+
+def _attempt(line: Any) -> dict[str, Any]:
+    """What a line says. ValueError where it is not as `record_attempt` writes it."""
+    if not isinstance(line, dict):
+        raise ValueError("no object")
+    kinds = {"time_unix_s": (int, float), "job": str, "attempt": int, "step": int}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]:
+        raise ValueError(f"{wrong[0]} is {short(line.get(wrong[0]))}")
+    if not 0 <= line["time_unix_s"] < LATEST_S:  # nan is neither
+        raise ValueError(f"time_unix_s is {short(line['time_unix_s'])}")
+    return line
 
 
 def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:

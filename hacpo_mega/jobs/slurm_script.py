@@ -33,6 +33,7 @@ from hacpo_mega.models.hub import CACHE, HubModel
 
 LAUNCH = installed_files("launch")
 TEMPLATE = LAUNCH / "slurm.sbatch"
+ODD = '%"\\'  # in a directive: a number of the job, the end of the value, an escape
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|unable to contact|limit")
@@ -82,6 +83,8 @@ def prepare(config: Config, options: Sequence[str] = ()) -> Job:
     if slurm.nodelist is not None and len(plan.components) > 1:
         raise ValueError("slurm.nodelist: nodes of several kinds cannot be named in one list; leave it out")
     run_dir = config.run_dir.absolute()
+    if odd := sorted(set(ODD).intersection(f"{run_dir}{Path.cwd()}")):
+        raise ValueError(f"run_dir {run_dir}: sbatch reads {odd[0]!r} in the path of a log as its own; give another")
     if len(plan.nodes) > 1 and (kind := _file_system(run_dir)) in NEVER_SHARED:
         raise ValueError(
             f"run_dir {run_dir} is on {kind}, in this machine's memory: {len(plan.nodes)} nodes need a folder that all "

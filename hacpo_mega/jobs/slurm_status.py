@@ -4,22 +4,21 @@ Reads the ends of files alone, so that it answers at once beside a run of any si
 Not here: what a run has learnt (report/).
 """
 
-import json
+import math
 import re
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.jobs.slurm_queue import QueuedJob, jobs_of, spoken
 from hacpo_mega.logbook.provenance import exported_steps
+from hacpo_mega.models.documents import parse_json, toml_file
 from hacpo_mega.models.visible import one_line
 
 DONE_OR_ALIVE, NOBODY_WORKS, NO_RUN = 0, 1, 2  # exit codes
@@ -45,15 +44,15 @@ def status_of(run_dir: Path) -> Status:
     """How the run of a folder stands."""
     if not any((run_dir / name).exists() for name in ("slurm", "config.toml", "logs/attempts.jsonl")):
         return Status(f"{run_dir} holds no run", NO_RUN)
-    jobs, num_steps, timings = jobs_of(run_dir), _num_steps(run_dir), dict(_timings(run_dir))
-    step, safe = max(timings, default=0), max(committed_steps(run_dir), default=0)
+    jobs, num_steps, ended = jobs_of(run_dir), _num_steps(run_dir), dict(_end_times(run_dir))
+    step, safe = max(ended, default=0), max(committed_steps(run_dir), default=0)
     is_done = num_steps is not None and (exported_steps(run_dir) or 0) >= num_steps
     rows = [
         ("run", f"{run_dir}{', done' if is_done else ''}"),
         ("queue", _queue(jobs)),
         ("attempt", _attempt(run_dir)),
         ("step", f"{step} of {num_steps or '?'}, safe {safe}"),
-        ("speed", _speed(timings, step, num_steps)),
+        ("speed", _speed(ended, step, num_steps)),
         ("trouble", _trouble(run_dir)),
     ]
     works = is_done or jobs is None or bool(jobs)
@@ -81,22 +80,26 @@ def _num_steps(run_dir: Path) -> int | None:
     """Of the newest configuration that was submitted, else of the one that runs."""
     submitted = sorted(run_dir.glob("slurm/config.*.toml"), key=lambda path: path.stat().st_mtime)
     for path in (*reversed(submitted), run_dir / "config.toml"):
-        with suppress(OSError, ValueError, KeyError):  # half written, or by another version: the next one tells
-            return int(tomllib.loads(path.read_text(encoding="utf-8"))["num_steps"])
+        with suppress(
+            OSError, ValueError, KeyError, TypeError, OverflowError
+        ):  # half written, or by another version: the next one tells
+            return int(toml_file(path, "a configuration")["num_steps"])
     return None
 
 
-def _timings(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The timing of the last steps; a torn line is left out."""
+def _end_times(run_dir: Path) -> Iterator[tuple[int, float]]:
+    """When the last steps ended, in seconds since 1970; a line that is torn, or none of ours, is left out."""
     for line in _last_lines(run_dir / "metrics.jsonl"):
-        with suppress(ValueError, KeyError, TypeError):
-            table = json.loads(line)
-            yield int(table["step"]), table["timing"]
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
+            table = parse_json(line)
+            step, end_s = int(table["step"]), float(table["timing"]["time_unix_s"])
+            if math.isfinite(end_s):
+                yield step, end_s
 
 
-def _speed(timings: dict[int, dict[str, Any]], step: int, num_steps: int | None) -> str:
+def _speed(ended: dict[int, float], step: int, num_steps: int | None) -> str:
     """Seconds from the end of a step to that of the next, over the last ones of this start."""
-    ends = [timings[n]["time_unix_s"] for n in sorted(timings)[-LAST_STEPS - 1 :]]
+    ends = [ended[n] for n in sorted(ended)[-LAST_STEPS - 1 :]]
     between = [later - earlier for earlier, later in pairwise(ends)]
     if not between:
         return "no two steps yet"
@@ -124,7 +127,9 @@ def _trouble(run_dir: Path) -> str:
 
 
 def _last_lines(path: Path) -> list[str]:
-    """The whole lines in the last bytes of a file; none without it."""
+    """The whole lines in the last bytes of a file; none without it, nor of a pipe or a device, which would not end."""
+    if not path.is_file():
+        return []
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - END_BYTES))

@@ -14,12 +14,14 @@ log-prob that is not finite; all of the cell where none of these shows it. A num
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.logbook.metrics import json_number
+from hacpo_mega.models.visible import say
 from hacpo_mega.records import Sample, UpdateStats
 
 
@@ -69,16 +71,23 @@ class SkippedUpdates:
         if self.num_in_row < self._most:
             return
         if self._cell is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            record = {"agent": self._agent, "cell": self._cell, "updates": self._row}
-            file = self._folder / f"{self._agent}.cell_{self._cell}.skipped_updates.json"
-            file.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+            self._write()
         self._gather(b"written")  # whoever raises ends the others soon
         raise RunStopped(
             f"{self._agent}: the last {self._most} updates in a row were skipped (training.max_skipped_updates), up to "
             f"update {update + 1} of step {step}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Their "
             f"samples are in {self._folder / self._agent}.cell_*.skipped_updates.json"
         )
+
+    def _write(self) -> None:
+        """The samples into the run's folder of logs; where that has gone, nothing takes its place."""
+        record = {"agent": self._agent, "cell": self._cell, "updates": self._row}
+        file = self._folder / f"{self._agent}.cell_{self._cell}.skipped_updates.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            file.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:  # that the run stops, and why, is said all the same
+            say(f"warning: {file} is not written: {error.strerror}", file=sys.stderr)
 
     def _record(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> dict[str, Any]:
         ratios = {

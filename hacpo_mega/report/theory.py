@@ -1,12 +1,12 @@
 """The figure of `hacpo-mega theory`, drawn from its theory.json: bias by window, and gradients as policies part."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hacpo_mega.models.documents import json_file
 from hacpo_mega.report.canvas import FAINT, INK, dressed, to_png
 
 BLUE, ORANGE, GREEN = "#3b6fb6", "#d98032", "#1f9d6b"
@@ -14,7 +14,7 @@ BLUE, ORANGE, GREEN = "#3b6fb6", "#d98032", "#1f9d6b"
 
 def draw_theory(result: Path) -> Path:
     """Writes theory.png beside `result`, a theory.json; returns its path. Bars are two standard errors."""
-    theory = json.loads(result.read_text(encoding="utf-8"))
+    theory = json_file(result)
     with dressed():
         figure = Figure(figsize=(8.6, 6.4), layout="constrained")
         (bias, ratio), (cosine, opposed) = figure.subplots(2, 2)

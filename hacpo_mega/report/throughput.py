@@ -1,11 +1,11 @@
 """The figure of `hacpo-mega bench`, drawn from its bench.json: where the seconds of a step go."""
 
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from hacpo_mega.logbook.console import in_step_order
+from hacpo_mega.models.documents import json_file
 from hacpo_mega.report.canvas import dressed, legend, to_png
 from hacpo_mega.report.colours import phase_colour
 
@@ -14,7 +14,7 @@ WAITING = "#e9ebee"
 
 def draw_throughput(result: Path) -> Path:
     """Writes bench.png beside `result`, a bench.json; returns its path. What no phase fills is waiting."""
-    schedules = json.loads(result.read_text(encoding="utf-8"))["schedules"]
+    schedules = json_file(result)["schedules"]
     bars = [(schedule, agent, found) for schedule in schedules for agent, found in schedule["agents"].items()]
     phases = in_step_order({phase for _, _, found in bars for phase in found["phases_s"]})
     colours = [phase_colour(phase) for phase in phases]

@@ -5,7 +5,7 @@ not when: they are laid one after the other, and what an agent waits inside a ph
 """
 
 import gzip
-import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hacpo_mega.logbook.trace import FOLDER
+from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json
 from hacpo_mega.report.canvas import FAINT, PAPER, legend
 from hacpo_mega.report.colours import PHASE_COLOURS, agent_colour, phase_colour
 from hacpo_mega.report.run import Run
@@ -82,7 +83,8 @@ def _draw_rows(axis: Axes, run: Run, rows: list[Row]) -> None:
 def _traced_step(path: Path) -> tuple[str, list[Row]]:
     """Title and a row per rank. ValueError for a file that is no trace of ours."""
     try:
-        table = json.loads(gzip.decompress(path.read_bytes()))
+        with gzip.open(path) as packed:  # it may unpack to a thousand times its size
+            table = parse_json(packed.read(MAX_JSON_BYTES))
         events, facts = table["traceEvents"], table["otherData"]
         agents = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
         bars: dict[tuple[int, int], list[Bar]] = {}
@@ -93,7 +95,7 @@ def _traced_step(path: Path) -> tuple[str, list[Row]]:
                 bars.setdefault((event["pid"], event["tid"]), []).append(bar)
         accuracy = max(facts["clock_accuracy_s"].values())
         title = f"step {facts['step']} as traced; clocks known to {accuracy * 1000:.2f} ms"
-    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of a step ({error}); remove it") from error
     return title, [Row(agents[pid], f"{agents[pid]}, rank {tid}", tuple(bars[pid, tid])) for pid, tid in sorted(bars)]
 

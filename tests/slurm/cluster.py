@@ -5,7 +5,7 @@ the file system is shared, as by NFS on a cluster. Nothing outside is touched, a
 started it: the first process of each namespace waits for a line that never comes.
 
     node[1-4]     16 CPUs and 8 pretended GPUs each (links to /dev/null: no device is there)
-    partitions    main (all nodes), old (node1 and node2), new (node3 and node4)
+    partitions    main (all nodes), old (node1, node2), new (node3, node4), urgent (all, and takes them from others)
 """
 
 import os
@@ -48,6 +48,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_hetjob_immediate,batch_sched_delay=0,sched_interval=5
 SlurmdParameters=config_overrides
@@ -62,6 +64,7 @@ GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES DefaultTime=60 MaxTime=INFINITE State=UP
 PartitionName=old Nodes=node[1-2] DefaultTime=60 MaxTime=INFINITE State=UP
 PartitionName=new Nodes=node[3-4] DefaultTime=60 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL DefaultTime=60 MaxTime=INFINITE State=UP PriorityTier=2
 """
 # Slurm 22.05 cannot do without a cgroup plugin; with an empty mount point this one does nothing.
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint={root}/nocgroup\n"
@@ -148,6 +151,10 @@ class Cluster:
         """Every process of a node dies at once, and its network with it."""
         os.kill(self._first.pop(node), signal.SIGKILL)
         self._doors.pop(node).wait()
+
+    def link(self, node: str, state: str) -> None:
+        """Pulls a node's cable (`down`) or puts it back (`up`); its processes live on."""
+        self._run(CONTROL, "n", "ip", "link", "set", f"v-{node}", state)
 
     def _open(self, name: str) -> None:
         """Makes the namespaces of a machine; bash is its first process, which collects what others leave behind."""

@@ -3,6 +3,7 @@
 Two agents of unequal size and layout: tensor parallel 2 on one node, one rank on the other.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -132,6 +133,47 @@ def disturbed(slurm, config) -> dict:
     return told
 
 
+@pytest.fixture(scope="module")
+def interrupted(slurm, config) -> dict:
+    """A run that finds drained nodes, is preempted in step 2, and whose rank 0's node loses its link in step 3."""
+    run_dir, cluster = config.parent / "interrupted", slurm.cluster
+    gate, told = Gate(run_dir, last_step=1), {"run_dir": run_dir}
+    control = functools.partial(cluster.on, CONTROL)
+    control("scontrol", "update", "NodeName=node[1-4]", "State=DRAIN", "Reason=tests")
+    number = slurm.submit(config, f"run_dir={run_dir}", gate.override)
+    log = run_dir / "slurm" / f"{number}.log"
+    cluster.wait(lambda: "drained" in cluster.job(number)["Reason"].lower(), "Slurm's reason to wait")
+    told["drained"] = cluster.job(number)["JobState"]
+    control("scontrol", "update", "NodeName=node[2-4]", "State=RESUME")
+    cluster.wait(lambda: committed_steps(run_dir) == [1], f"step 1, see {log}")
+    control("scontrol", "update", "NodeName=node1", "State=RESUME")
+
+    nodes = cluster.job(number)["NodeList"]
+    urgent = ["--parsable", "--partition=urgent", "--exclusive", f"--nodelist={nodes}", "--output=/dev/null"]
+    other = control("sbatch", *urgent, "--wrap=sleep 1").stdout.strip()
+    cluster.wait(lambda: cluster.job(number)["JobState"] != "RUNNING", f"the preemption, see {log}")
+    gate.open(2)
+    cluster.wait(lambda: cluster.job(other)["JobState"] == "COMPLETED", "the urgent job")
+    cluster.wait(lambda: committed_steps(run_dir)[-1] >= 2 and _restarts(slurm, number) == 1, f"attempt 2, see {log}")
+
+    cluster.wait(lambda: (run_dir / "logs/attempt_2/rank_0.log").exists(), f"rank 0, see {log}")
+    told["safe"], told["cut"] = committed_steps(run_dir)[-1], node_of(run_dir, 2, rank=0)
+    cluster.link(told["cut"], "down")
+    cluster.wait(lambda: _restarts(slurm, number) == 2, f"attempt 3, see {log}")
+    cluster.wait(lambda: len(read_starts(run_dir)) == 3, f"the third start, see {log}")
+    cluster.link(told["cut"], "up")
+    cluster.wait(lambda: cluster.states().count("down") == 0, "the node to be back")
+    time.sleep(5)  # in which an srun of the second attempt has Slurm cancel what it believes to be its step
+    gate.open(NUM_STEPS)
+    told["end"] = slurm.wait_for_end(number, log)
+    told["log"] = log.read_text()
+    return told
+
+
+def _restarts(slurm, number: str) -> int:
+    return int(slurm.cluster.job(number)["Restarts"])
+
+
 def elapsed_minutes(clock: str) -> int:
     hours, minutes, seconds = (int(part) for part in clock.rpartition("-")[2].split(":"))
     return hours * 60 + minutes + (seconds > 0)
@@ -198,6 +240,18 @@ def test_a_lost_node_costs_no_committed_step(disturbed, reference):
     attempts = [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
     seconds = [moment["time_unix_s"] - disturbed["lost_at"] for moment in (attempts[2], starts[2])]
     print(f"the node was lost; rank 0 began again after {seconds[0]:.0f} s, and was loaded after {seconds[1]:.0f} s")
+
+
+def test_drained_nodes_a_preemption_and_a_lost_link_cost_no_committed_step(interrupted, reference):
+    run_dir = interrupted["run_dir"]
+    assert interrupted["end"] == "COMPLETED", interrupted["log"]
+    assert_same_run(run_dir, reference)
+    assert interrupted["drained"] == "PENDING"
+    assert "node1" not in {node_of(run_dir, 1, rank) for rank in range(3)}
+    assert interrupted["cut"] not in {node_of(run_dir, 3, rank) for rank in range(3)}
+    starts = [start["steps_done"] for start in read_starts(run_dir)]
+    assert len(starts) == 3 and starts[2] == interrupted["safe"], "a node that came back cost no attempt"
+    print(f"committed before each start: {starts}; exit codes of attempt 1: {exit_codes(run_dir, 1)}")
 
 
 def test_agents_of_two_partitions_are_on_their_nodes(disturbed):

@@ -162,6 +162,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, train):
     assert link.is_symlink() and out.read_text() == "new"
 
 
+def test_no_file_takes_the_place_of_a_pipe_or_a_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe or a device, not a file"), replacing(tmp_path / "pipe"):
+        pass
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_grader_that_fails_midway_leaves_the_old_verdicts(tmp_path):
     file = write(tmp_path / "f.jsonl", {"gold": "1", "pred": "1"})
     out = tmp_path / "out.jsonl"

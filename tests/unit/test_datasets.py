@@ -22,7 +22,7 @@ from hacpo_mega.data.dataset_checks import (
     repetitions,
     without_overlap,
 )
-from hacpo_mega.data.datasets import Problem, read_dataset, write_dataset
+from hacpo_mega.data.datasets import ABOUT_OTHERS, Problem, read_dataset, write_dataset
 from hacpo_mega.data.files import content_id, load_prompts, quoted
 
 REAL = SHARED / "data"
@@ -170,6 +170,33 @@ def test_damaged_containers(tmp_path):
     assert read_dataset(tmp_path / "none").defects[0].what == "has no rows"
     (tmp_path / "b.json").write_text("{")
     assert "invalid JSON" in read_dataset(tmp_path / "b.json").defects[0].what
+
+
+@pytest.mark.parametrize("kind", [*ABOUT_OTHERS, tarfile.GNUTYPE_SPARSE])
+def test_a_header_of_an_archive_that_fills_the_memory_is_not_read(tmp_path, kind):
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, 2**32
+    packed = gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(2**20))
+    (tmp_path / "a.tar.gz").write_bytes(packed)
+    (defect,) = read_dataset(tmp_path / "a.tar.gz").defects
+    assert "unreadable archive: holds a " in defect.what
+
+
+def test_an_archive_of_empty_files_has_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("hacpo_mega.data.files.ALWAYS_UNPACKED_BYTES", 100 * tarfile.BLOCKSIZE)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for _ in range(20_000):
+            archive.addfile(tarfile.TarInfo("x.txt"))
+    (defect,) = read_dataset(tmp_path / "a.tar.gz").defects
+    assert "unpacks to more than 200 times its size" in defect.what
+
+
+def test_a_parquet_column_that_fills_the_memory_is_not_read(tmp_path):
+    """200 different texts of 1 MB, each its own repetition: 4 kB a row on disk, and all of them one group."""
+    table = pyarrow.table({"prompt": [f"{n:03}" * 350_000 for n in range(200)], "answer": ["1"] * 200})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    (defect,) = read_dataset(tmp_path / "a.parquet").defects
+    assert "one column of a row group unpacks to 210," in defect.what and "more than 200 times" in defect.what
 
 
 def problem(prompt, answer="1", line=1):

@@ -134,6 +134,7 @@ GOLD = {"a": [1, 2.5, None, True], "b": {"c": "x"}}
         ("[" * 100_000, None),
         ("```\n" + "[" * 100_000 + "\n```", 0.0),
         ("1e" + "9" * 18, 0.0),
+        ("1e" + "9" * 20, None),
     ],
 )
 def test_json_is_compared_by_value(answer, reward):

@@ -1,5 +1,6 @@
 """The report of a run folder that the real writers wrote: numbers, pictures, a page that stands alone."""
 
+import gzip
 import html.parser
 import json
 import math
@@ -288,9 +289,13 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
     pixels = {name: num_pixels(tmp_path / "report" / "timeline.png", PHASE_COLOURS[name]) for name in PHASE_COLOURS}
     assert pixels["publish"] == 0, "what is not in the trace is not drawn"
     assert pixels["learn"] > 1.3 * pixels["exchange"], "4 s each, but most of one exchange is a wait"
-    (tmp_path / "trace" / "step_000001.json.gz").write_bytes(b"no trace")
-    with pytest.raises(ValueError, match=r"step_000001.json.gz is not a trace of a step"):
-        write_report(tmp_path)
+    whole = (tmp_path / "trace" / "step_000001.json.gz").read_bytes()
+    damaged = whole[: len(whole) // 2] + bytes(9) + whole[len(whole) // 2 + 9 :]
+    deep, infinite = (gzip.compress(text) for text in (b"[" * 100_000, b'{"traceEvents": [{"ph": "X", "ts": 1e999}]}'))
+    for content in (b"no trace", damaged, deep, infinite):
+        (tmp_path / "trace" / "step_000001.json.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"step_000001.json.gz is not a trace of a step"):
+            write_report(tmp_path)
 
 
 def test_a_strip_shows_every_token_on_its_learners_advantage(tmp_path: Path) -> None:

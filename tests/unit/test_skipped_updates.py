@@ -57,6 +57,13 @@ def test_skips_are_counted_on_when_a_run_goes_on(watch, tmp_path):
     assert [update["update"] for update in json.loads(file.read_text())["updates"]] == [2]
 
 
+def test_no_folder_takes_the_place_of_a_run_that_has_gone(tmp_path, capsys):
+    watch = SkippedUpdates(1, tmp_path / "run" / "logs", "qwen", 0, str, lambda payload: None)
+    with pytest.raises(RunStopped, match="the last 1 updates in a row"):
+        watch.see(1, 0, GOOD, stats_of(GOOD, skipped=True))
+    assert list(tmp_path.iterdir()) == [] and "is not written: No such file" in capsys.readouterr().err
+
+
 def test_only_skips_in_a_row_end_the_run(watch, tmp_path):
     for update, skipped in enumerate((True, True, False, True, True, False)):
         watch.see(4, update, GOOD, stats_of(GOOD, skipped=skipped))

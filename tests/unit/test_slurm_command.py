@@ -1,6 +1,7 @@
 """`hacpo-mega slurm` without a cluster: the script, what is refused before sbatch is asked, what an attempt finds."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -131,6 +132,21 @@ def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):
     assert goes_in_circles(tmp_path, "slurm 9", 5, 4)
     assert not goes_in_circles(tmp_path, "slurm 9", 5, 5), "it has committed a step"
     assert not goes_in_circles(tmp_path, "slurm 10", 1, 4), "a new job may try again"
+
+
+NO_TIME = json.dumps({"time_unix_s": math.nan, "job": "x", "attempt": 1, "step": 1})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[1]", '{"time_unix_s": 1, "job": "x", "attempt": 1}', '{"step": 1e400}', "[" * 10_000, NO_TIME],
+)
+def test_a_line_that_is_no_attempt_is_named(tmp_path, line):
+    record_attempt(tmp_path, "slurm 9", 1, 0)
+    with (tmp_path / "logs" / "attempts.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"attempts.jsonl, line 2: not a line of an attempt"):
+        goes_in_circles(tmp_path, "slurm 9", 2, 0)
 
 
 def test_restarts_of_torchrun_are_attempts_too(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ case "$*" in
 esac
 """
 SRUN = """#!/bin/bash
+echo "$*" >>"$(dirname "$NOTES")/steps"
 [[ "$*" == *rank.sh* ]] || exit 0
 while [[ $1 != */rank.sh ]]; do echo "$1" >>"$NOTES"; shift; done
 echo "secret $HACPO_MEGA_SECRET export $SLURM_EXPORT_ENV" >>"$NOTES"
@@ -99,6 +100,35 @@ def test_what_srun_is_told(tmp_path):
     assert not any("--container" in note for note in attempt.notes)
 
 
+def test_an_attempt_uses_other_step_numbers_than_the_one_before(tmp_path, monkeypatch):
+    """Slurm numbers the sruns of a job anew in each attempt; the srun of a lost node cancels the step of its number."""
+    used = []
+    for restarts in range(3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        (tmp_path / str(restarts)).mkdir()
+        attempt = Attempt(tmp_path / str(restarts), preflight=True)
+        assert attempt.status == 0, attempt.said
+        lines = (tmp_path / str(restarts) / "steps").read_text().splitlines()
+        used.append({number for number, line in enumerate(lines) if "rank.sh" in line})
+    assert [len(numbers) for numbers in used] == [2, 2, 2], "the preflight and the training"
+    assert not used[0] & used[1] and not used[1] & used[2]
+
+
+def test_the_preflight_waits_as_long_as_the_run_says(tmp_path):
+    Attempt(tmp_path, preflight=True, preflight_wait_s=421.5)
+    (preflight,) = [line for line in (tmp_path / "steps").read_text().splitlines() if " preflight " in line]
+    assert preflight.endswith("--wait 421.5")
+
+
+def test_what_an_older_preflight_found_excludes_nobody(tmp_path):
+    """This one fails and cannot write what it found, as on a full disk."""
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "preflight.json").write_text('{"exclude": "--exclude=node9"}\n')
+    attempt = Attempt(tmp_path, "import os; os._exit(5)", preflight=True)
+    assert attempt.status == 5 and "the preflight failed and names no node" in attempt.said, attempt.said
+
+
 def test_a_container_is_unpacked_once_and_shows_what_processes_read(tmp_path):
     image = {"container_image": "team/image.sqsh", "container_mounts": ["/data:/data:ro"], "preflight": True}
     notes = Attempt(tmp_path, **image).notes
@@ -121,6 +151,14 @@ def test_a_template_of_ones_own_has_the_same_placeholders(tmp_path):
         own.write_text(text)
         with pytest.raises(ValueError, match=f"slurm.template: .*{said}"):
             Attempt(tmp_path, template=str(own))
+
+
+@pytest.mark.parametrize("sign", ["%", '"', "\\"])
+def test_a_name_that_sbatch_reads_as_its_own_is_refused(tmp_path, sign):
+    """In "50%j/slurm/%j.log" both are the number of the job: the log would lie in a folder that nobody made."""
+    (tmp_path / f"50{sign}j").mkdir()
+    with pytest.raises(ValueError, match=r"run_dir .* sbatch reads .* as its own"):
+        Attempt(tmp_path / f"50{sign}j")
 
 
 def test_only_infiniband_that_is_up_is_used(tmp_path):

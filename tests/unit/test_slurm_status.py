@@ -103,6 +103,17 @@ def test_how_a_run_stands_is_one_screen(run):
     )
 
 
+def test_nonsense_beside_a_run_is_passed_over(run):
+    steps = ('{"step": 1e999, "timing": {}}', '{"step": 7, "timing": {"time_unix_s": NaN}}', '{"step": 8, "timing": 3}')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(["", "[" * 100_000, *steps, "9" * 5000]))
+    (run / "slurm/config.2.toml").write_text(f"x = {'[' * 5000}")
+    os.mkfifo(run / "slurm/13.log")  # the newest log; nobody writes into it
+    done = run_here("slurm", "--status", run)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "step     5 of 10, safe 4" in done.stdout
+
+
 def test_its_exit_code_says_whether_anybody_works(run, tmp_path, monkeypatch):
     assert run_here("slurm", "--status", tmp_path / "nothing").returncode == 2
     (run / "squeue").write_text("#!/bin/sh\n")

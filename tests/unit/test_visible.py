@@ -112,6 +112,17 @@ def test_an_error_shows_the_name_of_its_file(tmp_path, monkeypatch, capsys):
     assert code == 2 and r"\x1b[2J" in complaint
 
 
+def test_a_fault_of_ours_shows_the_text_that_it_quotes(monkeypatch, capsys):
+    """A traceback, and still nothing that the terminal obeys."""
+
+    def fail() -> None:
+        raise RuntimeError(HOSTILE)
+
+    monkeypatch.setattr(cli, "app", fail)
+    code, _, complaint = run(monkeypatch, capsys, "check", "x.toml")
+    assert code == 1 and "Traceback" in complaint and r"\x1b[2J" in complaint
+
+
 def test_data_inspect_shows_what_rows_say(tmp_path, monkeypatch, capsys):
     file = named(tmp_path, ".jsonl")
     rows = [{"problem": f"{n} {HOSTILE}", "answer": HOSTILE, "subject": HOSTILE} for n in (1, 1, 2)]

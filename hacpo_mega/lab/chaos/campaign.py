@@ -32,6 +32,7 @@ from hacpo_mega.lab.chaos.faults import Fault, draw_fault, strike, take_back
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.run_folder import resolved_toml
+from hacpo_mega.models.documents import parse_json
 
 PRELOAD = "hacpo_mega.lab.experiments.preloaded"
 PEACE = "undisturbed_ranks"
@@ -133,7 +134,14 @@ class Campaign:
     def attempts(self) -> list[Attempt]:
         """Every start so far, the first one first."""
         lines = self._log.read_text(encoding="utf-8").splitlines() if self._log.exists() else []
-        return [_parsed(json.loads(line)) for line in lines]
+        attempts = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                attempts.append(_parsed(parse_json(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                what = f"{self._log}, line {number}: not a start of this campaign ({error})"
+                raise ValueError(f"{what}; give another --out") from error
+        return attempts
 
     @property
     def _log(self) -> Path:
@@ -257,7 +265,7 @@ def step_seconds(run_dir: Path) -> dict[int, float]:
     events = [start["time_unix_s"] for start in read_starts(run_dir)] + list(written.values())
     if dropped.exists():
         lines = dropped.read_text(encoding="utf-8").splitlines()
-        events += [json.loads(line)["timing"]["time_unix_s"] for line in lines]
+        events += [parse_json(line)["timing"]["time_unix_s"] for line in lines]
     return {step: at - max(event for event in events if event < at) for step, at in written.items() if step > 0}
 
 

@@ -3,7 +3,6 @@
 Not here: whether every start went on from the newest committed step, which is seen as it happens (campaign.py).
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from hacpo_mega.checkpoint.files import file_sha256, folder_of, read_checkpoint
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.models.documents import parse_json
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _answers(run_dir: Path, undisturbed: Path, config: Config) -> Iterator[str]:
 
 def _lines(run_dir: Path, num_steps: int) -> Iterator[str]:
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
+    steps = [parse_json(line)["step"] for line in lines]
     if steps != list(range(num_steps + 1)):
         yield f"metrics.jsonl has not every step once and in order: {steps}"
 
