@@ -1,16 +1,19 @@
 """Graders measured on labelled pairs, on rewritten golds, on labelled GSM8K answers and on hostile answers.
 
-    python tests/support/grading_benchmark.py labelled --data DATA [--other verl=FILE.py:function]
+    python tests/support/grading_benchmark.py labelled --data DATA [--half held-out] [--other verl=FILE.py:function]
     python tests/support/grading_benchmark.py mutations --data DATA [--golds 200] [--plain]
+    python tests/support/grading_benchmark.py spellings --data DATA [--golds 300] [--half held-out]
     python tests/support/grading_benchmark.py gsm8k --data DATA/example_model_solutions.jsonl
     python tests/support/grading_benchmark.py ablation --data DATA [--golds 150]
     python tests/support/grading_benchmark.py hostile [--answers 2000]
 
-prints the tables of docs/measurements/grading.md. A grader is (prompt, answer, gold) -> reward or None, as everywhere.
+prints the tables of docs/measurements/grading.md. --half: of pairs, golds and kinds of spellings, those whose hash falls
+into it; rules are made with the seen half alone, and what they are worth is read off the held-out one. A grader is (prompt, answer, gold) -> reward or None, as everywhere.
 """
 
 import argparse
 import functools
+import hashlib
 import json
 import random
 import re
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from answer_spellings import CHANGES, SPELLINGS, spelled
 from gold_mutations import kind_of, rewritten, with_one_digit_changed
 from hostile_answers import GENERATED_GOLD, generated_answers
 from math_verify import parse, verify
@@ -55,6 +59,12 @@ RULES: dict[str, dict[str, Callable]] = {
     "numbers that are no values": {GRADER + "is_out_of_bounds": lambda gold, answer: False},
     "boxes that stand together": {GRADER + "box_of": lambda text: last_boxed(text) or text},
 }
+
+
+def in_half(half: str | None, *texts: str) -> bool:
+    """Whether what is told by these texts belongs to a half ("seen" or "held-out"); all belongs to None."""
+    is_held_out = hashlib.sha256("\0".join(texts).encode()).digest()[0] % 2 == 1
+    return half is None or is_held_out == (half == "held-out")
 
 
 class OutOfTime(BaseException):
@@ -126,11 +136,21 @@ class Tally:
         return 1000 * self.cpu_s / max(1, self.total.total())
 
 
-def labelled_cases(data: Path) -> list[tuple[str, str, str, bool]]:
-    """(source, answer, gold, whether they are equal) of the public labelled pairs; bare answers boxed."""
+def strongest_math_verify(prompt: str, answer: str, gold: str) -> list[float]:
+    """What math-verify says in each of its forms: bare strings boxed, as they are, strict off, gold read whole."""
+    bare = [list(parse(text, parsing_timeout=None)) for text in (gold, answer)]
+    whole = [list(_parsed(text)) for text in (gold, answer)]
+    forms = (whole, bare, [whole[0], bare[1]])
+    strict = [float(verify(*form, timeout_seconds=None)) for form in forms]
+    return [*strict, *(float(verify(*form, strict=False, timeout_seconds=None)) for form in forms)]
+
+
+def labelled_cases(data: Path, half: str | None = None) -> list[tuple[str, str, str, bool]]:
+    """(source, answer, gold, whether they are equal) of the public labelled pairs; one pair is in one half only."""
     cases = [json.loads(line) for line in (data / "grader_cases.jsonl").open()]
     as_text = lambda value: "" if value is None else str(value)  # noqa: E731
-    return [(case["source"], as_text(case["pred"]), as_text(case["gold"]), case["equal"]) for case in cases]
+    pairs = [(case["source"], as_text(case["pred"]), as_text(case["gold"]), case["equal"]) for case in cases]
+    return [pair for pair in pairs if in_half(half, pair[2], pair[1])]
 
 
 def labelled(grader: Grader, cases: Iterable[tuple[str, str, str, bool]]) -> Tally:
