@@ -14,7 +14,8 @@ SAID = re.compile(r"\banswer(?: is:?|:| =)\s+(?=[^\s}])", re.IGNORECASE)
 # a command ("\times (") goes with it, but for the one before a letter or a digit
 COMMAND = re.compile(r"\\(?:[a-zA-Z]+(?:\s+(?![a-zA-Z0-9\s]))?|!\s*|[\s\S])")
 SWITCHES = (
-    "bf it rm sf tt em tiny small large Large LARGE huge Huge boldmath limits nolimits strut mathstrut null".split()
+    *("bf", "it", "rm", "sf", "tt", "em", "boldmath", "limits", "nolimits", "strut", "mathstrut", "null"),
+    *("tiny", "small", "large", "Large", "LARGE", "huge", "Huge"),
 )
 NOTHING = frozenset("\\" + name for name in ("!", *SWITCHES))
 SPACE_NAMES = (*",;:> \n$()[]", "quad", "qquad", "displaystyle", "textstyle", "scriptstyle", "enspace", "thinspace")

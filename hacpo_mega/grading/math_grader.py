@@ -212,7 +212,7 @@ def _parsed(answer: str) -> tuple:
 
 
 def _extracted(text: str, targets: tuple, mode: str = "any_match") -> list:
-    """What math-verify reads; with "first_match" a box is read whole, and never a fraction out of one it cannot read."""
+    """What math-verify reads; with "first_match" a box is read whole, never a fraction inside one it cannot read."""
     try:
         return parse(text, targets, extraction_mode=mode, parsing_timeout=None, raise_on_error=True)
     except MemoryError:

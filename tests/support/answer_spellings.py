@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 r"""Golds as people type them, and golds with one thing changed: kinds by name, so that half of them can stay unseen.
 
 A kind is a template in which "@" is the gold, or a function gold -> text (None where it does not apply). What a kind
