@@ -7,7 +7,7 @@
     python tests/support/grading_benchmark.py ablation --data DATA [--golds 150]
     python tests/support/grading_benchmark.py hostile [--answers 2000]
 
-prints the tables of docs/measurements/grading.md. --half: of pairs, golds and kinds of spellings, those whose hash falls
+prints the tables of docs/measurements/grading.md. --half: of pairs, golds and spellings, those whose hash falls
 into it; rules are made with the seen half alone, and what they are worth is read off the held-out one.
 A grader is (prompt, answer, gold) -> reward or None, as everywhere.
 """
