@@ -42,6 +42,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable, num_local
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.describe import batch_arithmetic, describe
 from hacpo_mega.config.device_memory import agent_budget, memory_table
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
@@ -69,8 +70,6 @@ def describe_config(
     ] = None,
 ) -> None:
     """Print every key of a run's TOML file: its values, its default, what it is; for the algorithm, both presets."""
-    from hacpo_mega.config.describe import describe
-
     rich.print(describe(key))
 
 
@@ -98,22 +97,6 @@ def check(
         from hacpo_mega.commands.check_prompts import check_prompts
 
         say(f"\n{check_prompts(config)}")
-
-
-def batch_arithmetic(config: Config) -> str:
-    """How many answers, samples and optimizer updates a step is, as sentences."""
-    training, group, num_agents = config.training, config.answers_per_prompt, len(config.agents)
-    sources = num_agents if config.algorithm.shares_answers else 1
-    return "\n".join(
-        (
-            f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} "
-            f"answers per agent, {training.prompts_per_step * group * num_agents} in all; "
-            f"{training.prompts_per_step // config.lanes} prompts per lane",
-            f"update: {config.prompts_per_update} prompts x {group} answers x {sources} sources = "
-            f"{config.prompts_per_update * group * sources} samples per agent; {config.updates_per_step} updates per "
-            f"step, {config.updates_per_step * config.num_steps} in the run",
-        )
-    )
 
 
 @app.command()

@@ -140,3 +140,19 @@ def _inner_table(kind: Any) -> tuple[type[BaseModel] | None, bool]:
 
 def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
+
+
+def batch_arithmetic(config: Config) -> str:
+    """How many answers, samples and optimizer updates a step is, as sentences."""
+    training, group, num_agents = config.training, config.answers_per_prompt, len(config.agents)
+    sources = num_agents if config.algorithm.shares_answers else 1
+    return "\n".join(
+        (
+            f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} "
+            f"answers per agent, {training.prompts_per_step * group * num_agents} in all; "
+            f"{training.prompts_per_step // config.lanes} prompts per lane",
+            f"update: {config.prompts_per_update} prompts x {group} answers x {sources} sources = "
+            f"{config.prompts_per_update * group * sources} samples per agent; {config.updates_per_step} updates per "
+            f"step, {config.updates_per_step * config.num_steps} in the run",
+        )
+    )

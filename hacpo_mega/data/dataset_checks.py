@@ -33,6 +33,7 @@ GRAM_WORDS = 8
 SHARE_OF_A_COPY = 0.5
 # A gold of one letter names a choice: the golds of one in five unrelated problems agree, so the text has to.
 SHARE_WITH_A_CHOICE = 0.9
+CHOICE = re.compile(r"(?:\\(?:text|textbf|mathrm|mbox)\s*)?[({]*[A-Za-z][)}.]*")
 # Letters and digits apart, one character of a script without spaces, and the signs that change what is asked.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|\d+|[-+*/=<>^!|%]")
 UNWORDED = re.compile(r"\\(?:mathrm|text|textbf|textit|mathbf|operatorname|mbox|emph|rm|bf|[lcd]?dots)(?![A-Za-z])")
@@ -102,7 +103,7 @@ class _Wording:
             return "same text"
         if self.normalised == other.normalised:
             return "same normalised"
-        is_choice = any(len(word) == 1 and word.isalpha() for gold in (self.gold, other.gold) for word in gold)
+        is_choice = any(CHOICE.fullmatch(gold.strip()) for gold in (self.problem.gold, other.problem.gold))
         share = SHARE_WITH_A_CHOICE if is_choice else SHARE_OF_A_COPY
         enough = num_common >= share * min(len(self.grams), len(other.grams))
         return "contained" if enough and _one_holds(self.numbers, other.numbers) and self._agrees(other) else None

@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
 from hacpo_mega.data.files import (
     GOLD_TYPES,
+    HALF_A_PAIR,
     MAX_LINE_BYTES,
     MAX_TIMES_UNPACKED,
     UNREADABLE,
@@ -238,13 +239,18 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
         if what := value_problem(value, types):
             return DataProblem(row.file, row.line, field, what)
     own_id = record.get("unique_id", record.get("id", record.get("idx")))
+    subject = record.get("type") or record.get("subject") or record.get("subfield")
+    others = {"solution": solution, "id": own_id, "level": record.get("level"), "subject": subject}
+    for field, value in others.items():
+        if HALF_A_PAIR.search(str(value or "")):
+            return DataProblem(row.file, row.line, field, "holds half a surrogate pair, which UTF-8 cannot hold")
     return Problem(
         id=content_id(prompt),
         prompt=prompt,
         gold=gold_text(gold).strip(),
         solution=solution if isinstance(solution, str) else "",
         level=str(record.get("level") or ""),
-        subject=str(record.get("type") or record.get("subject") or record.get("subfield") or ""),
+        subject=str(subject or ""),
         source=f"{row.name}#{own_id}" if isinstance(own_id, str | int) else row.name,
         line=row.line,
     )
@@ -327,6 +333,9 @@ def _rows_of_archive(path: Path) -> Iterator[Row]:
                     yield from (Row(member, line, entry.name, record) for line, record in read_lines(member, lines))
                 elif entry.isfile() and entry.name.endswith(".json"):
                     yield from _rows_of_document(member, entry.name, archive.extractfile(entry))
+                elif entry.isfile() and entry.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
+                    what = "is packed inside the archive and is not read; unpack the archive and give the folder"
+                    yield Row(member, 1, entry.name, DataProblem(member, None, None, what))
     except (tarfile.TarError, *UNREADABLE) as error:
         yield Row(member, 1, path.name, DataProblem(member, None, None, f"unreadable archive: {error}"))
 

@@ -199,6 +199,35 @@ def test_a_parquet_column_that_fills_the_memory_is_not_read(tmp_path):
     assert "one column of a row group unpacks to 210," in defect.what and "more than 200 times" in defect.what
 
 
+def test_members_of_an_archive_that_are_packed_again_are_named(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+            raw = json.dumps({"problem": "P", "answer": "1"}).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            archive.addfile(member, io.BytesIO(raw))
+    found = read_dataset(tmp_path / "a.tar.gz")
+    assert len(found.problems) == 1
+    assert [str(defect).partition("a.tar.gz/")[2].split(":")[0] for defect in found.defects] == [
+        "b.jsonl.gz",
+        "c.parquet",
+    ]
+
+
+@pytest.mark.parametrize("field", ["solution", "id", "level"])
+def test_half_a_surrogate_pair_is_named_in_every_field_that_is_kept(tmp_path, field):
+    row = {"problem": "p", "answer": "1", field: "x \ud800"}
+    (defect,) = read_dataset(lines(tmp_path / "a.jsonl", row)).defects
+    assert (defect.line, defect.field) == (1, field)
+
+
+def test_a_gold_with_letters_is_a_formula_and_no_choice():
+    words = [f"word{'abcdefghijklmnopqrstuvwxyz'[i]}" for i in range(26)]
+    text, edited = " ".join(words), " ".join([*words[:20], "other", *words[21:]])
+    for gold, num_copies in ((r"\frac{2}{3} \frac{C}{S}", 1), ("C", 0), (r"\text{(C)}", 0)):
+        assert len(overlap([problem(text, gold)], [problem(edited, gold)])) == num_copies
+
+
 def problem(prompt, answer="1", line=1):
     return Problem(content_id(prompt), prompt, answer, source="f", line=line)
 
