@@ -9,18 +9,26 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-all test-nightly test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega init $(CONFIG)
 	launch/local.sh $(CONFIG)
 	$(BIN)/hacpo-mega report $$($(BIN)/hacpo-mega check $(CONFIG) --run-dir)
 
-# A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. tests/conftest.py
-# says which tests stay together on a worker.
+# A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. `test` is what
+# shows that a copy works, `test-all` everything, `test-nightly` what that has beyond `test`; tests/support/budgets.py
+# says which tests stay together on a worker and which come first.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(HOLD_BUDGETS),--hold-budgets)
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+	$(PYTEST) -m "not nightly"
+
+test-all: env
+	$(PYTEST)
+
+test-nightly: env
+	$(PYTEST) -m nightly
 
 # The numeric tests as other processors would run them.
 test-portable: env

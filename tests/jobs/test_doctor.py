@@ -9,7 +9,6 @@ from job import play_command, run_script, start_ranks
 from hacpo_mega.commands.warm_start import create_model
 from hacpo_mega.config import InitConfig
 
-pytestmark = pytest.mark.slow
 CONFIG = """
 run_dir = "{folder}/run"
 num_steps = 1

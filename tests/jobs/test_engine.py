@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from hacpo_mega.records import Stop
 
-pytestmark = pytest.mark.slow
 AGENTS = ("qwen3", "llama")
 RANKS = [(agent, rank) for agent in AGENTS for rank in (0, 1)]
 EOS = 7

@@ -208,7 +208,6 @@ def gradients_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return dict(full_tensors(model, bucket_bytes=40_000))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, tp, pp", RUNS)
 def test_logits_are_hugging_faces(results, reference, name, tp, pp):
     ranks = results[name, tp, pp]
@@ -220,7 +219,6 @@ def test_logits_are_hugging_faces(results, reference, name, tp, pp):
             torch.testing.assert_close(logits_TV, expected_TV, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, tp, pp", RUNS)
 def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
     for rank in results[name, tp, pp]:
@@ -232,7 +230,6 @@ def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
             )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, tp, pp", RUNS)
 def test_export_is_the_loaded_folder_byte_for_byte(results, folders, name, tp, pp):
     export = results[name, tp, pp][0]["export"]

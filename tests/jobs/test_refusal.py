@@ -28,7 +28,7 @@ def play(folder: Path, phase: str, complaints: dict[int, str]) -> tuple[list[int
     return statuses, [line for rank in range(4) for line in (folder / f"{rank}.err").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("phase", ["start", "load"])
+@pytest.mark.parametrize("phase", ["start", pytest.param("load", marks=pytest.mark.nightly)])
 def test_a_problem_of_the_input_ends_every_rank_with_2_and_is_said_once(tmp_path, phase):
     """Both ranks of an agent find the same in its folder; a problem with two lines keeps both."""
     statuses, lines = play(tmp_path, phase, dict.fromkeys((0, 1), "a/config.json: torn\na/tokenizer.json: gone"))
@@ -36,12 +36,14 @@ def test_a_problem_of_the_input_ends_every_rank_with_2_and_is_said_once(tmp_path
     assert lines == ["a/config.json: torn", "a/tokenizer.json: gone"]
 
 
+@pytest.mark.nightly
 def test_problems_of_two_agents_are_both_said(tmp_path):
     statuses, lines = play(tmp_path, "load", {1: "a: torn", 2: "b: gone"})
     assert statuses == [2, 2, 2, 2], lines
     assert sorted(lines) == ["a: torn", "b: gone"]
 
 
+@pytest.mark.nightly
 def test_in_training_the_same_error_is_a_fault_with_its_traceback(tmp_path):
     statuses, lines = play(tmp_path, "learn", {2: "negative dimensions"})
     assert statuses == [1, 1, 1, 1]
@@ -59,7 +61,7 @@ TOO_LONG = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["hacpo-mega", "torchrun"])
 def test_prompts_that_no_agent_can_read_end_a_job_before_it_loads_a_model(tmp_path, launcher):
     """Tokenizers are looked at by the ranks. Whoever started them, the job's exit code and its lines are the same."""

@@ -72,7 +72,7 @@ def test_labelled_pairs_of_eleven_projects():
 
 
 @labelled_pairs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_source_has_fewer_than_math_verify_alone_and_all_have_a_point_more():
     cases = labelled_cases(REAL)
     ours, alone = labelled(anywhere, cases), labelled(plain_math_verify, cases)
@@ -147,7 +147,7 @@ def test_model_answers_get_the_label_of_their_own_project():
     assert sum((v == Verdict.CORRECT) == label for v, label in zip(verdicts, labels)) >= 0.99 * 800
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hostile_answers_end_in_time_with_the_right_verdict_and_leave_nothing_behind():
     cases = hostile_answers()
     assert len(cases) >= 200

@@ -244,7 +244,7 @@ def test_triton_refuses_float64_and_auto_takes_the_reference():
     assert linear_logprob(head.hidden, head.weight, head.target).dtype == torch.float64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper(request):
     """Every variant compiles for sm_90 without a GPU, fits in shared memory, and the matrix products use WGMMA."""
     script = request.config.rootpath / "kernels/bench/compile_report.py"
