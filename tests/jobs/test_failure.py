@@ -214,10 +214,10 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_with_the_stacks_of_all(tmp_p
 @pytest.mark.parametrize("victim", [1, 2], ids=["in-a-collective-of-its-agent", "in-the-exchange"])
 def test_a_rank_that_runs_but_never_comes_is_named_by_itself(tmp_path, victim):
     """Its process is well and its heartbeat is heard. Who waits for it inside torch does not blame itself meanwhile."""
-    job = Job(tmp_path, victim, "sleep", stall_s=20.0)
+    job = Job(tmp_path, victim, "sleep", stall_s=10.0)
     assert job.wait() == [4, 4, 4, 4], job.errors()
     cause = (
-        f"{NAMES[victim]} has made no progress for 20 s and is in no collective, in phase learn of step 12; stacks of "
+        f"{NAMES[victim]} has made no progress for 10 s and is in no collective, in phase learn of step 12; stacks of "
     )
     assert all(f", stops: {cause}all ranks" in errors for errors in job.errors()), job.errors()
     assert ", waiting for what ranks [0, 2, 3] of lane 0 gather, stops: " in job.errors()[3]
@@ -227,12 +227,12 @@ def test_a_rank_that_runs_but_never_comes_is_named_by_itself(tmp_path, victim):
 @pytest.mark.nightly
 def test_a_rank_that_comes_back_in_time_changes_nothing(tmp_path):
     """Stopped three times, each for half of what is allowed; nothing is left in logs/."""
-    job = Job(tmp_path, 2, "late", stall_s=20.0)
+    job = Job(tmp_path, 2, "late", stall_s=12.0)
     for _ in range(3):
         job.signal(2, signal.SIGSTOP)
-        time.sleep(10.0)
+        time.sleep(6.0)
         job.signal(2, signal.SIGCONT)
-        time.sleep(4.0)  # two signs of life
+        time.sleep(2.4)  # two signs of life
     (tmp_path / "go").touch()
     assert job.wait() == [0, 0, 0, 0], job.errors()
     assert not any(job.errors()) and not list((tmp_path / "logs").iterdir())
