@@ -20,7 +20,7 @@ FEW_S = 5.0
 # So many files measure a machine; fewer may all be of the slow kind.
 MANY_FILES = 8
 
-# Files whose jobs have four ranks or more.
+# Files whose jobs have four ranks or more; those under Slurm wait most of the time.
 FOUR_RANKS = {
     "test_actor",
     "test_answers_ahead",
@@ -39,7 +39,6 @@ FOUR_RANKS = {
     "test_store_traffic",
     "test_trainer",
     "test_tree",
-    "test_training",
 }
 
 

@@ -91,6 +91,7 @@ def test_labels_hold_under_the_options_they_were_given_with():
 
 
 @real
+@pytest.mark.nightly
 def test_rewritten_golds():
     """A fixed sample of golds: no changed digit is accepted, and no other spelling is refused."""
     changed, same_answer = mutated(boxed, golds_of(REAL, 90))
@@ -100,12 +101,14 @@ def test_rewritten_golds():
 
 
 @pytest.mark.skipif(not GSM8K_SOLUTIONS.is_file(), reason=f"OpenAI's labelled solutions are not at {GSM8K_SOLUTIONS}")
+@pytest.mark.nightly
 def test_labelled_answers_of_gsm8k():
     tally = labelled(boxed, gsm8k_cases(GSM8K_SOLUTIONS))
     assert tally.total.total() == 5276
     assert tally.examples == []
 
 
+@pytest.mark.nightly
 def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
     first, second = hostile_run(100, seed=1), hostile_run(100, seed=1)
     assert first.verdicts == second.verdicts
@@ -115,6 +118,7 @@ def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
 
 
 @real
+@pytest.mark.nightly
 def test_golds_are_correct_against_themselves_and_solutions_against_golds():
     names = (
         "math/MATH_original_train.tar.gz", "math/MATH_original_test.tar.gz", "math500/test.jsonl", "gsm8k/train.jsonl",
@@ -133,6 +137,7 @@ def test_golds_are_correct_against_themselves_and_solutions_against_golds():
 
 
 @real
+@pytest.mark.nightly
 def test_model_answers_get_the_label_of_their_own_project():
     """800 real answers of a model, graded from their whole text; 99 % must get the label that Qwen's grader gave."""
     cases = [json.loads(line) for line in (REAL / "model_outputs/qwen_math_cot_100.jsonl").open()]

@@ -159,7 +159,9 @@ def _shard_job(rank, group, head, coefficient):
     return results
 
 
-@pytest.mark.parametrize("num_ranks, vocab_size, pads", [(2, 301, 19), (4, 190, 130)])
+@pytest.mark.parametrize(
+    "num_ranks, vocab_size, pads", [pytest.param(2, 301, 19, marks=pytest.mark.nightly), (4, 190, 130)]
+)
 def test_sharded_vocabulary_equals_one_rank(num_ranks, vocab_size, pads, tmp_path):
     """Labels on both edges of every shard; pads in the last shard, and one of 4 shards that is pads alone."""
     head = make_head(60, 16, vocab_size, pads=pads)
