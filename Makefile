@@ -20,15 +20,16 @@ quickstart: env
 # shows that a copy works, `test-all` everything, `test-nightly` what that has beyond `test`; tests/support/budgets.py
 # says which tests stay together on a worker and which come first.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(HOLD_BUDGETS),--hold-budgets)
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
 test: env
-	$(PYTEST) -m "not nightly"
+	$(PYTEST) -n $(WORKERS) -m "not nightly"
 
+# One worker more: much of what is left to the night waits, for time limits and for Slurm.
 test-all: env
-	$(PYTEST)
+	$(PYTEST) -n $$(($(WORKERS) + 1))
 
 test-nightly: env
-	$(PYTEST) -m nightly
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m nightly
 
 # The numeric tests as other processors would run them.
 test-portable: env

@@ -20,25 +20,20 @@ FEW_S = 5.0
 # So many files measure a machine; fewer may all be of the slow kind.
 MANY_FILES = 8
 
-# Files whose jobs have four ranks or more; those under Slurm wait most of the time.
+# Files whose jobs have four ranks or more at work; those of test_failure.py and under Slurm wait most of the time.
 FOUR_RANKS = {
     "test_actor",
     "test_answers_ahead",
     "test_checkpoint",
     "test_exchange",
-    "test_failure",
     "test_fused_head",
     "test_gradient_invariance",
     "test_megatron_layout",
     "test_overlap",
     "test_place",
-    "test_preflight",
-    "test_refusal",
     "test_relayout",
     "test_three_agents",
-    "test_store_traffic",
     "test_trainer",
-    "test_tree",
 }
 
 
