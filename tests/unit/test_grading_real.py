@@ -101,7 +101,6 @@ def test_rewritten_golds():
 
 
 @pytest.mark.skipif(not GSM8K_SOLUTIONS.is_file(), reason=f"OpenAI's labelled solutions are not at {GSM8K_SOLUTIONS}")
-@pytest.mark.nightly
 def test_labelled_answers_of_gsm8k():
     tally = labelled(boxed, gsm8k_cases(GSM8K_SOLUTIONS))
     assert tally.total.total() == 5276
@@ -118,7 +117,6 @@ def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
 
 
 @real
-@pytest.mark.nightly
 def test_golds_are_correct_against_themselves_and_solutions_against_golds():
     names = (
         "math/MATH_original_train.tar.gz", "math/MATH_original_test.tar.gz", "math500/test.jsonl", "gsm8k/train.jsonl",
