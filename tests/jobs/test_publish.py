@@ -3,7 +3,9 @@
 What the engine says of the tokens it sampled must be what the actor says of them, at every layout, after every update.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,43 +19,48 @@ from hacpo_mega.logbook.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Score, Stop
 
 MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
+# tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
-IN_EVERY_RUN = ["qwen3-tied", pytest.param("llama-untied", marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module", params=IN_EVERY_RUN)
-def model(request) -> str:
-    return request.param
+FAST = ("qwen3-tied", LAYOUTS[-1])
+CASES = [
+    pytest.param(*case, marks=[] if case == FAST else [pytest.mark.nightly])
+    for case in itertools.product(MODELS, LAYOUTS)
+]
+each_case = pytest.mark.parametrize("model, layout", CASES)
+each_model = pytest.mark.parametrize("model", [FAST[0], pytest.param("llama-untied", marks=pytest.mark.nightly)])
 
 
 @pytest.fixture(scope="module")
-def saw(model, tmp_path_factory) -> list[dict]:
-    """What both processes saw of a model, by rank."""
-    folder, out = tmp_path_factory.mktemp("models") / model, tmp_path_factory.mktemp("saw")
-    family, tied = MODELS[model]
-    make_model(folder, family, tied=tied, num_heads=2, head_dim=32)
-    run_script("publish_job", 2, folder, out)
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+def saw(tmp_path_factory) -> Callable[[str, tuple[int, int, int]], list[dict]]:
+    """What both processes saw of a model in a layout, by rank; a job of its own, when it is first asked for."""
+    models = tmp_path_factory.mktemp("models")
+    for name, (family, tied) in MODELS.items():
+        make_model(models / name, family, tied=tied, num_heads=2, head_dim=32)
 
+    @functools.cache
+    def visit(model: str, layout: tuple[int, int, int]) -> list[dict]:
+        out = tmp_path_factory.mktemp("saw")
+        run_script("publish_job", 2, models / model, out, *layout)
+        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
-@pytest.fixture(params=LAYOUTS, ids=lambda layout: "tp{}-pp{}-engine{}".format(*layout))
-def case(request) -> tuple[int, int, int]:
-    return request.param
+    return visit
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-def test_the_engine_samples_from_the_policy_that_is_trained(saw, case, rank):
-    seen = saw[rank][case]
+@each_case
+def test_the_engine_samples_from_the_policy_that_is_trained(saw, model, layout, rank):
+    seen = saw(model, layout)[rank]
     assert len(seen["sampled"]) == NUM_UPDATES + 1
     for sampled, scored in zip(seen["sampled"], seen["scored"], strict=True):
         for by_engine, by_actor in zip(sampled, scored, strict=True):
             np.testing.assert_allclose(by_engine, by_actor, atol=1e-4, rtol=0)
 
 
-def test_every_update_moved_the_policy_far_more_than_that(saw, case):
+@each_case
+def test_every_update_moved_the_policy_far_more_than_that(saw, model, layout):
     """Otherwise a publish that does nothing would pass above."""
-    for before, after in itertools.pairwise(saw[0][case]["fixed"]):
+    for before, after in itertools.pairwise(saw(model, layout)[0]["fixed"]):
         assert np.abs(after - before).max() > 0.01
 
 
@@ -67,9 +74,10 @@ def gap_of_step(sampled: list[np.ndarray], scored: list[np.ndarray]) -> dict[str
     return metrics.reduce().values
 
 
-def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, case):
+@each_case
+def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, model, layout):
     """In the gap, in the KL and by the alarm: after steps in order, the trainer learns and nothing is published."""
-    seen, alarm = saw[0][case], EngineAlarm(("a",), torch.float32)
+    seen, alarm = saw(model, layout)[0], EngineAlarm(("a",), torch.float32)
     fresh = [gap_of_step(*step) for step in zip(seen["sampled"], seen["scored"], strict=True)]
     stale = [gap_of_step(*step) for step in zip(seen["sampled"], seen["stale"])]
     assert len(stale) == NUM_UPDATES
@@ -84,20 +92,22 @@ def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, case
     assert line.startswith("warning: engine and trainer of a differ by ")
 
 
-def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model, case):
+@each_case
+def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model, layout):
     """After every publish nothing differs; of rank 1's engine, which got another last number of a tensor, that one."""
-    for rank, seen in enumerate(saw):
-        assert seen[case]["differences"] == [[]] * (NUM_UPDATES + 1)
-        for name, found in seen[case]["mutated"].items():
+    for rank, seen in enumerate(saw(model, layout)):
+        assert seen["differences"] == [[]] * (NUM_UPDATES + 1)
+        for name, found in seen["mutated"].items():
             twice = 2 if name == "model.embed_tokens.weight" and model == "qwen3-tied" else 1
             assert len(found) == (twice if rank == 1 else 0), (rank, name, found)
             assert all(line.startswith(f"{name}: 1 of the ") for line in found)
-    assert len(saw[1][case]["mutated"]) > 20
+    assert len(saw(model, layout)[1]["mutated"]) > 20
 
 
-def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, model, case):
+@each_case
+def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, model, layout):
     """And one whose packed output layer was forgotten, in the embedding alone."""
-    for seen in (rank[case] for rank in saw):
+    for seen in saw(model, layout):
         differing = {line.partition(": ")[0] for line in seen["behind"]}
         assert differing == seen["mutated"].keys()
         assert [line.partition(": ")[0] for line in seen["stale head"]] == (
@@ -105,23 +115,28 @@ def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, model, cas
         )
 
 
-def test_engines_of_one_cell_answer_alike(saw):
+@each_model
+def test_engines_of_one_cell_answer_alike(saw, model):
     """pp 2 with engines of one rank: both got every tensor of both stages."""
-    first, second = (rank[1, 2, 1]["samples"] for rank in saw)
+    first, second = (rank["samples"] for rank in saw(model, (1, 2, 1)))
     for step_first, step_second in zip(first, second, strict=True):
         assert [s.answer_ids.tolist() for s in step_first] == [s.answer_ids.tolist() for s in step_second]
 
 
-def test_layouts_learn_the_same(saw):
+@pytest.mark.nightly
+@each_model
+def test_layouts_learn_the_same(saw, model):
     """One cell, whichever way it is cut and published, ends at the same policy (answers are the same by seed)."""
-    _, *same_cell = (saw[0][layout]["fixed"][-1] for layout in LAYOUTS)
+    _, *same_cell = (saw(model, layout)[0]["fixed"][-1] for layout in LAYOUTS)
     for other in same_cell[1:]:
         np.testing.assert_allclose(other, same_cell[0], atol=2e-4, rtol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", (0, 1))
-def test_an_engine_in_the_process_does_not_change_training(saw, rank):
+@each_model
+def test_an_engine_in_the_process_does_not_change_training(saw, model, rank):
     """Bit for bit: neither its random streams nor its threads reach the actor."""
-    beside, alone = saw[rank][LAYOUTS[0]]["scored"][-1], saw[rank]["alone"]
+    beside, alone = saw(model, LAYOUTS[0])[rank]["scored"][-1], saw(model, LAYOUTS[0])[rank]["alone"]
     for with_engine, without in zip(beside, alone, strict=True):
         np.testing.assert_array_equal(with_engine, without)
