@@ -11,7 +11,7 @@ from collections import defaultdict
 import hypothesis
 import pytest
 import torch
-from budgets import FAST, NIGHTLY, Part, file_of, order, over_budget, read_budgets, scope_of
+from budgets import Part, file_of, order, over_budget, read_budgets, scope_of, tier_of
 from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
@@ -47,8 +47,7 @@ class Seconds:
         self.fails, self.by_part = fails, defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        tier = NIGHTLY if NIGHTLY in report.keywords else FAST
-        self.by_part[Part(tier, file_of(report.nodeid))] += report.duration
+        self.by_part[Part(tier_of(report.keywords), file_of(report.nodeid))] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.fails and over_budget(self.by_part, read_budgets())[1] and session.exitstatus == pytest.ExitCode.OK:
@@ -70,8 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Seconds(config.getoption("--hold-budgets")))
 
 
+@pytest.hookimpl(trylast=True)  # what was not asked for is gone by then
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {file: index for index, file in enumerate(order((file_of(i.nodeid) for i in items), read_budgets()))}
+    parts = [Part(tier_of(item.keywords), file_of(item.nodeid)) for item in items]
+    place = {file: index for index, file in enumerate(order(parts, read_budgets()))}
     items.sort(key=lambda item: place[file_of(item.nodeid)])
 
 

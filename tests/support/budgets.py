@@ -8,7 +8,7 @@ file stands out and a slow day does not. Nothing here stops a test.
 import os
 import statistics
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -50,6 +50,11 @@ def read_budgets() -> dict[Part, float]:
     return {Part(tier, file): float(seconds) for tier, files in tables.items() for file, seconds in files.items()}
 
 
+def tier_of(keywords: Container[str]) -> str:
+    """The tier of a test with these keywords, its marker among them."""
+    return NIGHTLY if NIGHTLY in keywords else FAST
+
+
 def file_of(nodeid: str) -> str:
     """The file of a test, as budgets name it, whatever folder pytest was started in."""
     return nodeid.partition("::")[0].rpartition("tests/")[2]
@@ -65,20 +70,23 @@ def scope_of(file: str) -> str:
     return "four ranks" if is_crowded else file
 
 
-def order(files: Iterable[str], budgets: Mapping[Part, float]) -> list[str]:
+def order(parts: Iterable[Part], budgets: Mapping[Part, float]) -> list[str]:
     """Files in the order they are begun in: what starts no process first; of each kind the longest scope, then file.
 
     A typing error shows early, and no long file is left to one worker when the others have nothing to do.
     """
-    files = list(dict.fromkeys(files))
-    seconds = {file: sum(budgets.get(Part(tier, file), 0.0) for tier in (FAST, NIGHTLY)) for file in files}
+    of_file: dict[str, float] = {}
     of_scope: dict[str, float] = {}
-    for file in files:
-        of_scope[scope_of(file)] = of_scope.get(scope_of(file), 0.0) + seconds[file]
-    starts_jobs = {file: "/" in file and not file.startswith("unit/") for file in files}
-    return sorted(
-        files, key=lambda file: (starts_jobs[file], -of_scope[scope_of(file)], scope_of(file), -seconds[file])
-    )
+    for part in dict.fromkeys(parts):
+        seconds = budgets.get(part, 0.0)
+        of_file[part.file] = of_file.get(part.file, 0.0) + seconds
+        of_scope[scope_of(part.file)] = of_scope.get(scope_of(part.file), 0.0) + seconds
+
+    def place(file: str) -> tuple:
+        starts_jobs = "/" in file and not file.startswith("unit/")
+        return starts_jobs, -of_scope[scope_of(file)], scope_of(file), -of_file[file]
+
+    return sorted(of_file, key=place)
 
 
 def over_budget(seconds: Mapping[Part, float], budgets: Mapping[Part, float]) -> tuple[float, list[str]]:

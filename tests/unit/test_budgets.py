@@ -71,9 +71,9 @@ def test_the_longest_begin_first_and_what_starts_no_job_before_what_does(monkeyp
     budgets = {Part(FAST, file): value for file, value in seconds.items()}
     together = ["jobs/test_place.py", "jobs/test_actor.py"]  # 61 s on one worker
     assert scope_of(together[0]) == scope_of(together[1]) != scope_of("jobs/test_a.py")
-    assert order(seconds, budgets) == ["test_y.py", "unit/test_x.py", *together, "jobs/test_a.py", "walk/test_w.py"]
+    assert order(budgets, budgets) == ["test_y.py", "unit/test_x.py", *together, "jobs/test_a.py", "walk/test_w.py"]
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert order(seconds, budgets)[2:4] == ["jobs/test_a.py", "walk/test_w.py"]
+    assert order(budgets, budgets)[2:4] == ["jobs/test_a.py", "walk/test_w.py"]
 
 
 def test_a_file_is_named_alike_from_wherever_pytest_is_started():
