@@ -72,6 +72,7 @@ def test_the_ratio_of_models_that_know_nothing_is_that_of_their_vocabularies(cod
     assert math.exp(means["deepseek-llm"] - means["phi-3"]) == pytest.approx(32064 / 102403, rel=0.03)
 
 
+@pytest.mark.nightly
 def test_every_answer_would_get_a_marker_if_it_were_encoded_by_itself(codecs, solutions):
     """What the anchor is for: encoded alone, no solution keeps its first token under a SentencePiece design."""
     phi = codecs["phi-3"]
