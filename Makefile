@@ -9,16 +9,25 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-all test-nightly test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
 
-# A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. tests/conftest.py
-# says which tests stay together on a worker.
+# A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. `test` is what
+# shows that a copy works, `test-all` everything, `test-nightly` what that has beyond `test`; tests/support/budgets.py
+# says which tests stay together on a worker and which come first.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+	$(PYTEST) -n $(WORKERS) -m "not nightly"
+
+# One worker more: much of what is left to the night waits, for time limits and for Slurm.
+test-all: env
+	$(PYTEST) -n $$(($(WORKERS) + 1))
+
+test-nightly: env
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m nightly
 
 # The numeric tests as other processors would run them.
 test-portable: env

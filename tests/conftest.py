@@ -1,4 +1,4 @@
-"""Before any test: without a GPU the Triton kernels run in Triton's interpreter. And who runs which tests.
+"""Before any test: without a GPU the Triton kernels run in Triton's interpreter. And who runs which tests, and when.
 
 Triton decides at import, so hacpo_kernels is imported here under the variable; afterwards the variable is as it was,
 so that engines and ranks which tests start do not interpret their own kernels.
@@ -6,33 +6,13 @@ so that engines and ranks which tests start do not interpret their own kernels.
 
 import importlib
 import os
-from pathlib import Path
+from collections import defaultdict
 
 import hypothesis
 import pytest
 import torch
+from budgets import Part, file_of, order, over_budget, read_budgets, scope_of, tier_of
 from xdist.scheduler import LoadScopeScheduling
-
-FOUR_RANKS = {
-    "test_actor",
-    "test_answers_ahead",
-    "test_checkpoint",
-    "test_exchange",
-    "test_failure",
-    "test_fused_head",
-    "test_gradient_invariance",
-    "test_megatron_layout",
-    "test_overlap",
-    "test_place",
-    "test_preflight",
-    "test_refusal",
-    "test_relayout",
-    "test_three_agents",
-    "test_store_traffic",
-    "test_trainer",
-    "test_tree",
-    "test_training",
-}
 
 if not torch.cuda.is_available():
     # A CPU environment on a machine with GPUs runs these tests on the CPU, and says so (cluster/device.py).
@@ -53,18 +33,49 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("unhurried")
 
 
-class ByFile(LoadScopeScheduling):
-    """Who runs what under `pytest -n`: a file stays on one worker, because its tests share the job that it starts.
-
-    On a small machine the files that start four ranks share one worker: two such jobs at a time would crowd it, and
-    every collective would then wait for the scheduler.
-    """
+class ByScope(LoadScopeScheduling):
+    """Who runs what under `pytest -n`: support/budgets.py says what stays on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        is_crowded = (os.cpu_count() or 1) < 8 and Path(file).stem in FOUR_RANKS
-        return "four ranks" if is_crowded else file
+        return scope_of(file_of(nodeid))
+
+
+class Seconds:
+    """Adds up what every file took, and says at the end who took more than budgets.toml allows."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.by_part = fails, defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.by_part[Part(tier_of(report.keywords), file_of(report.nodeid))] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.fails and over_budget(self.by_part, read_budgets())[1] and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        slowness, lines = over_budget(self.by_part, read_budgets())
+        if lines:
+            terminalreporter.section(f"over their budgets, on a machine {slowness:.1f} times as slow as they allow")
+            terminalreporter.line("\n".join(lines))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hold-budgets", action="store_true", help="fail if a file takes longer than tests/budgets.toml")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker's reports come here
+        config.pluginmanager.register(Seconds(config.getoption("--hold-budgets")))
+
+
+@pytest.hookimpl(trylast=True)  # what was not asked for is gone by then
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    parts = [Part(tier_of(item.keywords), file_of(item.nodeid)) for item in items]
+    place = {file: index for index, file in enumerate(order(parts, read_budgets()))}
+    items.sort(key=lambda item: place[file_of(item.nodeid)])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
-    return ByFile(config, log)
+    config.option.loadscopereorder = False
+    return ByScope(config, log)

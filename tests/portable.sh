@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The numeric tests as other processors would run them: tests/portable.sh, or `make test-portable`.
 # Every library here chooses its kernels by the processor it finds; these variables make it choose others. All run under
-# the most different choice of all libraries together, the fast ones under each single variable. Left out: tests of many
-# ranks, which multiply the same matrices (marked slow), and grids of 70,000 rows in Triton's interpreter.
+# the most different choice of all libraries together, the fast ones under each single variable. Left out: what `make
+# test` leaves out (marked nightly).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -19,7 +19,7 @@ check() { # check NAME=VALUE... -- FILE...: one line per environment, and what f
   shift
   local log
   log=$(mktemp)
-  env "${variables[@]}" "$python" -m pytest -n 2 -m "not slow" -k "not (test_07 and triton)" "$@" --durations=0 --durations-min=10 >"$log" 2>&1 || { outcome=FAILED; failed=1; }
+  env "${variables[@]}" "$python" -m pytest -n 2 -m "not nightly" "$@" --durations=0 --durations-min=10 >"$log" 2>&1 || { outcome=FAILED; failed=1; }
   printf '%-6s %4d s  %s: %s\n' "$outcome" $((SECONDS - started)) "${variables[*]}" "$(tail -n 1 "$log")"
   if [[ $outcome == FAILED ]]; then cat "$log"; fi
   rm -f "$log"

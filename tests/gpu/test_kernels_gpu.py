@@ -120,7 +120,6 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(times[3:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", (2048, 4096, 8192, 32_768))
 def test_08_speed_is_within_a_quarter_of_cublas(num_tokens):
     """Forward against the bare product, forward and backward against four. The targets proper are the benchmark's."""
@@ -133,7 +132,6 @@ def test_08_speed_is_within_a_quarter_of_cublas(num_tokens):
     assert 4 * product / both > 0.7
 
 
-@pytest.mark.slow
 def test_08_no_slower_than_eager_at_256_tokens():
     hidden, weight, target = big_head(256, 2560)
     with torch.no_grad():

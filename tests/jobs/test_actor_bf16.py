@@ -6,7 +6,7 @@ from actor_cases import make_actor, one_rank
 from bf16_cases import BF16, check_gradient, check_own_ratios, gradient, make_folder, own_ratios
 from job import run_group
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks: tensor parallel, pipeline, two cells
 
 

@@ -29,7 +29,7 @@ from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.ready_answers import ROW
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NAMES = ("wide", "small")
 NUM_RANKS, NUM_STEPS = 3, 4

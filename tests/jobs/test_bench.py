@@ -14,6 +14,8 @@ from hacpo_mega.models.segments import all_sources
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.exchange import ROW
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = 5
 
 

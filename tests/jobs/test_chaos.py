@@ -19,7 +19,7 @@ from hacpo_mega.lab.chaos.verdict import compare
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import record_start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SEED = 1944  # its first three faults: see test_faults_are_drawn_alike_from_a_seed
 STEPS = 5

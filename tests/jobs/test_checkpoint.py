@@ -30,7 +30,7 @@ from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NAMES = ("wide", "twice")
 NUM_RANKS = 4

@@ -33,7 +33,7 @@ from hacpo_mega.samples.tokenizers import make_tokenizer
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 FOREVER_S = 3600.0
 
 

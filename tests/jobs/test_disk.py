@@ -23,7 +23,7 @@ from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
 from hacpo_mega.megatron.stored_state import NotWritten, Part, write_parts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 STEPS = 5
 DEADLINE_S = 900.0  # of a hang, not of a slow machine

@@ -9,7 +9,6 @@ from job import play_command, run_script, start_ranks
 from hacpo_mega.commands.warm_start import create_model
 from hacpo_mega.config import InitConfig
 
-pytestmark = pytest.mark.slow
 CONFIG = """
 run_dir = "{folder}/run"
 num_steps = 1
@@ -56,6 +55,7 @@ def by_name(findings: list[dict]) -> dict[str, dict]:
     return {finding["what"]: finding for finding in findings}
 
 
+@pytest.mark.nightly
 def test_a_healthy_project_passes(reports):
     for rank, agent in enumerate(("tied", "tied", "untied")):
         findings = by_name(reports[rank]["healthy"])
@@ -70,6 +70,7 @@ def test_a_healthy_project_passes(reports):
         assert findings["moved by one update"]["largest"] > 0.1
 
 
+@pytest.mark.nightly
 def test_a_stale_copy_is_found(reports):
     """Only the tied model has it: first from the random start, and after the update from before it."""
     for rank in (0, 1):

@@ -7,6 +7,8 @@ import pytest
 from job import run_ranks
 from tiny_models import make_model
 
+pytestmark = pytest.mark.nightly
+
 
 def visit(folder) -> dict:
     # here, where the ranks are: the process that judges must not import vLLM

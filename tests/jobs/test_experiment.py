@@ -12,6 +12,8 @@ import tomli_w
 from job import run_here, start_command
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
+pytestmark = pytest.mark.nightly
+
 
 def write_grid(folder: Path, config: Path, *regimes: str) -> Path:
     """Two methods on two seeds in the regime `tiny`; the runs of `broken`, of one method, fail at their start."""

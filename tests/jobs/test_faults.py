@@ -20,7 +20,7 @@ from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 DEADLINE_S = 900.0  # of a hang, not of a slow machine
 

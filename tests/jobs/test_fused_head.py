@@ -38,7 +38,7 @@ U32 = 2.0**-24
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 ADAM = OptimizerConfig(lr=1e-2, eps=1e-4, clip_grad=1e30)
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def unfused_token_logprobs(actor: Actor, hidden_TH: torch.Tensor, batch) -> torch.Tensor:

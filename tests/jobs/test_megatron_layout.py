@@ -4,7 +4,9 @@ Logits and gradients are held against Hugging Face itself, exported folders agai
 loaded. Four gloo processes run all layouts: with tp * pp < 4 they are several cells.
 """
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,9 @@ RUNS: dict[tuple[str, int, int], dict[str, object]] = {
     ("mistral-six-layers", 1, 4): UNEVEN,
     ("mistral-six-layers", 2, 2): {"num_layers_in_last_pipeline_stage": 4},
 }
-LAYOUTS = sorted({(tp, pp) for _, tp, pp in RUNS})
+# Every case once, where it is cut in both ways; and a key/value head on four ranks.
+FAST = {(name, 2, 2) for name in CASES} | {("llama-one-kv-head", 4, 1)}
+EACH_RUN = [pytest.param(*run, marks=[] if run in FAST else [pytest.mark.nightly]) for run in RUNS]
 # Lengths of the packed sequences of two micro-batches; their sums are multiples of every tp.
 PACKS = [(17, 3, 32), (1, 43)]
 
@@ -100,25 +104,29 @@ def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Te
 
 
 @pytest.fixture(scope="module")
-def results(folders, tmp_path_factory) -> dict[tuple[str, int, int], list[dict]]:
-    """(case, tp, pp) -> what each of four processes saw; `export` is the folder that cell 0 wrote."""
-    ranks = run_group(4, run_all_layouts, folders, tmp_path_factory.mktemp("exports"))
-    return {run: [rank[run] for rank in ranks] for run in ranks[0]}
+def results(folders, tmp_path_factory) -> Callable[[tuple[str, int, int]], list[dict]]:
+    """(case, tp, pp) -> what each of four processes saw; `export` is the folder that cell 0 wrote. A job per tier."""
+
+    @functools.cache
+    def visit(is_fast: bool) -> list[dict]:
+        runs = [run for run in RUNS if (run in FAST) == is_fast]
+        return run_group(4, run_layouts, runs, folders, tmp_path_factory.mktemp("exports"))
+
+    return lambda run: [rank[run] for rank in visit(run in FAST)]
 
 
 WAIT_S = 6.5
 
 
-def run_all_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
+def run_layouts(runs: list[tuple], folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
     seen = {}
-    for tp, pp in LAYOUTS:
+    for tp, pp in sorted({(tp, pp) for _, tp, pp in runs}):
         initialize_parallel(tp, pp, seed=1)
-        for name in [name for name in folders if (name, tp, pp) in RUNS]:
+        for name in [name for name in folders if (name, tp, pp) in runs]:
             export = exports / f"{name}-tp{tp}pp{pp}"
             options = {"recompute": "full" if name == RECOMPUTED else "none", "overrides": RUNS[name, tp, pp]}
             seen[name, tp, pp] = run_case(export, folders[name], tp, pp, options)
         parallel_state.destroy_model_parallel()
-    seen["waits"] = wait_for_nobody()
     return seen
 
 
@@ -208,10 +216,9 @@ def gradients_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return dict(full_tensors(model, bucket_bytes=40_000))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, tp, pp", RUNS)
+@pytest.mark.parametrize("name, tp, pp", EACH_RUN)
 def test_logits_are_hugging_faces(results, reference, name, tp, pp):
-    ranks = results[name, tp, pp]
+    ranks = results((name, tp, pp))
     for cell in range(4 // (tp * pp)):
         shards = [rank["logits"] for rank in ranks if rank["cell"] == cell and rank["logits"]]
         assert len(shards) == tp
@@ -220,10 +227,9 @@ def test_logits_are_hugging_faces(results, reference, name, tp, pp):
             torch.testing.assert_close(logits_TV, expected_TV, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, tp, pp", RUNS)
+@pytest.mark.parametrize("name, tp, pp", EACH_RUN)
 def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
-    for rank in results[name, tp, pp]:
+    for rank in results((name, tp, pp)):
         assert rank["gradients"].keys() == reference[name][1].keys()
         for tensor_name, expected in reference[name][1].items():
             gradient = rank["gradients"][tensor_name]
@@ -232,10 +238,9 @@ def test_gradients_are_hugging_faces(results, reference, name, tp, pp):
             )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, tp, pp", RUNS)
+@pytest.mark.parametrize("name, tp, pp", EACH_RUN)
 def test_export_is_the_loaded_folder_byte_for_byte(results, folders, name, tp, pp):
-    export = results[name, tp, pp][0]["export"]
+    export = results((name, tp, pp))[0]["export"]
     assert tensors_of(export) == tensors_of(folders[name])
     assert json.loads((export / "config.json").read_text()) == json.loads((folders[name] / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(export)
@@ -249,12 +254,19 @@ def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]
     return tensors
 
 
-def test_every_group_of_megatron_waits_as_long_as_was_said(results):
-    for seen in results["waits"]:
+@pytest.fixture(scope="module")
+def waits() -> list[dict]:
+    return run_group(4, wait_for_nobody)
+
+
+@pytest.mark.nightly
+def test_every_group_of_megatron_waits_as_long_as_was_said(waits):
+    for seen in waits:
         assert set(seen["waits"].values()) == {WAIT_S}, "Megatron's own are 30 minutes"
         groups = {"TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"}
         assert groups < seen["waits"].keys()
 
 
-def test_a_collective_that_a_tensor_rank_does_not_come_to_ends(results):
-    assert f"{WAIT_S * 1000:.0f}ms" in results["waits"][0]["died"]
+@pytest.mark.nightly
+def test_a_collective_that_a_tensor_rank_does_not_come_to_ends(waits):
+    assert f"{WAIT_S * 1000:.0f}ms" in waits[0]["died"]

@@ -24,7 +24,7 @@ from hacpo_mega.memory.actor_bytes import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 # Of two ranks: main weights are the model's own in float32, and copies in bf16.
 LAYOUTS = {"tp 2, float32": {"tp": 2}, "two cells, bf16": {"dtype": torch.bfloat16}}

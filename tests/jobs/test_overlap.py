@@ -14,6 +14,8 @@ from tiny_models import make_model
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.overlap import finish_gather, start_gather
 
+pytestmark = pytest.mark.nightly
+
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 CHOICES = {
     "plain": DataParallelConfig(),

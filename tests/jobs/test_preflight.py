@@ -71,6 +71,7 @@ def test_a_sound_job_passes_and_is_measured(tmp_path, models):
     assert visit.left == ["preflight.json"]
 
 
+@pytest.mark.nightly
 def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     """Three faults at a time; the fourth node has none, and is not named."""
     visit = Visit(tmp_path, models, {1: "other version", 2: "full disk", 3: "no model"})
@@ -87,6 +88,7 @@ def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     assert visit.outputs[0].count(" BAD\n") == 3 and visit.outputs[0].count(" ok\n") == 1
 
 
+@pytest.mark.nightly
 def test_what_takes_two_nodes_is_found(tmp_path, models):
     visit = Visit(tmp_path, models, {1: "closed port", 2: "own run folder", 3: "wrong clock"})
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
@@ -98,6 +100,7 @@ def test_what_takes_two_nodes_is_found(tmp_path, models):
     assert visit.record["exclude"].startswith("--exclude=") and visit.record["groups"] == []
 
 
+@pytest.mark.nightly
 def test_a_node_that_never_comes_is_named(tmp_path, models):
     visit = Visit(tmp_path, models, {2: "never comes"}, wait_s=20.0)
     assert visit.statuses == [NODE_BAD, NODE_BAD, 0, NODE_BAD], (visit.outputs, visit.errors)
@@ -106,6 +109,7 @@ def test_a_node_that_never_comes_is_named(tmp_path, models):
     assert "ranks that did not come: 2\n--exclude=n2\n" in visit.outputs[0]
 
 
+@pytest.mark.nightly
 def test_a_first_node_that_never_comes_is_named(tmp_path, models):
     """By its address, since nobody could be told its name."""
     visit = Visit(tmp_path, models, {0: "never comes"}, wait_s=4.0)
@@ -116,18 +120,21 @@ def test_a_first_node_that_never_comes_is_named(tmp_path, models):
         assert line.startswith(f"node n{rank} does not reach rank 0 at 127.0.0.1 port ") and rest == ""
 
 
+@pytest.mark.nightly
 def test_a_node_that_hangs_while_groups_are_made_is_named(tmp_path, models):
     visit = Visit(tmp_path, models, {2: "hangs"}, wait_s=30.0)
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     assert list(visit.texts()) == ["n2"], visit.record
 
 
+@pytest.mark.nightly
 def test_another_number_of_ranks_is_refused_before_anybody_waits(tmp_path, models):
     visit = Visit(tmp_path, [models[0]], {})
     assert visit.statuses == [2] * 4, (visit.outputs, visit.errors)
     assert "needs 2 ranks" in visit.errors[0] and not any(visit.errors[1:])
 
 
+@pytest.mark.nightly
 def test_what_all_nodes_find_wrong_is_the_users(tmp_path, models):
     """Said once, and it is nobody's node."""
     visit = Visit(tmp_path, models, dict.fromkeys(range(4), "no model"))

@@ -3,7 +3,9 @@
 What the engine says of the tokens it sampled must be what the actor says of them, at every layout, after every update.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,37 +18,49 @@ from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Score, Stop
 
-pytestmark = pytest.mark.slow
 MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
+# tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
-CASES = [(name, *layout) for name, layout in itertools.product(MODELS, LAYOUTS)]
+FAST = ("qwen3-tied", LAYOUTS[-1])
+CASES = [
+    pytest.param(*case, marks=[] if case == FAST else [pytest.mark.nightly])
+    for case in itertools.product(MODELS, LAYOUTS)
+]
+each_case = pytest.mark.parametrize("model, layout", CASES)
+each_model = pytest.mark.parametrize("model", [FAST[0], pytest.param("llama-untied", marks=pytest.mark.nightly)])
 
 
 @pytest.fixture(scope="module")
-def saw(tmp_path_factory) -> list[dict]:
-    """What both processes saw, by rank."""
-    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saw")
+def saw(tmp_path_factory) -> Callable[[str, tuple[int, int, int]], list[dict]]:
+    """What both processes saw of a model in a layout, by rank; a job of its own, when it is first asked for."""
+    models = tmp_path_factory.mktemp("models")
     for name, (family, tied) in MODELS.items():
         make_model(models / name, family, tied=tied, num_heads=2, head_dim=32)
-    run_script("publish_job", 2, models, out)
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    @functools.cache
+    def visit(model: str, layout: tuple[int, int, int]) -> list[dict]:
+        out = tmp_path_factory.mktemp("saw")
+        run_script("publish_job", 2, models / model, out, *layout)
+        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    return visit
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
-def test_the_engine_samples_from_the_policy_that_is_trained(saw, case, rank):
-    seen = saw[rank][case]
+@each_case
+def test_the_engine_samples_from_the_policy_that_is_trained(saw, model, layout, rank):
+    seen = saw(model, layout)[rank]
     assert len(seen["sampled"]) == NUM_UPDATES + 1
     for sampled, scored in zip(seen["sampled"], seen["scored"], strict=True):
         for by_engine, by_actor in zip(sampled, scored, strict=True):
             np.testing.assert_allclose(by_engine, by_actor, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
-def test_every_update_moved_the_policy_far_more_than_that(saw, case):
+@each_case
+def test_every_update_moved_the_policy_far_more_than_that(saw, model, layout):
     """Otherwise a publish that does nothing would pass above."""
-    for before, after in itertools.pairwise(saw[0][case]["fixed"]):
+    for before, after in itertools.pairwise(saw(model, layout)[0]["fixed"]):
         assert np.abs(after - before).max() > 0.01
 
 
@@ -60,10 +74,10 @@ def gap_of_step(sampled: list[np.ndarray], scored: list[np.ndarray]) -> dict[str
     return metrics.reduce().values
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
-def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, case):
+@each_case
+def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, model, layout):
     """In the gap, in the KL and by the alarm: after steps in order, the trainer learns and nothing is published."""
-    seen, alarm = saw[0][case], EngineAlarm(("a",), torch.float32)
+    seen, alarm = saw(model, layout)[0], EngineAlarm(("a",), torch.float32)
     fresh = [gap_of_step(*step) for step in zip(seen["sampled"], seen["scored"], strict=True)]
     stale = [gap_of_step(*step) for step in zip(seen["sampled"], seen["stale"])]
     assert len(stale) == NUM_UPDATES
@@ -78,49 +92,51 @@ def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, case
     assert line.startswith("warning: engine and trainer of a differ by ")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
-def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, case):
+@each_case
+def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model, layout):
     """After every publish nothing differs; of rank 1's engine, which got another last number of a tensor, that one."""
-    for rank, seen in enumerate(saw):
-        assert seen[case]["differences"] == [[]] * (NUM_UPDATES + 1)
-        for name, found in seen[case]["mutated"].items():
-            twice = 2 if name == "model.embed_tokens.weight" and case[0] == "qwen3-tied" else 1
+    for rank, seen in enumerate(saw(model, layout)):
+        assert seen["differences"] == [[]] * (NUM_UPDATES + 1)
+        for name, found in seen["mutated"].items():
+            twice = 2 if name == "model.embed_tokens.weight" and model == "qwen3-tied" else 1
             assert len(found) == (twice if rank == 1 else 0), (rank, name, found)
             assert all(line.startswith(f"{name}: 1 of the ") for line in found)
-    assert len(saw[1][case]["mutated"]) > 20
+    assert len(saw(model, layout)[1]["mutated"]) > 20
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-tp{}-pp{}-engine{}".format(*case))
-def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, case):
+@each_case
+def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, model, layout):
     """And one whose packed output layer was forgotten, in the embedding alone."""
-    for seen in (rank[case] for rank in saw):
+    for seen in saw(model, layout):
         differing = {line.partition(": ")[0] for line in seen["behind"]}
         assert differing == seen["mutated"].keys()
         assert [line.partition(": ")[0] for line in seen["stale head"]] == (
-            ["model.embed_tokens.weight"] if case[0] == "qwen3-tied" and not torch.cuda.is_available() else []
+            ["model.embed_tokens.weight"] if model == "qwen3-tied" and not torch.cuda.is_available() else []
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_engines_of_one_cell_answer_alike(saw, name):
+@each_model
+def test_engines_of_one_cell_answer_alike(saw, model):
     """pp 2 with engines of one rank: both got every tensor of both stages."""
-    first, second = (rank[name, 1, 2, 1]["samples"] for rank in saw)
+    first, second = (rank["samples"] for rank in saw(model, (1, 2, 1)))
     for step_first, step_second in zip(first, second, strict=True):
         assert [s.answer_ids.tolist() for s in step_first] == [s.answer_ids.tolist() for s in step_second]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_layouts_learn_the_same(saw, name):
+@pytest.mark.nightly
+@each_model
+def test_layouts_learn_the_same(saw, model):
     """One cell, whichever way it is cut and published, ends at the same policy (answers are the same by seed)."""
-    _, *same_cell = (saw[0][name, *layout]["fixed"][-1] for layout in LAYOUTS)
+    _, *same_cell = (saw(model, layout)[0]["fixed"][-1] for layout in LAYOUTS)
     for other in same_cell[1:]:
         np.testing.assert_allclose(other, same_cell[0], atol=2e-4, rtol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", (0, 1))
-@pytest.mark.parametrize("name", MODELS)
-def test_an_engine_in_the_process_does_not_change_training(saw, name, rank):
+@each_model
+def test_an_engine_in_the_process_does_not_change_training(saw, model, rank):
     """Bit for bit: neither its random streams nor its threads reach the actor."""
-    beside, alone = saw[rank][name, *LAYOUTS[0]]["scored"][-1], saw[rank][name, "alone"]
+    beside, alone = saw(model, LAYOUTS[0])[rank]["scored"][-1], saw(model, LAYOUTS[0])[rank]["alone"]
     for with_engine, without in zip(beside, alone, strict=True):
         np.testing.assert_array_equal(with_engine, without)

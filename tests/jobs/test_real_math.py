@@ -21,7 +21,7 @@ MATH = SHARED / "data" / "math" / "MATH_original_train.tar.gz"
 TOKENIZERS = SHARED / "tokenizers"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(not MATH.exists() or not TOKENIZERS.exists(), reason="real data is not beside the project"),
 ]
 

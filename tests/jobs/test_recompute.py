@@ -6,6 +6,8 @@ from actor_cases import make_actor, objective, random_samples
 from job import run_group
 from tiny_models import make_model
 
+pytestmark = pytest.mark.nightly
+
 LAYOUTS = [(2, 1), (1, 2)]
 CHOICES = ("none", "mlp", "full")
 

@@ -1,12 +1,10 @@
 """What a user has to mend and only a running job finds: its text once in the whole job, exit code 2, no traceback."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 import refusing_job
-from job import PROCESSES, interpreter, new_job
-from repository import ROOT
+from job import PROCESSES, new_job, start_command
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 DEADLINE_S = 120.0
@@ -28,7 +26,7 @@ def play(folder: Path, phase: str, complaints: dict[int, str]) -> tuple[list[int
     return statuses, [line for rank in range(4) for line in (folder / f"{rank}.err").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("phase", ["start", "load"])
+@pytest.mark.parametrize("phase", ["start", pytest.param("load", marks=pytest.mark.nightly)])
 def test_a_problem_of_the_input_ends_every_rank_with_2_and_is_said_once(tmp_path, phase):
     """Both ranks of an agent find the same in its folder; a problem with two lines keeps both."""
     statuses, lines = play(tmp_path, phase, dict.fromkeys((0, 1), "a/config.json: torn\na/tokenizer.json: gone"))
@@ -36,12 +34,14 @@ def test_a_problem_of_the_input_ends_every_rank_with_2_and_is_said_once(tmp_path
     assert lines == ["a/config.json: torn", "a/tokenizer.json: gone"]
 
 
+@pytest.mark.nightly
 def test_problems_of_two_agents_are_both_said(tmp_path):
     statuses, lines = play(tmp_path, "load", {1: "a: torn", 2: "b: gone"})
     assert statuses == [2, 2, 2, 2], lines
     assert sorted(lines) == ["a: torn", "b: gone"]
 
 
+@pytest.mark.nightly
 def test_a_node_whose_cache_has_another_commit_of_a_model_is_named(tmp_path):
     one, other = (str(tmp_path / "models--org--name" / "snapshots" / (letter * 40)) for letter in "ab")
     statuses, lines = play(tmp_path, "models", {0: one, 1: one, 2: one, 3: other})
@@ -50,6 +50,7 @@ def test_a_node_whose_cache_has_another_commit_of_a_model_is_named(tmp_path):
     assert lines == [said]
 
 
+@pytest.mark.nightly
 def test_in_training_the_same_error_is_a_fault_with_its_traceback(tmp_path):
     statuses, lines = play(tmp_path, "learn", {2: "negative dimensions"})
     assert statuses == [1, 1, 1, 1]
@@ -67,20 +68,11 @@ TOO_LONG = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["hacpo-mega", "torchrun"])
-def test_prompts_that_no_agent_can_read_end_a_job_before_it_loads_a_model(tmp_path, launcher):
-    """Tokenizers are looked at by the ranks. Whoever started them, the job's exit code and its lines are the same."""
+@pytest.mark.nightly
+def test_prompts_that_no_agent_can_read_end_a_job_before_it_loads_a_model(tmp_path):
+    """Tokenizers are looked at by the ranks; the exit code of the job and its one line are theirs."""
     config = write_config(tmp_path, agents(tmp_path))
-    python, environment = interpreter()
-    command = [python, "-m"]
-    if launcher == "torchrun":
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "--monitor-interval=2", "-m"]
-    command += ["hacpo_mega.cli", "train", str(config), "rollout.max_prompt_tokens=3"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=2 * DEADLINE_S)
-    ours = [line for line in done.stderr.splitlines() if "max_prompt_tokens" in line]
-    assert len(ours) == 1 and TOO_LONG in ours[0], done.stderr
-    if launcher == "hacpo-mega":
-        assert (done.returncode, done.stderr) == (2, f"{ours[0]}\n")
-    else:  # torchrun's own account of a failed rank comes below ours, and its exit code is always 1
-        assert "exitcode  : 2" in done.stderr and done.returncode == 1
+    process = start_command("train", config, "rollout.max_prompt_tokens=3")
+    _, errors = process.communicate()
+    (line,) = errors.splitlines()
+    assert process.returncode == 2 and "max_prompt_tokens" in line and TOO_LONG in line

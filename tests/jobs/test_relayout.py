@@ -24,7 +24,7 @@ from hacpo_mega.megatron.stored_state import KINDS, WEIGHT, Part, StateReader, s
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import Source, all_sources
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM_RANKS = 4
 CUDA = torch.device("cuda")  # made here: where Megatron is at work the word means the CPU

@@ -66,7 +66,11 @@ def settled(num_before: int, expected: int) -> int:
     return found
 
 
-@pytest.mark.parametrize(("rank_map", "fanout"), [(FOUR, 32), (EIGHT, 2), (EIGHT, 3)], ids=["4", "8 deep", "8"])
+@pytest.mark.parametrize(
+    ("rank_map", "fanout"),
+    [(FOUR, 32), pytest.param(EIGHT, 2, marks=pytest.mark.nightly), pytest.param(EIGHT, 3, marks=pytest.mark.nightly)],
+    ids=["4", "8 deep", "8"],
+)
 def test_a_job_asks_what_the_formulas_say(rank_map, fanout):
     counted = run_ranks(rank_map.world_size, count, rank_map, fanout)
     for rank, found in enumerate(counted):
@@ -107,6 +111,7 @@ def meet(num_ranks: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.nightly
 def test_a_round_of_the_preflight_costs_the_same_on_every_rank_but_the_first():
     """And on rank 0 one read per rank."""
     assert run_ranks(5, meet, 5) == [{"set": 2, "add": 1, "get": 5}] + [{"set": 1, "add": 1, "get": 1}] * 4

@@ -16,7 +16,7 @@ from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpo
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NAMES = ("wide", "single", "third")
 # Rounding errors themselves, how samples are packed, and greedy answers of weights that Adam has moved by signs.

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 WEIGHTS = "model.safetensors"
 

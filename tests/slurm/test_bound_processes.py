@@ -7,6 +7,8 @@ from cluster import Cluster, why_not
 from run_cases import CHARACTERS, agent_table, write_config
 from submitter import Submitter
 
+pytestmark = pytest.mark.nightly
+
 # What a process finds: the processors that it may use, those that Slurm names, the threads that hacpo-mega sets.
 LOOKS = """
 import os, pathlib

@@ -10,6 +10,8 @@ import pytest
 from cluster import CONTROL
 from run_cases import CHARACTERS, agent_table, write_config
 
+pytestmark = pytest.mark.nightly
+
 NODES = {"gpus_per_node": 2, "preflight": False}
 ENDING = f'["bash", "{Path(__file__).parent / "ending.sh"}"]'
 

@@ -20,7 +20,7 @@ from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.rollout_log import read_rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM_STEPS = 4
 SIGNAL_S = 600  # long before the limit: a crowded machine must have the time to leave by itself

@@ -1,7 +1,7 @@
-"""What jobs/test_engine.py runs: four processes of one machine, two agents of two ranks, real vLLM engines.
+"""What jobs/test_engine.py runs: two processes of one agent on one machine, real vLLM engines.
 
-Both agents build their engines at the same time, first with tensor parallel 2, then as two replicas. Every process
-writes what it saw to OUT/<agent>-<agent rank>.pt; the tests judge it.
+First one engine with tensor parallel 2, then two replicas. Every process writes what it saw to OUT/<agent>-<rank>.pt;
+the tests judge it.
 """
 
 import os
@@ -23,7 +23,6 @@ from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
 from hacpo_mega.rollout.engine_thread import EngineThread
 
-RANKS = RankMap(lanes=1, agents=(AgentShape("qwen3", tp=2), AgentShape("llama", tp=2)))
 EOS = 7
 MAX_MODEL_LEN = 256
 TEMPERATURE = 0.7
@@ -198,13 +197,13 @@ def refusals(models: Path) -> dict:
     return seen
 
 
-def main(models: Path, out: Path) -> None:
-    with Place.join(RANKS, TIMEOUT_S) as place:
-        agent = place.coordinate.agent_name
+def main(models: Path, out: Path, agent: str) -> None:
+    with Place.join(RankMap(lanes=1, agents=(AgentShape(agent, tp=2),)), TIMEOUT_S) as place:
         random.seed(3)
         np.random.seed(3)
         torch.manual_seed(3)
         seen = {"sequences": sequences(), "prompts": prompts()}
         seen |= tensor_parallel(models, agent) | replicas(models, agent)
-        seen |= third_family(models) if agent == "qwen3" else refusals(models)
+        if agent == "llama":
+            seen |= third_family(models) | refusals(models)
         torch.save(seen, out / f"{agent}-{place.coordinate.agent_rank}.pt")

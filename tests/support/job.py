@@ -120,7 +120,7 @@ def run_job(rank_map: RankMap, function: Callable[[Place, RankMap], Any], timeou
     return run_ranks(rank_map.world_size, _in_place, function, rank_map, timeout_s)
 
 
-def run_script(name: str, num_ranks: int, *arguments: Path) -> None:
+def run_script(name: str, num_ranks: int, *arguments: int | str | Path) -> None:
     """Runs `main(*arguments)` of the module `name` on every rank; what imports vLLM is named, not imported, here."""
     run_ranks(num_ranks, _main_of, name, arguments)
 

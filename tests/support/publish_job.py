@@ -1,6 +1,6 @@
 """What jobs/test_publish.py runs: Megatron's actor and the live vLLM engine in the same two processes.
 
-`main` on two ranks goes through every model and layout and writes what each
+`main` on two ranks takes a model and a layout and writes what each
 process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sampled them and by the actor, after the
 first publish, after the publish that follows every optimizer update, and between an update and its publish.
 """
@@ -20,9 +20,6 @@ from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine, answer_seed
 
-# tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
-LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
-MODELS = ("qwen3-tied", "llama-untied")
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192
 # Longer than a block of vLLM's prefix cache (128 tokens) and shorter.
@@ -116,15 +113,10 @@ def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[Toke
     return scores
 
 
-def main(models: Path, out: Path) -> None:
-    seen = {}
+def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
     with Place.join(RankMap(lanes=1, agents=(AgentShape("both", tp=2),)), TIMEOUT_S) as place:
         rank = place.coordinate.agent_rank
-        for name in MODELS:
-            for tp, pp, engine_tp in LAYOUTS:
-                cell = rank // (tp * pp)
-                seen[name, tp, pp, engine_tp] = train_beside_engine(models / name, tp, pp, engine_tp, cell)
-            layout = LAYOUTS[0]
-            samples_of_steps = seen[name, *layout]["samples"]
-            seen[name, "alone"] = train_alone(models / name, *layout[:2], samples_of_steps)
+        seen = train_beside_engine(folder, tp, pp, engine_tp, cell=rank // (tp * pp))
+        if tp == pp == 1:
+            seen["alone"] = train_alone(folder, tp, pp, seen["samples"])
         torch.save(seen, out / f"{rank}.pt")

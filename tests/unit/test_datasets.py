@@ -385,6 +385,7 @@ def test_real_golds(datasets):
     assert twice[0] == twice[1]
 
 
+@pytest.mark.nightly
 @real
 def test_real_overlaps(datasets):
     """MATH-500 is in the test split, and all but two problems of it not in train; verl's prompts are the train problems

@@ -37,7 +37,7 @@ from hacpo_mega.samples.tokenizers import make_tokenizer
 CHARACTERS = tuple("0123456789+-*=,;s")
 GRADER = ROOT / "tests/support/graders.py"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_labelled_pairs_of_eleven_projects():
 
 
 @labelled_pairs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_source_has_fewer_than_math_verify_alone_and_all_have_a_point_more():
     cases = labelled_cases(REAL)
     ours, alone = labelled(anywhere, cases), labelled(plain_math_verify, cases)
@@ -91,6 +91,7 @@ def test_labels_hold_under_the_options_they_were_given_with():
 
 
 @real
+@pytest.mark.nightly
 def test_rewritten_golds():
     """A fixed sample of golds: no changed digit is accepted, and no other spelling is refused."""
     changed, same_answer = mutated(boxed, golds_of(REAL, 90))
@@ -106,6 +107,7 @@ def test_labelled_answers_of_gsm8k():
     assert tally.examples == []
 
 
+@pytest.mark.nightly
 def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
     first, second = hostile_run(100, seed=1), hostile_run(100, seed=1)
     assert first.verdicts == second.verdicts
@@ -133,6 +135,7 @@ def test_golds_are_correct_against_themselves_and_solutions_against_golds():
 
 
 @real
+@pytest.mark.nightly
 def test_model_answers_get_the_label_of_their_own_project():
     """800 real answers of a model, graded from their whole text; 99 % must get the label that Qwen's grader gave."""
     cases = [json.loads(line) for line in (REAL / "model_outputs/qwen_math_cot_100.jsonl").open()]
@@ -147,7 +150,7 @@ def test_model_answers_get_the_label_of_their_own_project():
     assert sum((v == Verdict.CORRECT) == label for v, label in zip(verdicts, labels)) >= 0.99 * 800
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hostile_answers_end_in_time_with_the_right_verdict_and_leave_nothing_behind():
     cases = hostile_answers()
     assert len(cases) >= 200

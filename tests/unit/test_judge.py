@@ -171,6 +171,7 @@ def test_a_policy_cannot_learn_to_be_unjudged(math_judge):
     assert all(judgement.is_judged for judgement in found)
 
 
+@pytest.mark.nightly
 def test_a_failure_is_the_judges_when_the_gold_fails_too():
     with Judge(CASES, timeout_s=1.0) as judge:
         golds = ["1", "hang", "raise", "die", "0.5"]
@@ -224,6 +225,7 @@ def test_what_is_no_reward_is_an_error_that_names_it():
         assert judge.counts.num_workers_replaced == 0
 
 
+@pytest.mark.nightly
 def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
     """The second half of the limit is gone when "memory for good" comes again; a new worker has it all."""
     with Judge(CASES, memory_bytes=3 << 30) as judge:
@@ -241,6 +243,7 @@ def test_equal_answers_are_graded_once():
         assert (judge.counts.num_answers, judge.counts.num_distinct) == (4, 3)
 
 
+@pytest.mark.nightly
 def test_a_busy_machine_changes_no_verdict():
     """Loops on every processor leave a worker a small share of the wall time; its CPU time is its own."""
     num_loops = 2 * len(os.sched_getaffinity(0))
@@ -350,7 +353,10 @@ def test_answers_are_judged_at_the_same_time():
         assert judge.counts.wall_s < 40 * 0.05  # one after another cannot be faster than this
 
 
-@pytest.mark.parametrize("doing", ["idle", "hang", "hang in C"])
+@pytest.mark.parametrize(
+    "doing",
+    [pytest.param("idle", marks=pytest.mark.nightly), pytest.param("hang", marks=pytest.mark.nightly), "hang in C"],
+)
 def test_workers_do_not_outlive_a_killed_parent(doing):
     code = (
         "import sys, psutil; from hacpo_mega.grading.judge import Judge; from hacpo_mega.records import Stop\n"

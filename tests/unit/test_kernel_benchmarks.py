@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name, candidates", [("linear_logprob", ("ours", "eager")), ("sequence_objective", ("ours",))])
 def test_a_benchmark_gates_measures_and_writes(name, candidates, tmp_path, request):
     script = request.config.rootpath / "kernels" / "bench" / f"{name}.py"

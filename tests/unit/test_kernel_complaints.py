@@ -28,6 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 linear_logprob_triton = importlib.import_module("hacpo_kernels.linear_logprob")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
+# Grids of seventy thousand rows take Triton's interpreter a minute.
+IN_LARGE = [pytest.param(name, marks=[pytest.mark.nightly] if name == "triton" else []) for name in BACKENDS]
+each_backend_in_large = pytest.mark.parametrize("backend", IN_LARGE)
 
 
 @each_backend
@@ -187,7 +190,7 @@ def test_06_products_of_sizes_are_taken_in_int64():
     assert _unsafe_products(broken) == (["f: row * num_rows"], 1)
 
 
-@each_backend
+@each_backend_in_large
 def test_07_more_rows_than_a_grid_dimension(backend):
     """Liger #1294: 65,536 rows. Every row is one of two known ones."""
     head = make_head(2, 8, 20)
@@ -201,7 +204,7 @@ def test_07_more_rows_than_a_grid_dimension(backend):
     assert_within(hidden.grad, want.hidden_grad[index], want.hidden_bound[index])
 
 
-@each_backend
+@each_backend_in_large
 def test_07_seventy_thousand_sequences(backend):
     lengths = [1 + (b % 3) for b in range(70_000)]
     tokens, source, advantage, is_self, cu_seqlens = make_batch(lengths)

@@ -201,6 +201,7 @@ def megatron_builds_it(case: Case, architecture: Architecture, world: FakeWorld)
     return numbers == list(range(1, architecture.num_layers + 1))
 
 
+@pytest.mark.nightly
 def test_check_and_the_builder_accept_what_megatron_builds(cases, folder_of, world):
     accepted, disagreements, alone = 0, [], dict.fromkeys(LINES, 0)
     for case in cases:

@@ -159,7 +159,9 @@ def _shard_job(rank, group, head, coefficient):
     return results
 
 
-@pytest.mark.parametrize("num_ranks, vocab_size, pads", [(2, 301, 19), (4, 190, 130)])
+@pytest.mark.parametrize(
+    "num_ranks, vocab_size, pads", [(2, 301, 19), pytest.param(4, 190, 130, marks=pytest.mark.nightly)]
+)
 def test_sharded_vocabulary_equals_one_rank(num_ranks, vocab_size, pads, tmp_path):
     """Labels on both edges of every shard; pads in the last shard, and one of 4 shards that is pads alone."""
     head = make_head(60, 16, vocab_size, pads=pads)
@@ -244,7 +246,7 @@ def test_triton_refuses_float64_and_auto_takes_the_reference():
     assert linear_logprob(head.hidden, head.weight, head.target).dtype == torch.float64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper(request):
     """Every variant compiles for sm_90 without a GPU, fits in shared memory, and the matrix products use WGMMA."""
     script = request.config.rootpath / "kernels/bench/compile_report.py"

@@ -22,6 +22,7 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
+ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=0.02)
 
 
-@pytest.mark.parametrize("pair, agent", PAPER)
+@pytest.mark.parametrize("pair, agent", ONE_NOW)
 def test_the_papers_models(folder, monkeypatch, pair, agent):
     monkeypatch.chdir(folder)
     plan = paper_plans(pair)[agent]

@@ -44,6 +44,7 @@ def rank_main(rank: int, world_size: int, store_file: str, folder: str) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(reduced.values))
 
 
+@pytest.mark.nightly
 def test_reduction_over_processes_is_the_hand_calculation_and_equal_on_every_rank(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(4, str(tmp_path / "store"), str(tmp_path)), nprocs=4)
     results = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]

@@ -102,6 +102,7 @@ def test_all_clusters_of_the_repository_are_used_or_named():
 
 
 @pytest.mark.parametrize("config", ON, ids=lambda file: file.stem)
+@pytest.mark.nightly
 def test_a_large_plan_is_quick_and_loads_no_torch(config, tmp_path):
     code = (
         "import sys, time\nfrom hacpo_mega.cli.app import app\nstart = time.process_time()\n"

@@ -30,7 +30,7 @@ def solutions():
     return [problem.solution for problem in problems[:: len(problems) // 1000][:1000]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_solutions_survive_and_their_lengths_differ_by_a_few_percent(codecs, solutions):
     """Sums over all solutions: every text survives, and no pair is more than 5 % apart in tokens."""
     assert len(solutions) == 1000
@@ -47,7 +47,7 @@ def test_real_solutions_survive_and_their_lengths_differ_by_a_few_percent(codecs
         assert 0.95 < num_learner / num_source < 1.05, (source, learner)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_ratio_of_models_that_know_nothing_is_that_of_their_vocabularies(codecs, solutions):
     """A model near its start gives every token log(1 / V), so between tokenizers, each side averaged over its own
     tokens, the cross ratio is V source / V learner: the band below 1 fits only once both models know the text.
@@ -72,6 +72,7 @@ def test_the_ratio_of_models_that_know_nothing_is_that_of_their_vocabularies(cod
     assert math.exp(means["deepseek-llm"] - means["phi-3"]) == pytest.approx(32064 / 102403, rel=0.03)
 
 
+@pytest.mark.nightly
 def test_every_answer_would_get_a_marker_if_it_were_encoded_by_itself(codecs, solutions):
     """What the anchor is for: encoded alone, no solution keeps its first token under a SentencePiece design."""
     phi = codecs["phi-3"]
