@@ -16,6 +16,8 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega import load_config, train
 from hacpo_mega.logbook.metrics import read_metrics
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def config_file(tmp_path, monkeypatch) -> Path:

@@ -22,7 +22,8 @@ from hacpo_mega.data.dataset_checks import (
     repetitions,
     without_overlap,
 )
-from hacpo_mega.data.datasets import ABOUT_OTHERS, Problem, read_dataset, write_dataset
+from hacpo_mega.data.containers import ABOUT_OTHERS
+from hacpo_mega.data.datasets import Problem, read_dataset, write_dataset
 from hacpo_mega.data.files import content_id, load_prompts, quoted
 
 REAL = SHARED / "data"
