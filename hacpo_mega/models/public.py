@@ -60,7 +60,7 @@ _ROWS = (
         8,
         128,
         9728,
-        QWEN3,
+        _QWEN3_VOCAB,
         tied=True,
     ),
     _Row(_qwen3("8B"), QWEN3, 36, 4096, 32, 8, 128, 12288, _QWEN3_VOCAB),
