@@ -22,21 +22,14 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_mega.grading.answer_limits import too_large
 from hacpo_mega.grading.answer_values import are_far_apart, is_out_of_bounds
-from hacpo_mega.grading.number_text import (
-    as_power_of_ten,
-    is_of_another_value,
-    read_decimal_comma,
-    read_number,
-    read_numeral,
-    value_text,
-)
+from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-MARKED = re.compile(r"(?<!\\)\$[^$]+\$|\\[\[(]")  # where formulas stand between words; "$255" is money
+MARKED = re.compile(r"(?<!\\)\$|\\[\[(]")  # where formulas stand between words
 WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
 
@@ -119,8 +112,6 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
     if decision is not None:
         return decision
     gold = box_of(gold_answer(gold))
-    if is_same_text(plain(gold), plain(text)):
-        return Decision(True, "the same text", gold, text)
     has_words = WORD.search(text)
     if not has_words or not MARKED.search(text):
         decision = decide(gold, text, rules)
@@ -144,14 +135,11 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
         return Decision(True, "the same text", gold, answer)
     if reason := too_large(tidy_answer, tidy_gold):
         return Decision(False, f"refused: {reason}", gold, answer)
-    if is_of_another_value(tidy_answer) and not is_of_another_value(tidy_gold):
-        return Decision(False, "words that change the value", gold, answer)
-    values = value_text(tidy_gold, tidy_answer), value_text(tidy_answer, tidy_gold)
-    numbers = _numbers(*map(plain, values))
+    numbers = _numbers(plain_gold, plain_answer)
     if None not in numbers:
         return Decision(_are_close(*numbers, rules), "numbers", gold, answer, *map(str, numbers))
     numerals = read_numeral(plain_gold), read_numeral(plain_answer)
-    if None not in numerals and any(base for _, base in numerals):  # "5 N" is no numeral
+    if None not in numerals:
         (digits, base), (answer_digits, answer_base) = numerals
         equal = digits == answer_digits and None in (base, answer_base)
         return Decision(equal, "numerals in a base", gold, answer, *map(str, numerals))
@@ -208,13 +196,12 @@ def _parsed_gold(gold: str) -> tuple:
 
 
 def _parsed(answer: str) -> tuple:
-    return tuple(_extracted(f"\\boxed{{{as_power_of_ten(answer)}}}", (LATEX,), "first_match"))
+    return tuple(_extracted(f"\\boxed{{{answer}}}", (LATEX,)))
 
 
-def _extracted(text: str, targets: tuple, mode: str = "any_match") -> list:
-    """What math-verify reads; with "first_match" a box is read whole, never a fraction inside one it cannot read."""
+def _extracted(text: str, targets: tuple) -> list:
     try:
-        return parse(text, targets, extraction_mode=mode, parsing_timeout=None, raise_on_error=True)
+        return parse(text, targets, parsing_timeout=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:

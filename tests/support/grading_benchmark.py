@@ -1,20 +1,16 @@
 """Graders measured on labelled pairs, on rewritten golds, on labelled GSM8K answers and on hostile answers.
 
-    python tests/support/grading_benchmark.py labelled --data DATA [--half held-out] [--other NAME=FILE.py:function]
+    python tests/support/grading_benchmark.py labelled --data DATA [--other verl=FILE.py:function]
     python tests/support/grading_benchmark.py mutations --data DATA [--golds 200] [--plain]
-    python tests/support/grading_benchmark.py spellings --data DATA [--golds 300] [--half held-out]
     python tests/support/grading_benchmark.py gsm8k --data DATA/example_model_solutions.jsonl
     python tests/support/grading_benchmark.py ablation --data DATA [--golds 150]
     python tests/support/grading_benchmark.py hostile [--answers 2000]
 
-prints the tables of docs/measurements/grading.md. --half: of pairs, golds and spellings, those whose hash falls
-into it; rules are made with the seen half alone, and what they are worth is read off the held-out one.
-A grader is (prompt, answer, gold) -> reward or None, as everywhere.
+prints the tables of docs/measurements/grading.md. A grader is (prompt, answer, gold) -> reward or None, as everywhere.
 """
 
 import argparse
 import functools
-import hashlib
 import json
 import random
 import re
@@ -30,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from answer_spellings import CHANGES, SPELLINGS, spelled
 from gold_mutations import kind_of, rewritten, with_one_digit_changed
 from hostile_answers import GENERATED_GOLD, generated_answers
 from math_verify import parse, verify
@@ -42,7 +37,6 @@ from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 
 Grader = Callable[[str, str, str], float | None]
-FORMS = ("bare", "gold boxed", "bare, loose", "gold boxed, loose")
 MARKED = ("$", "\\[", "\\(", "\\boxed")
 GOLD_FILES = (
     "math/MATH_original_train.tar.gz", "math/MATH_original_test.tar.gz", "math500/test.jsonl",
@@ -61,12 +55,6 @@ RULES: dict[str, dict[str, Callable]] = {
     "numbers that are no values": {GRADER + "is_out_of_bounds": lambda gold, answer: False},
     "boxes that stand together": {GRADER + "box_of": lambda text: last_boxed(text) or text},
 }
-
-
-def in_half(half: str | None, *texts: str) -> bool:
-    """Whether what is told by these texts belongs to a half ("seen" or "held-out"); all belongs to None."""
-    is_held_out = hashlib.sha256("\0".join(texts).encode()).digest()[0] % 2 == 1
-    return half is None or is_held_out == (half == "held-out")
 
 
 class OutOfTime(BaseException):
@@ -138,20 +126,11 @@ class Tally:
         return 1000 * self.cpu_s / max(1, self.total.total())
 
 
-def math_verify_form(form: str, prompt: str, answer: str, gold: str) -> float:
-    """math-verify with texts as they are ("bare"), or gold in a box ("gold boxed"), strictly or not ("loose")."""
-    gold_read = _parsed(gold) if "boxed" in form else parse(gold, parsing_timeout=None)
-    return float(
-        verify(list(gold_read), parse(answer, parsing_timeout=None), strict="loose" not in form, timeout_seconds=None)
-    )
-
-
-def labelled_cases(data: Path, half: str | None = None) -> list[tuple[str, str, str, bool]]:
-    """(source, answer, gold, whether they are equal) of the public labelled pairs; one pair is in one half only."""
+def labelled_cases(data: Path) -> list[tuple[str, str, str, bool]]:
+    """(source, answer, gold, whether they are equal) of the public labelled pairs; bare answers boxed."""
     cases = [json.loads(line) for line in (data / "grader_cases.jsonl").open()]
     as_text = lambda value: "" if value is None else str(value)  # noqa: E731
-    pairs = [(case["source"], as_text(case["pred"]), as_text(case["gold"]), case["equal"]) for case in cases]
-    return [pair for pair in pairs if in_half(half, pair[2], pair[1])]
+    return [(case["source"], as_text(case["pred"]), as_text(case["gold"]), case["equal"]) for case in cases]
 
 
 def labelled(grader: Grader, cases: Iterable[tuple[str, str, str, bool]]) -> Tally:
@@ -188,17 +167,6 @@ def mutated(grader: Grader, golds: Iterable[str]) -> tuple[Tally, Tally]:
             changed.add(grader, kind, f"\\boxed{{{text}}}", gold, False)
         for text in rewritten(gold).values():
             same.add(grader, kind, f"\\boxed{{{text}}}", gold, True)
-    return changed, same
-
-
-def respelled(grader: Grader, golds: Iterable[str], half: str | None) -> tuple[Tally, Tally]:
-    """Golds with one thing changed (right is: wrong) and as people type them (right is: correct), by kind."""
-    changed, same = Tally(), Tally()
-    for gold in golds:
-        if in_half(half, gold):
-            for tally, kinds, is_equal in ((changed, CHANGES, False), (same, SPELLINGS, True)):
-                for name, text in spelled(gold, {name: kinds[name] for name in kinds if in_half(half, name)}):
-                    tally.add(grader, name, f"\\boxed{{{text}}}", gold, is_equal)
     return changed, same
 
 
@@ -299,8 +267,7 @@ def grader_of(spec: str) -> Grader:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command; prints tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("labelled", "mutations", "spellings", "gsm8k", "ablation", "hostile"))
-    parser.add_argument("--half", choices=("seen", "held-out"), help="of the pairs, golds and kinds; all without it")
+    parser.add_argument("what", choices=("labelled", "mutations", "gsm8k", "ablation", "hostile"))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--golds", type=int, help="how many golds to sample; all without it (ablation: 150)")
     parser.add_argument("--answers", type=int, default=2000)
@@ -312,8 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.what == "labelled":
         graders = {"ours": math_grader.anywhere, "math-verify": plain_math_verify}
         graders |= {name: in_a_box(grader) for name, grader in others.items()}
-        cases = labelled_cases(options.data, options.half)
-        graders |= {f"math-verify {form}": functools.partial(math_verify_form, form) for form in FORMS}
+        cases = labelled_cases(options.data)
         tallies = {name: labelled(grader, cases) for name, grader in graders.items()}
         print_by_group(tallies)
         for example in tallies["ours"].examples:
@@ -328,9 +294,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.what == "mutations":
         grader = plain_math_verify if options.plain else math_grader.boxed
         print_mutations(*mutated(grader, golds_of(options.data, options.golds)))
-    elif options.what == "spellings":
-        grader = plain_math_verify if options.plain else math_grader.boxed
-        print_mutations(*respelled(grader, golds_of(options.data, options.golds), options.half))
     elif options.what == "ablation":
         run_ablation(options.data, options.golds or 150)
     else:
