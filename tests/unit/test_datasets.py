@@ -14,6 +14,7 @@ import pytest
 from repository import SHARED
 
 from hacpo_mega.commands.inspect_data import inspect_dataset, inspect_overlap
+from hacpo_mega.data.containers import ABOUT_OTHERS
 from hacpo_mega.data.dataset_checks import (
     deduplicated,
     normalised,
@@ -22,7 +23,6 @@ from hacpo_mega.data.dataset_checks import (
     repetitions,
     without_overlap,
 )
-from hacpo_mega.data.containers import ABOUT_OTHERS
 from hacpo_mega.data.datasets import Problem, read_dataset, write_dataset
 from hacpo_mega.data.files import content_id, load_prompts, quoted
 

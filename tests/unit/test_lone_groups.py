@@ -1,0 +1,40 @@
+"""Groups of one rank share a gloo device; those with peers do not."""
+
+import subprocess
+import sys
+import textwrap
+
+NUM_GROUPS = 12
+
+PROGRAM = f"""
+    import os
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from hacpo_mega.cluster.lone_groups import one_device_for_lone_groups
+
+    def num_threads():
+        return len(os.listdir("/proc/self/task"))
+
+    one_device_for_lone_groups()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = num_threads()
+    groups = [dist.new_group([0], timeout=timedelta(seconds=7)) for _ in range({NUM_GROUPS})]
+    for number, group in enumerate(groups):
+        value = torch.full((3,), float(number))
+        gathered = [torch.empty(3)]
+        dist.all_gather(gathered, value, group=group, async_op=True).wait()
+        dist.all_reduce(value, group=group)
+        dist.barrier(group=group)
+        assert value.tolist() == gathered[0].tolist() == [float(number)] * 3
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    print(num_threads() - before)
+"""
+
+
+def test_a_group_of_one_rank_adds_one_thread():
+    """It would be three each, one of which wakes a hundred times a second."""
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) <= NUM_GROUPS + 1
