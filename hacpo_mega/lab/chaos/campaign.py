@@ -1,6 +1,6 @@
 """A run that is struck by faults at random moments, and started again until it is finished.
 
-    OUT/undisturbed/   the same run left in peace: what the other is held against
+    OUT/undisturbed/   the same run left undisturbed: what the other is held against
     OUT/run/           the run under faults
     OUT/attempts/      what the ranks of every start of it wrote, and attempts.jsonl: what it met and how it ended
     OUT/chaos.json, OUT/table.txt
@@ -112,7 +112,7 @@ class Campaign:
         return RankMap.of(self.config).world_size
 
     def run_undisturbed(self, run_dir: Path) -> None:
-        """Runs the configuration in peace, unless it lies there finished. ChaosError when it fails."""
+        """Runs the configuration undisturbed, unless it lies there finished. ChaosError when it fails."""
         if exported_steps(run_dir) == self.config.num_steps:
             return
         folder = self.out / PEACE

@@ -30,7 +30,7 @@ class Verdict:
 
 
 def compare(run_dir: Path, undisturbed: Path, config: Config) -> Verdict:
-    """Holds a finished run against the same one that was left in peace, and its answers against its ledger."""
+    """Holds a finished run against the same one that was left undisturbed, and its answers against its ledger."""
     shards, exported = _shards(run_dir, config.num_steps), _exported(run_dir)
     values, expected = (read_metrics(run / "metrics.jsonl") for run in (run_dir, undisturbed))
     problems = [
