@@ -293,10 +293,8 @@ def assert_nobody_is_let_in(pids: set[int], temporary: Path) -> None:
                 socket.create_connection((outside, port), timeout=DEADLINE_S).close()
     (folder,) = folders_of_job(temporary)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name for path in folder.iterdir()} == {
-        "launcher",
-        "store",
-    }  # and no socket of the engine's, which has no queue
+    # and no socket of the engine's, which has no queue
+    assert {path.name for path in folder.iterdir()} == {"launcher", "store"}
 
 
 @pytest.mark.nightly
