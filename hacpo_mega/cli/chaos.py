@@ -1,4 +1,4 @@
-"""The command `hacpo-mega chaos`: a run under random faults, held against the same run undisturbed.
+"""The command `hacpo-mega chaos`: a run under random faults, held against the same run left alone.
 
 Imports are inside the function, as in cli/app.py: `--help` must answer without torch.
 """
@@ -36,7 +36,7 @@ def chaos(
         Path | None, typer.Option(metavar="RUN", help="The finished run to compare with; else it is made first.")
     ] = None,
 ) -> None:
-    """Run a configuration under kills, stops, full disks and lack of memory; compare every bit with a run undisturbed."""
+    """Run under kills, stops, full disks and lack of memory; compare every bit with an undisturbed run."""
     asked = tuple(kinds.split(","))
     if unknown := sorted(set(asked) - set(KINDS)):
         raise ValueError(f"--kinds: {', '.join(unknown)} is not known. Known: {', '.join(KINDS)}")
