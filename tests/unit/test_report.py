@@ -252,6 +252,7 @@ def test_a_run_that_was_killed_early_still_reports(tmp_path: Path) -> None:
     assert "3 of 6 steps" in text and "held-out accuracy, step 0" in text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("agents", "pairs"), [(("solo",), 0), (("a", "b", "c", "d", "e"), 20)])
 def test_any_number_of_agents_without_evaluation(tmp_path: Path, agents: tuple[str, ...], pairs: int) -> None:
     write_run(tmp_path, agents, num_steps=2, evaluate_every=0)
@@ -273,6 +274,7 @@ def test_a_bare_metrics_file_is_enough(tmp_path: Path) -> None:
     assert summary(tmp_path)["method"] is None and summary(tmp_path)["num_answers"] is None
 
 
+@pytest.mark.nightly
 def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path) -> None:
     """Two ranks learn for 3 and 1 of 4 seconds; the second waits in its exchange. By pixels of a phase's colour."""
     write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)

@@ -8,6 +8,7 @@ import torch
 from v2_sampler import v2_module
 
 VOCAB = 40
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture
