@@ -3,15 +3,20 @@
 Read from the environment once; torchrun's names come before Slurm's. Not here: what a rank is for (rank_map.py).
 """
 
+import itertools
 import os
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from hacpo_mega.models.documents import short
+
 # torchrun sets the left names; under srun every task has the right ones.
 RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
+MOST_NODES = 2**20  # of one job: a longer list is a slip, or would fill the memory
 STORE_FILE = "HACPO_MEGA_STORE"  # where a launcher of ours on one machine has made the job's store
 
 
@@ -94,32 +99,38 @@ def _number(name: str, value: str, most: int = 2**31 - 1) -> int:
 
 
 def expand_nodes(names: str) -> tuple[str, ...]:
-    """Slurm's list of nodes, one by one: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login."""
-    nodes: list[str] = []
+    """Slurm's list of nodes, one by one: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login.
+
+    ValueError for more than MOST_NODES.
+    """
     # a comma inside brackets separates numbers, outside it separates names
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):
-        nodes += _expand(part)
-    return tuple(nodes)
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names)
+    nodes = tuple(itertools.islice((node for part in parts for node in _expand(part)), MOST_NODES + 1))
+    if len(nodes) > MOST_NODES:
+        raise ValueError(f"a list of more than {MOST_NODES:,} nodes: {short(names)}")
+    return nodes
 
 
-def _expand(part: str) -> list[str]:
+def _expand(part: str) -> Iterator[str]:
     found = re.search(r"\[([^\]]*)\]", part)
     if found is None:
-        return [part]
-    numbers: list[str] = []
+        yield part
+        return
+    head, tail = part[: found.start()], part[found.end() :]
     for span in found[1].split(","):
         first, _, last = span.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    head, tail = part[: found.start()], part[found.end() :]
-    return [name for number in numbers for name in _expand(f"{head}{number}{tail}")]
+        for number in range(int(first), int(last or first) + 1):
+            yield from _expand(f"{head}{str(number).zfill(len(first))}{tail}")
 
 
 def tasks_of_nodes(counts: str) -> list[int]:
     """Processes of the step on every node, from Slurm's "2(x3),1".
 
-    Its SLURM_NTASKS_PER_NODE is wrong in a job of several components.
+    Its SLURM_NTASKS_PER_NODE is wrong in a job of several components. ValueError for more than MOST_NODES nodes.
     """
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    if sum(int(times or 1) for _, times in found) > MOST_NODES:
+        raise ValueError(f"a list of more than {MOST_NODES:,} nodes: {short(counts)}")
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hacpo_mega.cluster.seat import Seat, expand_nodes
+from hacpo_mega.cluster.seat import Seat, expand_nodes, tasks_of_nodes
 from hacpo_mega.jobs.forked import changed_environment
 from hacpo_mega.preflight.node_comparison import Look, look_findings, neighbours, report_findings, suspects
 from hacpo_mega.preflight.node_report import NodeReport, size
@@ -122,6 +122,14 @@ def test_lists_of_nodes_are_expanded():
     assert expand_nodes("gpu[01-03,7],login") == ("gpu01", "gpu02", "gpu03", "gpu7", "login")
     assert expand_nodes("r[1-2]n[08-09]-ib") == ("r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib")
     assert expand_nodes("") == ()
+
+
+@pytest.mark.parametrize("names", ["node[1-99999999]", "a[1-9999]b[1-9999]"])
+def test_a_list_of_nodes_that_fills_the_memory_is_refused(names):
+    with pytest.raises(ValueError, match="a list of more than 1,048,576 nodes: "):
+        expand_nodes(names)
+    with pytest.raises(ValueError, match="a list of more than 1,048,576 nodes: "):
+        tasks_of_nodes("2(x99999999),1")
 
 
 SLURM = {
