@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hacpo_mega.config.describe import said
 from hacpo_mega.config.effects import covers, effect_of, flat
 
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
@@ -36,9 +37,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     if old["agents"] != new["agents"]:  # their order counts too; nothing below compares
         keys = [key for key in keys if not key.startswith("agents.")]
     return [
-        Change(key, _said(old.get(key)), _said(new.get(key)), _kind(key))
-        for key in keys
-        if old.get(key) != new.get(key)
+        Change(key, said(old.get(key)), said(new.get(key)), _kind(key)) for key in keys if old.get(key) != new.get(key)
     ]
 
 
@@ -56,9 +55,3 @@ def _kind(key: str) -> Literal["free", "asked", "fixed"]:
         return "fixed"
     is_free = effect_of(key) != "results" or any(covers(table, key) for table in FREE)
     return "free" if is_free else "asked"
-
-
-def _said(value: Any) -> str:
-    if value is None:
-        return "not given"
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)

@@ -85,24 +85,24 @@ def _table(section: str, fields: list[FieldDescription]) -> Table:
 
 
 def _of_preset(preset: str, name: str) -> str:
-    return _said(getattr(AlgorithmConfig(preset=preset), name))
+    return said(getattr(AlgorithmConfig(preset=preset), name))
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "its defaults" if isinstance(value, BaseModel) else _said(value)
+    return "its defaults" if isinstance(value, BaseModel) else said(value)
 
 
-def _said(value: Any) -> str:
+def said(value: Any) -> str:
     """A value as a TOML file has it, or "not given"."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_said, value))}]"
+        return f"[{', '.join(map(said, value))}]"
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 

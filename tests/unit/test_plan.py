@@ -256,8 +256,8 @@ def test_an_engine_that_takes_all_is_told_so(tmp_path):
 
 
 def test_a_host_that_cannot_take_a_checkpoint_is_refused(tmp_path):
-    small = of_kind(tmp_path, "h100", 2, host={"memory_gib": 100.0})
-    assert "checkpoint.asynchronous copies 122.1 GiB to the host of a node, which has 100" in command(
+    small = of_kind(tmp_path, "h100", 2, host={"memory_gib": 80.0})
+    assert "checkpoint.asynchronous copies 99.2 GiB to the host of a node, which has 80" in command(
         PAIR, "--cluster", small
     )
     assert "copies" not in command(PAIR, "checkpoint.asynchronous=false", "--cluster", small)

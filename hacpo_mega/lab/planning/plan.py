@@ -8,6 +8,7 @@ busy of it, it waits.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.device_memory import agent_budget
@@ -22,8 +23,6 @@ from hacpo_mega.models.layout import Layout
 
 # Phases between two meetings.
 STRETCHES = (("roll_out", "judge"), ("score",), ("exchange",), ("learn", "publish", "other"))
-# Bytes of a parameter in host memory while its checkpoint is written (checkpoint.asynchronous).
-CHECKPOINT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ class Plan:
     def host_gib(self) -> float:
         """GiB of a node's host that a checkpoint is copied to, where the agent that needs most has all its devices."""
         each = [
-            CHECKPOINT_BYTES * num_weights(agent.budget.actor.architecture, Layout()) / agent.num_devices
+            # the copy of the state from which a checkpoint is written beside training
+            CHECKPOINT_BYTES_PER_PARAMETER * num_weights(agent.budget.actor.architecture, Layout()) / agent.num_devices
             for agent in self.agents
         ]
         return max(each) * self.cluster.devices_per_node / GIB
