@@ -47,13 +47,17 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task of a step. `index` is its place in the step over all lanes; every agent sees the same `text`."""
+    """One task of a step. `index` is its place in the step over all lanes; every agent sees the same `text`.
+
+    `row` is JSON text of its data row without the prompt, for graders and logs; "" where it came from no row.
+    """
 
     index: int
     id: str
     text: str
     gold: str
     skill: str = ""
+    row: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,14 @@ class Rollout:
 
 
 class Judgement(NamedTuple):
-    """A verdict and its reward; the reward is NaN exactly when the answer is unjudged."""
+    """A verdict and its reward; the reward is NaN exactly when the answer is unjudged.
+
+    `parts` are the named rewards that it is made of, and other numbers that a grader returned: they are only logged.
+    """
 
     verdict: Verdict
     reward: float
+    parts: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_judged(self) -> bool:

@@ -237,7 +237,7 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
     yield "held-out accuracy at the start", _accuracy(agent.accuracy_start)
     yield "held-out accuracy at the end", _accuracy(agent.accuracy_end)
     yield "training data", ", ".join(f"`{file.name}`" for file in config.data.files) or f"{config.data.generator}, made"
-    yield "reward", f"`{config.reward.kind}`"
+    yield "reward", ", ".join(f"`{grader.kind}`" for grader in config.reward.graders.values())
     yield "method", f"{algorithm.method}, preset {algorithm.preset}"
     if algorithm.method == "hacpo":
         yield "advantage of others' answers", f"by the baseline of their {algorithm.cross_baseline}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-REWARD_KINDS = ("math", "math_any", "number", "choice", "json", "program", "exact", "arithmetic")
+REWARD_KINDS = ("math", "math_any", "number", "choice", "json", "program", "exact", "arithmetic", "model")
 
 Skill = Literal["add", "sub", "mul", "srt", "sum"]
 

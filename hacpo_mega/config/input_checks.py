@@ -25,10 +25,11 @@ def input_problems(config: Config) -> Iterator[str]:
     """Every problem of what the configuration names, a line each."""
     yield from _run_folder(config)
     yield from _prompt_files(config)
-    if problem := grader_problem(config.reward.kind):
-        yield f"reward.kind: {problem}"
-    if config.reward.kind == "arithmetic" and config.data.generator != "arithmetic":
-        yield "reward.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use reward.kind = 'math' for files"
+    for key, grader in config.reward.graders.items():
+        if problem := grader_problem(grader.kind):
+            yield f"{key}.kind: {problem}"
+        if grader.kind == "arithmetic" and config.data.generator != "arithmetic":
+            yield f"{key}.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use kind = 'math' for files"
     for agent in config.agents:
         if problem := _tokenizer_problem(agent):
             yield f"agents.{agent.name}: {problem}"

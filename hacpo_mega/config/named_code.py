@@ -43,12 +43,14 @@ ENGINE_WORDS = frozenset(("kv_cache_dtype", "quantization"))  # which vLLM looks
 def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
     """The keys by which judging would run code; `kind` is the grader that the user names, None where he names none.
 
-    A program that an answer is runs in the sandbox; without it, it is code, too.
+    A program that an answer is runs in the sandbox; without it, it is code, too. A judge behind a server is no code,
+    but it sends answers, and the key that a variable of this machine holds, to where the configuration says.
     """
-    if kind is None and reward.kind not in REWARD_KINDS:
-        yield _shown("reward.kind", reward.kind)
-    if reward.options.get("isolated", True) is not True:
-        yield _shown("reward.options.isolated", reward.options["isolated"])
+    for key, grader in reward.graders.items():
+        if kind is None and (grader.kind not in REWARD_KINDS or grader.kind == "model"):
+            yield _shown(f"{key}.kind", grader.kind)
+        if grader.options.get("isolated", True) is not True:
+            yield _shown(f"{key}.options.isolated", grader.options["isolated"])
 
 
 def code_of_model(agent: AgentConfig) -> Iterator[str]:

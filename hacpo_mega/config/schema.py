@@ -5,6 +5,7 @@
 Not here: anything that acts on a configuration. Functions elsewhere get the numbers they need, not this object.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,8 +14,12 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import Skill
 from hacpo_mega.config.methods import METHODS
-from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Seconds, Section
+from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Positive, Seconds, Section
 from hacpo_mega.config.slurm import SlurmConfig
+
+RewardEnd = Annotated[float, Field(strict=True, ge=-1e6, le=1e6)]
+RewardRange = tuple[RewardEnd, RewardEnd]
+PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,30}$")]
 
 
 class DataConfig(Section):
@@ -38,14 +43,37 @@ class DataConfig(Section):
         return self
 
 
-class RewardConfig(Section):
-    """Who judges an answer, and how much one judgement may cost."""
+class RewardPartConfig(Section):
+    """One reward: its grader, and the range of what it returns."""
 
     kind: str = "math"
     """The grader: math (last boxed answer), math_any (an answer anywhere), number, choice, json, program, exact,
-    arithmetic, or a function of yours as module:function or file.py:function."""
+    arithmetic, model (a language model behind a server), or a function of yours as module:function or
+    file.py:function."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """What the grader lets you set, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
+    range: RewardRange = (0.0, 1.0)
+    """Lowest and highest reward that the grader returns; they are taken as 0 and 1, and what lies between, linearly."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if self.range[0] >= self.range[1]:
+            raise ValueError(f"range needs its lower end first, found {list(self.range)}")
+        return self
+
+
+class WeightedPartConfig(RewardPartConfig):
+    """One of several rewards, and its weight in their mean."""
+
+    weight: Positive = 1.0
+    """Weight in the mean of all parts, which is the reward; the parts are logged by name."""
+
+
+class RewardConfig(RewardPartConfig):
+    """Who judges an answer, and how much one judgement may cost."""
+
+    parts: dict[PartName, WeightedPartConfig] = Field(default_factory=dict)
+    """Several named rewards, [reward.parts.NAME] each, in place of kind, options and range."""
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
     """CPU seconds of one judgement; an answer that exceeds them is graded wrong, unless its gold does, too. A grader of
     yours may sleep twice as long over an answer."""
@@ -58,6 +86,18 @@ class RewardConfig(Section):
     judgements; by graders in processes of their own (program, math, math_any, and yours)."""
     max_unjudged_share: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] = 0.5
     """Share of a cell's answers that its grader may leave unjudged; above it in 3 steps in a row the run stops."""
+
+    @model_validator(mode="after")
+    def _parts_or_one(self) -> Self:
+        alone = RewardPartConfig()
+        if self.parts and (self.kind, self.options, self.range) != (alone.kind, alone.options, alone.range):
+            raise ValueError("reward.parts takes the place of reward.kind, options and range: give these to a part")
+        return self
+
+    @property
+    def graders(self) -> Mapping[str, RewardPartConfig]:
+        """Every grader by the key of its table: "reward", or "reward.parts.NAME"."""
+        return {f"reward.parts.{name}": part for name, part in self.parts.items()} or {"reward": self}
 
 
 class RolloutConfig(Section):

@@ -6,6 +6,7 @@ A problem names file, line and field. Nothing here samples (prompts.py), judges 
 
 import gzip
 import hashlib
+import json
 import math
 import os
 import re
@@ -39,12 +40,16 @@ UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream rai
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt with its gold answer, before it has a place in a step. `id` is a hash of the prompt's text."""
+    """A prompt with its gold answer, before it has a place in a step. `id` is a hash of the prompt's text.
+
+    `row` is JSON text of every field of its row but the prompt, for graders and logs.
+    """
 
     id: str
     text: str
     gold: str
     skill: str = ""
+    row: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,11 @@ def read_prompts(
 def _row(record: dict[str, Any], prompt_field: str, gold_field: str) -> PromptRow:
     text = record[prompt_field]
     skill = record.get("skill")
-    return PromptRow(content_id(text), text, gold_text(record[gold_field]), skill if isinstance(skill, str) else "")
+    # default: Parquet has dates and decimals, which JSON has not
+    row = json.dumps({name: value for name, value in record.items() if name != prompt_field}, default=str)
+    return PromptRow(
+        content_id(text), text, gold_text(record[gold_field]), skill if isinstance(skill, str) else "", row
+    )
 
 
 def gold_text(answer: str | int | float) -> str:

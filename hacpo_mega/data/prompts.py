@@ -25,7 +25,7 @@ def rows_of_examples(examples: Sequence[Example]) -> tuple[PromptRow, ...]:
 
 def to_prompts(rows: Sequence[PromptRow]) -> tuple[Prompt, ...]:
     """Rows as the prompts of an evaluation, numbered in order."""
-    return tuple(Prompt(i, row.id, row.text, row.gold, row.skill) for i, row in enumerate(rows))
+    return tuple(Prompt(i, row.id, row.text, row.gold, row.skill, row.row) for i, row in enumerate(rows))
 
 
 class PromptSampler:
@@ -89,7 +89,7 @@ class PromptSampler:
         position = step * (self.prompts_per_step // len(self.groups)) + place // len(self.groups)
         epoch, offset = divmod(position, len(rows))
         row = rows[self._permutation(group, epoch)[offset]]
-        return Prompt(place, row.id, row.text, row.gold, row.skill)
+        return Prompt(place, row.id, row.text, row.gold, row.skill, row.row)
 
     def _permutation(self, group: int, epoch: int) -> np.ndarray:
         if (group, epoch) not in self._order:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
+from hacpo_mega.grading.grader_calls import UNIT, Signature
 from hacpo_mega.grading.worker_process import Worker
 from hacpo_mega.models.visible import say
 
@@ -26,7 +27,7 @@ DIED = "the worker died"
 NOT_A_REPLY = "the grader wrote into the pipe of its worker's replies"
 HUNG = "the grader slept instead of coming to a verdict, for {:g} s (2 x reward.timeout_s)"
 GIVEN_UP = "not tried: the grader slept on the answers before"
-TASKS_PER_MESSAGE = 16
+TASKS_PER_MESSAGE, MANY_PER_MESSAGE = 16, 64  # the second of a grader that takes many at once
 MEMORY_BYTES = 2 << 30
 # Wall time is no measure of an answer; this much ends what sleeps and works by turns, however crowded the machine is.
 WALL_FACTOR = 20.0
@@ -40,11 +41,17 @@ MAX_HUNG = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What one call of a grader sees; with `is_explained` the outcome says how the verdict came about."""
+    """What a grader sees of one answer (grader_calls.Asked), `row` as JSON text.
+
+    With `is_explained` the outcome says how the verdict came about.
+    """
 
     prompt: str
     answer: str
     gold: str
+    row: str = ""
+    agent: str = ""
+    group: tuple[str, ...] = ()
     is_explained: bool = False
 
 
@@ -53,12 +60,14 @@ class Outcome:
     """What became of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer.
 
     `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
+    `parts` are other numbers that it returned with the reward.
     """
 
     reward: float | None
     error: str | None = None
     timed_out: bool = False
     is_misuse: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
     explanation: Mapping[str, Any] | None = None
     cpu_s: float = 0.0
 
@@ -80,6 +89,7 @@ class GraderSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     explainer: str | None = None
     limits_sleep: bool = False
+    reward_range: tuple[float, float] = UNIT
 
 
 class _CannotStart(Exception):
@@ -94,6 +104,7 @@ class _Batch:
         self.waiting = collections.deque(range(len(tasks)))
         self.outcomes: dict[int, Outcome] = {}
         self.has_hung = False
+        self.alone: set[int] = set()  # that were in a call of many in which a worker died
         self._tried_twice: set[int] = set()
 
     def take_back(self, indices: Iterable[int]) -> None:
@@ -132,6 +143,8 @@ class GuardedWorkers:
             "grader": grader.name,
             "options": dict(grader.options),
             "explainer": grader.explainer,
+            "reward_range": grader.reward_range,
+            "patience_s": SLEEP_FACTOR * timeout_s if grader.limits_sleep else None,
             "path": sys.path,
             "memory_bytes": memory_bytes,
             "cpu_s": timeout_s,
@@ -139,6 +152,7 @@ class GuardedWorkers:
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
         self._num_failed_starts = 0
+        self.signature: Signature | None = None  # of the grader, as its first worker has read it
         self._is_closed = False
         self._is_named = False  # as a grader that hangs
         self._num_hung, self._last_reply = 0, -math.inf  # answers slept over in a row; when the last reply came
@@ -190,7 +204,7 @@ class GuardedWorkers:
             worker.rest.look(self._look_s)
             if worker.is_gone:  # and select told nothing: a child of it holds the pipe open
                 self._replace(worker, Outcome(None, error=DIED), batch)
-            elif worker.rest.seconds >= SLEEP_FACTOR * self._timeout_s:
+            elif worker.rest.seconds >= self._sleep_limit_s(worker):
                 self._end_hung(worker, batch)
             worker.is_gone = worker.process.poll() is not None
 
@@ -217,20 +231,35 @@ class GuardedWorkers:
         batch.outcomes |= dict.fromkeys(batch.waiting, Outcome(None, GIVEN_UP, is_misuse=True))
         batch.waiting.clear()
 
+    def _sleep_limit_s(self, worker: Worker) -> float:
+        # an async grader ends what takes longer by itself, for each answer apart; this is for one that cannot
+        times = 2.0 if self.signature.is_async else self._num_at_once(worker)
+        return SLEEP_FACTOR * self._timeout_s * times
+
     @property
     def _look_s(self) -> float:
         return self._timeout_s / LOOKS_PER_TIMEOUT
 
     def _hand_out(self, worker: Worker, batch: _Batch) -> None:
-        share = math.ceil(len(batch.waiting) / len(self._workers))
-        indices = [batch.waiting.popleft() for _ in range(min(share, TASKS_PER_MESSAGE))]
+        most = MANY_PER_MESSAGE if self._takes_many else TASKS_PER_MESSAGE
+        share = min(most, math.ceil(len(batch.waiting) / len(self._workers)))
+        indices = [batch.waiting.popleft()]
+        while len(indices) < share and not batch.alone & {indices[0], batch.waiting[0]}:
+            indices.append(batch.waiting.popleft())
         asked = {i: astuple(batch.tasks[i]) for i in indices}
-        if not worker.ask(asked, self._wall_limit_s):
+        if not worker.ask(asked, self._wall_limit_s(worker)):
             self._replace(worker, None, batch)  # it died while it was idle, so none of these answers is to blame
 
     @property
-    def _wall_limit_s(self) -> float:
-        return WALL_FACTOR * self._timeout_s + WALL_GRACE_S
+    def _takes_many(self) -> bool:
+        return self.signature is not None and self.signature.takes_many
+
+    def _num_at_once(self, worker: Worker) -> int:
+        """Answers that the call is about which a worker is at: its limits are as many times those of one."""
+        return max(1, len(worker.tasks)) if self._takes_many else 1
+
+    def _wall_limit_s(self, worker: Worker) -> float:
+        return WALL_FACTOR * self._timeout_s * self._num_at_once(worker) + WALL_GRACE_S
 
     def _receive(self, worker: Worker, batch: _Batch) -> None:
         replies = worker.read()
@@ -242,6 +271,7 @@ class GuardedWorkers:
                 raise ValueError(f"the grader {self._grader.name!r} cannot be loaded: {reply['error']}")
             if not worker.is_ready:
                 worker.is_ready, self._num_failed_starts = True, 0
+                self.signature = self.signature or Signature(**reply["ready"])
                 continue
             outcome = Outcome(**reply)
             if outcome.error is not None and outcome.error.startswith("MemoryError"):
@@ -253,7 +283,7 @@ class GuardedWorkers:
         if worker.has_intruder:
             self._replace(worker, Outcome(None, error=NOT_A_REPLY), batch)
         elif replies:
-            worker.begin(self._wall_limit_s)
+            worker.begin(self._wall_limit_s(worker))
 
     def _fill_up(self) -> None:
         while len(self._workers) < self._num_workers:
@@ -272,6 +302,8 @@ class GuardedWorkers:
             self._num_failed_starts += 1
             if self._num_failed_starts >= MAX_FAILED_STARTS:
                 raise _CannotStart(f"no grading worker for {self._grader.name!r} starts (exit status {status})")
+        elif len(worker.tasks) > 1 and blame is not None and self._takes_many:
+            batch.alone.update(worker.tasks)  # who is to blame is seen when each is tried by itself
         elif worker.tasks and blame is not None:
             if blame.error == DIED:
                 was_out_of_time = status == -signal.SIGPROF

@@ -7,16 +7,17 @@ is at fault when the gold fails too where it stands as the answer, when no worke
 what is no reward, and as long as a grader of the user's own has never come to a verdict.
 """
 
+import json
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from hacpo_mega.grading.grading_worker import Grader, explain, grade, load_grader
+from hacpo_mega.grading.grader_calls import UNIT, GraderCall, Signature, asked_of, explain, missing_field
 from hacpo_mega.grading.guarded_workers import MEMORY_BYTES, GraderSpec, GuardedWorkers, Outcome, Task
 from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.records import Judgement, Stop, Verdict
@@ -27,7 +28,6 @@ NOT_TRIED = "not tried: the grader failed on all answers before"
 NOT_ENDED = Judgement(Verdict.NO_ANSWER, 0.0)
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-Question = tuple[str, str]  # a prompt and its gold
 Explained = tuple[Judgement, Mapping[str, Any]]
 
 
@@ -35,7 +35,7 @@ Explained = tuple[Judgement, Mapping[str, Any]]
 class JudgeCounts:
     """Totals over the life of a judge; cpu_s is of the graders, wall_s of the calls.
 
-    num_distinct   what was left to grade after equal (prompt, answer, gold) were put together
+    num_distinct   what was left to grade after equal tasks were put together
     num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
     """
 
@@ -77,7 +77,7 @@ class Judge:
     your own; `options` are its keyword-only arguments. Graders linear in the text run in this process, since a pipe
     would cost more than they do; everything else in `num_workers` guarded processes, with `timeout_s` CPU seconds for
     each answer. With `require_stop` an answer that did not end by itself has no answer. Equal answers to equal prompts
-    are graded once.
+    are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Judge:
         require_stop: bool = False,
         memory_bytes: int = MEMORY_BYTES,
         options: Mapping[str, Any] = NO_OPTIONS,
+        reward_range: tuple[float, float] = UNIT,
     ) -> None:
         """Starts the workers. ValueError for an unknown kind or option, or a grader that cannot be loaded."""
         self.kind = kind
@@ -97,14 +98,15 @@ class Judge:
         self._reported = JudgeCounts()
         self._errors: Counter[str] = Counter()
         self._has_worked = not self._kind.is_own
-        self._sound: set[Question] = set()
+        self._sound: set[Task] = set()
         self._lock = threading.Lock()
-        self._grader: Grader | None = None
+        self._grader: GraderCall | None = None
         self._workers: GuardedWorkers | None = None
-        spec = GraderSpec(kind, self._kind.grader, options, self._kind.explainer, limits_sleep=self._kind.is_own)
+        limits_sleep = self._kind.is_own
+        spec = GraderSpec(kind, self._kind.grader, options, self._kind.explainer, limits_sleep, reward_range)
         try:
             if self._kind.is_linear:
-                self._grader = load_grader(spec.name, spec.options)
+                self._grader = GraderCall(spec.name, spec.options, reward_range)
             else:
                 self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes)
         except ValueError as error:
@@ -115,17 +117,56 @@ class Judge:
         """Whether its graders run in processes of their own."""
         return self._workers is not None
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether its grader asks for all answers to a prompt."""
+        return "group" in self.signature.wants
+
+    @property
+    def signature(self) -> Signature:
+        """How its grader is called."""
+        return self._grader.signature if self._workers is None else self._workers.signature
+
+    @property
+    def how_called(self) -> tuple[str, ...]:
+        """What a start says of graders of the user's own: which function, called how."""
+        return (f"the grader {self.kind} is called {self.signature}",) if self._kind.is_own else ()
+
+    def require_fields(self, rows: Iterable[str]) -> None:
+        """ValueError where a data row (JSON text) lacks a field that the grader cannot do without."""
+        for row in rows if self.signature.fields else ():
+            fields = json.loads(row) if row else {}
+            for name in self.signature.fields:
+                if name not in fields:
+                    raise ValueError(f"reward kind {self.kind!r}: {missing_field(name, fields)}")
+
     def judge(
-        self, prompts: Sequence[str], golds: Sequence[str], texts: Sequence[str], stops: Sequence[Stop]
+        self,
+        prompts: Sequence[str],
+        golds: Sequence[str],
+        texts: Sequence[str],
+        stops: Sequence[Stop],
+        rows: Sequence[str] = (),
+        agent: str = "",
     ) -> list[Judgement]:
-        """One judgement per answer, in order."""
-        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, is_explained=False)]
+        """One judgement per answer, in order.
+
+        `rows` are the other fields of each prompt's data row as JSON text, none where there are none; `agent` wrote all
+        answers. The answers to equal prompts in one call are a group.
+        """
+        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, rows, agent)]
 
     def judge_and_explain(
-        self, prompts: Sequence[str], golds: Sequence[str], texts: Sequence[str], stops: Sequence[Stop]
+        self,
+        prompts: Sequence[str],
+        golds: Sequence[str],
+        texts: Sequence[str],
+        stops: Sequence[Stop],
+        rows: Sequence[str] = (),
+        agent: str = "",
     ) -> list[Explained]:
         """Each judgement with what the grader says about it: what it took for the answer, how it read both sides."""
-        return self._judge(prompts, golds, texts, stops, is_explained=True)
+        return self._judge(prompts, golds, texts, stops, rows, agent, is_explained=True)
 
     def take_report(self) -> JudgeReport:
         """What went wrong since the last report, for the console of a step."""
@@ -146,23 +187,44 @@ class Judge:
         golds: Sequence[str],
         texts: Sequence[str],
         stops: Sequence[Stop],
-        is_explained: bool,
+        rows: Sequence[str],
+        agent: str,
+        is_explained: bool = False,
     ) -> list[Explained]:
-        assert len(prompts) == len(golds) == len(texts) == len(stops), (len(prompts), len(golds), len(texts))
+        rows = rows or [""] * len(prompts)
+        assert len(prompts) == len(golds) == len(texts) == len(stops) == len(rows), (
+            len(prompts),
+            len(golds),
+            len(rows),
+        )
+        wants = self.signature.wants
+        groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for *question, text in zip(prompts, golds, rows, texts) if "group" in wants else ():
+            groups[tuple(question)].append(text)
         with self._lock:
             start = time.monotonic()
             asked = [
-                Task(prompt, text, gold, is_explained) if stop == Stop.EOS or not self.require_stop else None
-                for prompt, gold, text, stop in zip(prompts, golds, texts, stops)
+                Task(
+                    prompt,
+                    text,
+                    gold,
+                    row if "row" in wants else "",
+                    agent if "agent" in wants else "",
+                    tuple(groups[prompt, gold, row]) if "group" in wants else (),
+                    is_explained,
+                )
+                if stop == Stop.EOS or not self.require_stop
+                else None
+                for prompt, gold, text, stop, row in zip(prompts, golds, texts, stops, rows)
             ]
             distinct = list(dict.fromkeys(task for task in asked if task is not None))
             outcomes = dict(zip(distinct, self._outcomes(distinct)))
             failed = [task for task, outcome in outcomes.items() if outcome.is_failure and not outcome.is_misuse]
-            sound = self._sound_among(failed)
+            sound = self._sound_among(failed) if failed else set()
             judged = [
                 (NOT_ENDED, {"rule": "the answer did not end by itself"} if is_explained else {})
                 if task is None
-                else (judgement_of(outcomes[task], (task.prompt, task.gold) in sound), outcomes[task].explanation or {})
+                else (judgement_of(outcomes[task], self._gold_task(task) in sound), outcomes[task].explanation or {})
                 for task in asked
             ]
             self._errors.update(outcomes[task].error for task in asked if task is not None and outcomes[task].error)
@@ -185,13 +247,14 @@ class Judge:
 
     def _in_process(self, task: Task) -> Outcome:
         start = time.process_time()
-        reply = grade(self._grader, task.prompt, task.answer, task.gold)
+        (reply,) = self._grader.grade([asked_of(*astuple(task)[:-1])])
         if task.is_explained:
-            reply["explanation"] = explain(self._grader, self._kind.explainer, self.kind, task.answer, task.gold)
+            explainer = self._kind.explainer
+            reply["explanation"] = explain(self._grader.grader, explainer, self.kind, task.answer, task.gold)
         return Outcome(**reply, cpu_s=time.process_time() - start)
 
-    def _sound_among(self, failed: Sequence[Task]) -> set[Question]:
-        """The questions of failed tasks whose gold comes to a verdict where it stands as the answer.
+    def _sound_among(self, failed: Sequence[Task]) -> set[Task]:
+        """The gold tasks of failed ones that come to a verdict.
 
         Then the answer is to blame. A kind of this house is asked once per gold; the user's grader at every call, since
         what it depends on may have broken down after it worked.
@@ -200,11 +263,14 @@ class Judge:
             return set()
         if self._kind.is_own:
             self._sound.clear()
-        unknown = list(dict.fromkeys((task.prompt, task.gold) for task in failed))
-        unknown = [question for question in unknown if question not in self._sound]
-        golds = [Task(prompt, self._kind.gold_as_answer(gold), gold) for prompt, gold in unknown]
-        self._sound |= {q for q, outcome in zip(unknown, self._run(golds)) if not outcome.is_failure}
+        unknown = [task for task in dict.fromkeys(map(self._gold_task, failed)) if task not in self._sound]
+        self._sound |= {task for task, outcome in zip(unknown, self._run(unknown)) if not outcome.is_failure}
         return self._sound
+
+    def _gold_task(self, task: Task) -> Task:
+        """The same question with its gold as the answer."""
+        answer = self._kind.gold_as_answer(task.gold)
+        return replace(task, answer=answer, group=(answer,) if task.group else (), is_explained=False)
 
     def _count(self, judgements: Sequence[Judgement], outcomes: Collection[Outcome], seconds: float) -> None:
         verdicts = [judgement.verdict for judgement in judgements]
@@ -239,6 +305,7 @@ def judgement_of(outcome: Outcome, is_gold_sound: bool) -> Judgement:
     if outcome.is_failure:
         verdict = Verdict.TIMEOUT if outcome.timed_out else Verdict.ERROR
         return Judgement(verdict, 0.0 if is_gold_sound and not outcome.is_misuse else math.nan)
+    parts = tuple(outcome.parts.items())
     if outcome.reward is None:
-        return Judgement(Verdict.NO_ANSWER, 0.0)
-    return Judgement(Verdict.CORRECT if outcome.reward >= 1.0 else Verdict.WRONG, outcome.reward)
+        return Judgement(Verdict.NO_ANSWER, 0.0, parts)
+    return Judgement(Verdict.CORRECT if outcome.reward >= 1.0 else Verdict.WRONG, outcome.reward, parts)

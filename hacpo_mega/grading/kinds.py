@@ -1,7 +1,8 @@
 """The kinds of judges: which grader a `reward.kind` names, where it runs, and how gold itself looks as an answer.
 
-A grader is (prompt, answer text, gold) -> a reward from 0 to 1, or None for a text without an answer. Each reads gold
-before it reads the answer, so that a gold it cannot use is an error whatever the answer is.
+Those of the house are (prompt, answer text, gold) -> a reward from 0 to 1, or None for a text without an answer; how
+others are called is in grader_calls.py. Each reads gold before it reads the answer, so that a gold it cannot use is an
+error whatever the answer is.
 """
 
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ KINDS: Mapping[str, Kind] = {
     "program": Kind(f"{HERE}.program:Program"),
     "exact": Kind(f"{HERE}.graders:exact", f"{HERE}.graders:explain", is_linear=True),
     "arithmetic": Kind(f"{HERE}.graders:arithmetic", f"{HERE}.graders:explain", is_linear=True, gold_before=";"),
+    "model": Kind(f"{HERE}.model_judge:ModelJudge"),
 }
 
 

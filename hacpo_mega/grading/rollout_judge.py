@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Self
 
 from hacpo_mega.grading.judge import Judge, JudgeReport
+from hacpo_mega.grading.weighted_judge import WeightedJudge
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
 # Answers that the judge is given in one call: whoever ends the thread waits for no more.
@@ -28,13 +29,16 @@ class RolloutJudge:
     hidden_s   seconds of judging that the last `judge` did not have to wait for
     """
 
-    def __init__(self, judge: Judge, *, while_sampling: bool, is_leader: bool = True) -> None:
-        """`while_sampling` asks for judging beside the engine, which a grader of this process cannot do.
+    def __init__(
+        self, judge: Judge | WeightedJudge, *, while_sampling: bool, is_leader: bool = True, agent: str = ""
+    ) -> None:
+        """`agent` writes the answers. `while_sampling` asks for judging beside the engine, which a grader of this
+        process cannot do, nor one that compares the answers of a group.
 
         Where it is not a leader's it judges nothing: nobody else of a cell needs judgements.
         """
-        self._judge, self._is_leader = judge, is_leader
-        self._goes_beside = while_sampling and is_leader and judge.has_workers
+        self._judge, self._is_leader, self._agent = judge, is_leader, agent
+        self._goes_beside = while_sampling and is_leader and judge.has_workers and not judge.compares_groups
         self._ended: queue.SimpleQueue[tuple[Prompt, Rollout] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_leaving = False
@@ -76,6 +80,8 @@ class RolloutJudge:
             [prompt.gold for prompt, _ in asked],
             [rollout.text for _, rollout in asked],
             [rollout.stop for _, rollout in asked],
+            [prompt.row for prompt, _ in asked],
+            self._agent,
         )
         return {_key(rollout): judgement for (_, rollout), judgement in zip(asked, judgements, strict=True)}
 

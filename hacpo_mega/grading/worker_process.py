@@ -21,7 +21,7 @@ from typing import Any
 
 from hacpo_mega.grading.grading_worker import HEADER, MAX_FRAME_BYTES, TOKEN_BYTES
 
-PROGRAM = Path(__file__).with_name("grading_worker.py")
+PROGRAM = Path(__file__).with_name("start_worker.py")
 START_TIMEOUT_S = 120.0
 READ_BYTES = 1 << 16
 # A process that uses less of a span than this, with nothing ready to run at its end, was asleep.
@@ -31,6 +31,8 @@ REPLY_TYPES: Mapping[str, Any] = {
     "reward": (float, type(None)),
     "error": (str, type(None)),
     "is_misuse": bool,
+    "timed_out": bool,
+    "parts": dict,
     "explanation": (dict, type(None)),
     "cpu_s": float,
 }

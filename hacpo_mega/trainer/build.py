@@ -4,9 +4,10 @@ Everything that a user may have to mend is found here, before an older run is di
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
@@ -18,8 +19,8 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
-from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.rollout_judge import RolloutJudge
+from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
@@ -103,12 +104,15 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         num_tokens = longest_encodings(codecs)
         prompts, num_dropped = training_sampler(config, num_tokens)
         held_out = held_out_prompts(config, num_tokens)
-        judge = _judge(config, place, handed.judge, stack)
+        rows = chain((row.row for group in prompts.groups for row in group), (prompt.row for prompt in held_out))
+        judge, judges_said = _judge(config, place, handed.judge, rows, stack)
         spec = config.agents[place.agent]
         agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
     schedule = kind(prompts, agent, place, config, metrics)
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    for line in judges_said:
+        console.say(line)
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
@@ -155,12 +159,16 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
         raise ValueError(said)
 
 
-def _judge(config: Config, place: Place, kind: Callable[..., RolloutJudge], stack: ExitStack) -> RolloutJudge:
-    # every other key of [reward] is an argument of the judge
-    reward = config.reward.model_dump(exclude={"max_unjudged_share", "while_sampling"})
-    judge = stack.enter_context(Judge(**reward))
-    rollout_judge = kind(judge, while_sampling=config.reward.while_sampling, is_leader=place.is_leader)
-    return stack.enter_context(rollout_judge)
+def _judge(
+    config: Config, place: Place, kind: Callable[..., RolloutJudge], rows: Iterable[str], stack: ExitStack
+) -> tuple[RolloutJudge, tuple[str, ...]]:
+    """The cell's judge of rollouts, and what the start says of it. ValueError for rows without a field it asks for."""
+    judge = stack.enter_context(judge_of(config.reward))
+    judge.require_fields(rows)
+    agent = config.agents[place.agent].name
+    beside = config.reward.while_sampling
+    rollout_judge = kind(judge, while_sampling=beside, is_leader=place.is_leader, agent=agent)
+    return stack.enter_context(rollout_judge), judge.how_called
 
 
 def _examiners(

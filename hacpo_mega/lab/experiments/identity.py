@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.config import Config
+from hacpo_mega.config import Config, RewardConfig
 from hacpo_mega.config.effects import effect_of, flat
 from hacpo_mega.config.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
@@ -59,10 +59,15 @@ def _how_it_is_measured(config: Config) -> dict[str, Any]:
         "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_answer_tokens": config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
-        "reward": config.reward.model_dump(
-            mode="json", exclude={"num_workers", "max_unjudged_share", "while_sampling"}
-        ),
+        "reward": _reward(config.reward),
     }
+
+
+def _reward(reward: RewardConfig) -> dict[str, Any]:
+    """Without what came later than stored results and is not used: they would be of another identity."""
+    later = {name for name in ("range", "parts") if getattr(reward, name) == getattr(RewardConfig(), name)}
+    unread = {"num_workers", "max_unjudged_share", "while_sampling"}
+    return reward.model_dump(mode="json", exclude=unread | later)
 
 
 def _file_digest(file: Path) -> str:

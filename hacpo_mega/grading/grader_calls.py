@@ -1,0 +1,372 @@
+"""How a grader is called: by position, by the names it asks for, or as TRL and verl call theirs; plain, batched, async.
+
+    def reward(prompt, answer, gold): ...                                  by position, whatever the names are
+    def reward(answer, level, gold, *, strict=False): ...                  by name: what a parameter is called it gets
+    def reward(answers, golds, level): ...                                 a batch: lists, one place per answer
+    def reward(completions, **kwargs): ...                                 TRL's: every field of the rows as a list
+    def compute_score(data_source, solution_str, ground_truth, extra_info): ...                             verl's
+
+Names are prompt, answer, gold, agent (who wrote the answer), group (all answers of that agent to the prompt), row
+(every field of the row but the prompt), and the row's own fields. Keyword-only parameters with a default are options
+of the user's configuration, never fields. What comes back is a number in the declared range, None for a text without an
+answer, or a table with "score" and other numbers, which are logged. `async def` is awaited for many answers at once.
+Imported by worker processes: the standard library alone.
+"""
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, SupportsFloat
+
+Reply = dict[str, Any]
+MAX_SAID = 500
+MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
+SINGLE = ("prompt", "answer", "gold", "agent", "group", "row")
+PLURAL = {f"{name}s": name for name in SINGLE}
+UNIT = (0.0, 1.0)
+
+
+class Unjudged(Exception):
+    """Raised by a grader that is at fault itself, such as a server out of reach: the answer stays unjudged."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer as a grader may ask for it; `row` has every field of the data row but the prompt."""
+
+    prompt: str
+    answer: str
+    gold: str
+    row: Mapping[str, Any]
+    agent: str = ""
+    group: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the parameters of a grader say.
+
+    style      how it is called
+    names      parameters that it is given by name, and whether it can do without each
+    is_open    whether it takes every other field, too (**kwargs)
+    is_async, has_messages   it is awaited; completions are lists of chat messages instead of texts (TRL)
+    """
+
+    style: Literal["position", "names", "batch", "trl", "verl"]
+    names: Mapping[str, bool]
+    is_open: bool = False
+    is_async: bool = False
+    has_messages: bool = False
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether several answers go into one call, or are awaited together."""
+        return self.is_async or self.style in ("batch", "trl")
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """What it needs beyond prompt, answer and gold: any of row, agent, group."""
+        found = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
+        reads_row = self.fields or self.is_open or self.style in ("trl", "verl") or self._asks_for("row")
+        may_read = any(can_do_without and name not in self._given for name, can_do_without in self.names.items())
+        return frozenset(found | ({"row"} if reads_row or may_read else set()))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of the data's rows that it cannot do without."""
+        return tuple(
+            name for name, can_do_without in self.names.items() if not can_do_without and name not in self._given
+        )
+
+    @property
+    def _given(self) -> tuple[str, ...]:
+        return {
+            "position": (),
+            "names": SINGLE,
+            "batch": tuple(PLURAL),
+            "trl": ("prompts", "completions"),
+            "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        }[self.style]
+
+    def _asks_for(self, name: str) -> bool:
+        return name in self.names or f"{name}s" in self.names
+
+    def __str__(self) -> str:
+        completions = "chat messages" if self.has_messages else "texts"
+        how = {
+            "position": "by position, with (prompt, answer, gold)",
+            "names": f"by name, with {', '.join(self.names)}",
+            "batch": f"with lists, of {', '.join(self.names)}",
+            "trl": f"as TRL's, with completions as {completions} and the row's fields",
+            "verl": "as verl's, with data_source, solution_str, ground_truth, extra_info",
+        }[self.style]
+        return how + (", many awaited at once" if self.is_async else "")
+
+
+def signature_of(grader: Callable) -> Signature:
+    """How a callable is called, from its parameters' names. ValueError for one that can be called in no way known."""
+    parameters = inspect.signature(grader).parameters.values()
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [
+        p
+        for p in parameters
+        if p.kind in fixed or (p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty)
+    ]
+    names = {p.name: p.default is not inspect.Parameter.empty for p in named}
+    common = {
+        "is_open": any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        "is_async": inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(type(grader).__call__),
+    }
+    if "completions" in names:
+        notes = str(next(p.annotation for p in named if p.name == "completions"))
+        return Signature("trl", names, has_messages="dict" in notes, **common)
+    if {"solution_str", "ground_truth"} <= names.keys():
+        return Signature("verl", names, **common)
+    if "answers" in names:
+        return Signature("batch", names, **common)
+    if "answer" in names:
+        return Signature("names", names, **common)
+    try:
+        inspect.signature(grader).bind("", "", "")
+    except TypeError as error:
+        raise ValueError(
+            f"it takes {inspect.signature(grader)}, and is called with (prompt, answer, gold), or by name where it "
+            f"takes an `answer`, `answers`, TRL's `completions`, or verl's `solution_str` and `ground_truth`: {error}"
+        ) from error
+    return Signature("position", {}, is_async=common["is_async"])
+
+
+class GraderCall:
+    """A grader with its options, and how it is called.
+
+    reward_range   lowest and highest reward it may return; they become 0 and 1, and what lies between, linearly
+    patience_s     seconds that an async grader may take over an answer; None: it limits itself
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        options: Mapping[str, Any],
+        reward_range: Sequence[float] = UNIT,
+        patience_s: float | None = None,
+    ) -> None:
+        """ValueError for what cannot be loaded or called, and for an option that it does not have."""
+        self.grader = _with_options(load_by_name(spec), options)
+        self.signature = signature_of(self.grader)
+        self._low, self._high = reward_range
+        self._patience_s = patience_s
+
+    def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Reply]:
+        """One verdict per answer: a reward, null for a text without an answer, or the error that left it unjudged.
+
+        A batch that fails as a whole is called again for each of its answers alone, so that each answers for itself.
+        """
+        try:
+            results = self._call(asked)
+        except Exception as error:
+            if len(asked) > 1:
+                return [reply for one in asked for reply in self.grade([one], is_worker=is_worker)]
+            return [_failed(error)]
+        except (SystemExit, KeyboardInterrupt) as error:
+            if not is_worker:
+                raise  # somebody ends the trainer
+            return [_failed(error)] * len(asked)
+        if len(results) != len(asked):
+            what = f"the grader returned {len(results)} rewards for {len(asked)} answers"
+            return [_reply(error=what, is_misuse=True)] * len(asked)
+        return [_failed(found) if isinstance(found, BaseException) else self._read(found) for found in results]
+
+    def _call(self, asked: Sequence[Asked]) -> Sequence[Any]:
+        signature = self.signature
+        if signature.style in ("batch", "trl"):
+            columns = _columns(signature, asked)
+            found = self._awaited([self.grader(**columns)])[0] if signature.is_async else self.grader(**columns)
+            if isinstance(found, BaseException):
+                raise found
+            return found if isinstance(found, Sequence) and not isinstance(found, str) else list(found)
+        calls = [self._one(one) for one in asked]
+        return self._awaited(calls) if signature.is_async else calls
+
+    def _one(self, asked: Asked) -> Any:
+        if self.signature.style == "position":
+            return self.grader(asked.prompt, asked.answer, asked.gold)
+        return self.grader(**(_verl if self.signature.style == "verl" else _single)(self.signature, asked))
+
+    def _awaited(self, calls: Sequence[Any]) -> list[Any]:
+        async def together() -> list[Any]:
+            waits = [asyncio.wait_for(call, self._patience_s) for call in calls]
+            return await asyncio.gather(*waits, return_exceptions=True)
+
+        return asyncio.run(together())
+
+    def _read(self, found: Any) -> Reply:
+        parts: dict[str, float] = {}
+        if isinstance(found, Mapping):
+            if "score" not in found:
+                return _reply(
+                    error=f'the grader returned a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True
+                )
+            parts = _numbers_of(found)
+            found = found["score"]
+        if found is None:
+            return _reply(parts=parts)
+        number = _number(found)
+        if not self._low <= number <= self._high:
+            shown = f"returned {type(found).__name__} {_shown(found)}"[:MAX_SAID]
+            what = f"the grader {shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
+            return _reply(error=what, is_misuse=True)
+        return _reply((number - self._low) / (self._high - self._low), parts=parts)
+
+
+def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
+    """What a grader that asks by name gets for one answer. KeyError's text names a field that the row does not have."""
+    given = {name: getattr(asked, name) for name in SINGLE}
+    return _by_name(signature, given, asked.row)
+
+
+def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
+    """As verl's reward managers call: ground truth from the row's reward_model, extra_info from the row."""
+    row = asked.row
+    of_model = row.get("reward_model")
+    given = {
+        "data_source": row.get("data_source", ""),
+        "solution_str": asked.answer,
+        "ground_truth": of_model["ground_truth"]
+        if isinstance(of_model, Mapping) and "ground_truth" in of_model
+        else asked.gold,
+        "extra_info": row.get("extra_info", row),
+    }
+    return _by_name(signature, given, {} if signature.is_open else row)
+
+
+def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, can_do_without in signature.names.items():
+        if name in given:
+            found[name] = given[name]
+        elif name in row:
+            found[name] = row[name]
+        elif not can_do_without:
+            raise Unjudged(missing_field(name, row))
+    return (dict(row) if signature.is_open else {}) | found
+
+
+def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any]]:
+    """Lists, one place per answer; a field that only some rows have is None in the others."""
+    fields = dict.fromkeys(name for one in asked for name in one.row)
+    row = {name: [one.row.get(name) for one in asked] for name in fields}
+    if signature.style == "trl":
+        texts = [one.answer for one in asked]
+        messages = [[{"role": "assistant", "content": text}] for text in texts]
+        given = {"prompts": [one.prompt for one in asked], "completions": messages if signature.has_messages else texts}
+    else:
+        given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
+    return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
+
+
+def missing_field(name: str, row: Mapping[str, Any]) -> str:
+    """What is said of a parameter that nobody has."""
+    return (
+        f"the grader asks for {name!r}, which is none of {', '.join(SINGLE)} and no field of the row, which has: "
+        f"{', '.join(map(str, row)) or 'none'}"
+    )
+
+
+def load_by_name(spec: str) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names."""
+    place, _, name = spec.rpartition(":")
+    if not place:
+        raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
+    if place.endswith(".py"):
+        description = importlib.util.spec_from_file_location(Path(place).stem, place)
+        module = importlib.util.module_from_spec(description)
+        sys.modules[description.name] = module  # a dataclass looks its module up there
+        description.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, name)
+
+
+def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
+    if not callable(found):
+        raise ValueError(f"it is a {type(found).__name__}, and a grader is a function (prompt, answer, gold)")
+    kinds = (inspect.Parameter.KEYWORD_ONLY,)
+    if isinstance(found, type):
+        kinds = (*kinds, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [p.name for p in inspect.signature(found).parameters.values() if p.kind in kinds]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"it has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
+    return found(**options) if isinstance(found, type) else functools.partial(found, **options)
+
+
+def explain(grader: Callable, explainer: str | None, kind: str, answer: str, gold: str) -> dict[str, Any]:
+    """How a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold) of that
+    name; nothing where there is neither."""
+    try:
+        if hasattr(grader, "explain"):
+            return grader.explain(answer, gold)
+        return load_by_name(explainer)(kind, answer, gold) if explainer else {}
+    except Exception as error:
+        return {"explanation failed": said(error)}
+
+
+def _number(found: Any) -> float:
+    try:
+        return float(found) if isinstance(found, SupportsFloat) else math.nan  # numpy's scalars are welcome
+    except Exception:
+        return math.nan
+
+
+def _numbers_of(table: Mapping[Any, Any]) -> dict[str, float]:
+    """The other numbers of a table, as verl logs them; what is no finite number is its owner's."""
+    named = {k: _number(v) for k, v in table.items() if isinstance(k, str) and k != "score" and not isinstance(v, str)}
+    good = [(k, v) for k, v in named.items() if math.isfinite(v) and len(k) <= MAX_PART_NAME and k.isidentifier()]
+    return dict(good[:MAX_PARTS])
+
+
+def _failed(error: BaseException) -> Reply:
+    if isinstance(error, TimeoutError):  # of asyncio.wait_for, or of what the grader itself waited for
+        return _reply(timed_out=True)
+    return _reply(error=said(error), is_misuse=isinstance(error, Unjudged))
+
+
+def said(error: BaseException) -> str:
+    """An error as the judge reports it, at most 500 characters."""
+    return f"{type(error).__name__}: {_shown(error, str)}"[:MAX_SAID]
+
+
+def _shown(found: object, show: Callable[[Any], str] = repr) -> str:
+    try:
+        return show(found)
+    except Exception:  # such as an int of too many digits
+        return "that cannot be shown"
+
+
+def _reply(
+    reward: float | None = None,
+    error: str | None = None,
+    is_misuse: bool = False,
+    timed_out: bool = False,
+    parts: Mapping[str, float] = {},
+) -> Reply:
+    return {
+        "reward": reward,
+        "error": error,
+        "is_misuse": is_misuse,
+        "timed_out": timed_out,
+        "parts": dict(parts),
+        "explanation": None,
+    }
+
+
+def asked_of(prompt: str, answer: str, gold: str, row: str = "", agent: str = "", group: Sequence[str] = ()) -> Asked:
+    """An answer from the plain values that travel to a worker; `row` is JSON text, "" for a row without fields."""
+    return Asked(prompt, answer, gold, json.loads(row) if row else {}, agent, tuple(group))

@@ -1,0 +1,137 @@
+"""Several named rewards of one answer, and their weighted mean as its reward.
+
+    [reward.parts.right]
+    kind = "math"
+    weight = 0.8
+
+    [reward.parts.short]
+    kind = "my_rewards.py:brevity"
+    weight = 0.2
+
+Each part is judged by a judge of its own (judge.py), which says who is to blame for a failure. An answer that one of
+them leaves unjudged is unjudged; one is correct where every part gave its full reward.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from hacpo_mega.config import RewardConfig
+from hacpo_mega.grading.grader_calls import UNIT
+from hacpo_mega.grading.judge import NO_OPTIONS, Explained, Judge, JudgeReport
+from hacpo_mega.records import Judgement, Stop, Verdict
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One reward by name: its grader with options, its weight in the mean, the range of what it returns."""
+
+    name: str
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
+    weight: float = 1.0
+    reward_range: tuple[float, float] = UNIT
+
+
+def judge_of(reward: RewardConfig) -> "Judge | WeightedJudge":
+    """The judge of a run's [reward]: one grader, or the weighted mean of several. ValueError as theirs."""
+    common = {"num_workers": reward.num_workers, "timeout_s": reward.timeout_s, "require_stop": reward.require_stop}
+    if not reward.parts:
+        return Judge(reward.kind, options=reward.options, reward_range=reward.range, **common)
+    parts = [RewardPart(name, p.kind, p.options, p.weight, p.range) for name, p in reward.parts.items()]
+    return WeightedJudge(parts, **common)
+
+
+class WeightedJudge:
+    """The judges of several parts, used as one judge is. `common` are arguments that all of them take."""
+
+    def __init__(self, parts: Sequence[RewardPart], **common: Any) -> None:
+        """Starts the workers of every part. ValueError names the part whose grader cannot be loaded."""
+        assert parts
+        self._parts = tuple(parts)
+        self._judges: list[Judge] = []
+        with ExitStack() as stack:
+            for part in parts:
+                try:
+                    judge = Judge(part.kind, options=part.options, reward_range=part.reward_range, **common)
+                except ValueError as error:
+                    raise ValueError(f"reward.parts.{part.name}: {error}") from error
+                self._judges.append(stack.enter_context(judge))
+            self._open = stack.pop_all()
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a part's grader runs in processes of its own."""
+        return any(judge.has_workers for judge in self._judges)
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a part's grader asks for all answers to a prompt."""
+        return any(judge.compares_groups for judge in self._judges)
+
+    @property
+    def how_called(self) -> tuple[str, ...]:
+        """What a start says of graders of the user's own."""
+        return tuple(line for judge in self._judges for line in judge.how_called)
+
+    def require_fields(self, rows: Iterable[str]) -> None:
+        """ValueError where a data row lacks a field that a part's grader cannot do without."""
+        rows = list(rows)
+        for judge in self._judges:
+            judge.require_fields(rows)
+
+    def judge(self, *answers: Sequence[str] | Sequence[Stop] | str) -> list[Judgement]:
+        """One judgement per answer, in order; the arguments are those of `Judge.judge`."""
+        judged = [judge.judge(*answers) for judge in self._judges]
+        return [self._together(of_answer) for of_answer in zip(*judged, strict=True)]
+
+    def judge_and_explain(self, *answers: Sequence[str] | Sequence[Stop] | str) -> list[Explained]:
+        """Each judgement with what every part's grader says about it, by the part's name."""
+        explained = [judge.judge_and_explain(*answers) for judge in self._judges]
+        return [
+            (self._together([judgement for judgement, _ in of_answer]), self._by_part(said for _, said in of_answer))
+            for of_answer in zip(*explained, strict=True)
+        ]
+
+    def take_report(self) -> JudgeReport:
+        """What went wrong since the last report: numbers of answers of the part where most did, errors of all parts."""
+        reports = [judge.take_report() for judge in self._judges]
+        errors: Counter[str] = Counter()
+        for part, report in zip(self._parts, reports, strict=True):
+            errors.update({f"reward.parts.{part.name}: {text}": number for text, number in report.errors.items()})
+        return JudgeReport(
+            num_answers=reports[0].num_answers,
+            num_unjudged=max(report.num_unjudged for report in reports),
+            num_timeouts=max(report.num_timeouts for report in reports),
+            num_errors=max(report.num_errors for report in reports),
+            errors=errors,
+        )
+
+    def _by_part(self, values: Iterable[Any]) -> dict[str, Any]:
+        return {part.name: value for part, value in zip(self._parts, values, strict=True)}
+
+    def _together(self, judgements: Sequence[Judgement]) -> Judgement:
+        parts = []
+        for name, judgement in self._by_part(judgements).items():
+            parts += [(name, judgement.reward)] if judgement.is_judged else []
+            parts += [(f"{name}_{key}", value) for key, value in judgement.parts]
+        if unjudged := [judgement for judgement in judgements if not judgement.is_judged]:
+            return Judgement(unjudged[0].verdict, math.nan, tuple(parts))
+        weights = [part.weight for part in self._parts]
+        weighted = [weight * judgement.reward for weight, judgement in zip(weights, judgements, strict=True)]
+        verdicts = {judgement.verdict for judgement in judgements}
+        verdict = verdicts.pop() if verdicts in ({Verdict.CORRECT}, {Verdict.NO_ANSWER}) else Verdict.WRONG
+        return Judgement(verdict, math.fsum(weighted) / math.fsum(weights), tuple(parts))
+
+    def close(self) -> None:
+        """Ends the workers of all parts. May be called twice."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
