@@ -15,7 +15,7 @@ from repository import ROOT
 from hacpo_mega.data.tasks import SKILLS, training_examples
 from hacpo_mega.grading import math_grader
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.records import Stop, Verdict
+from hacpo_mega.records import Judgement, Stop, Verdict
 
 FILE = ROOT / "tests/support/grading_cases.py"
 CASES = f"{FILE}:reward"
@@ -56,8 +56,8 @@ def math_judge():
 def test_arithmetic_wants_one_semicolon_and_exactly_the_result(answer, verdict, reward):
     with Judge("arithmetic", require_stop=True) as judge:
         assert judge.judge(["47+85="] * 2, ["132"] * 2, [answer] * 2, [Stop.EOS, Stop.LENGTH]) == [
-            (verdict, reward),
-            (Verdict.NO_ANSWER, 0.0),
+            Judgement(verdict, reward),
+            Judgement(Verdict.NO_ANSWER, 0.0),
         ]
 
 
@@ -381,8 +381,8 @@ def test_workers_do_not_outlive_a_killed_parent(doing):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("maths", "'maths' is unknown; known: math, math_any, number, choice, json, program, exact, arithmetic"),
-        (f"{FILE}:two_arguments", r"takes \(answer, gold\), and is called with \(prompt, answer, gold\)"),
+        ("maths", "'maths' is unknown; known: math, math_any, number, choice, json, program, exact, arithmetic, model"),
+        (f"{FILE}:two_arguments", r"takes \(text, gold\), and is called with \(prompt, answer, gold\)"),
         (f"{FILE}:KEPT", "it is a list, and a grader is a function"),
         ("no_such_module:reward", "cannot be loaded: ModuleNotFoundError"),
         ("hacpo_mega.grading.graders:no_such", "cannot be loaded: AttributeError"),
