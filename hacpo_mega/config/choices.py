@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 REWARD_KINDS = ("math", "math_any", "number", "choice", "json", "program", "exact", "arithmetic", "model")
+# Of them those whose reward is 0 or 1.
+BINARY_KINDS = ("math", "math_any", "choice", "exact", "arithmetic")
 
 Skill = Literal["add", "sub", "mul", "srt", "sum"]
 

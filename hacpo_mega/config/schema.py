@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
-from hacpo_mega.config.choices import Skill
+from hacpo_mega.config.choices import BINARY_KINDS, Skill
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Positive, Seconds, Section
 from hacpo_mega.config.slurm import SlurmConfig
@@ -93,6 +93,11 @@ class RewardConfig(RewardPartConfig):
         if self.parts and (self.kind, self.options, self.range) != (alone.kind, alone.options, alone.range):
             raise ValueError("reward.parts takes the place of reward.kind, options and range: give these to a part")
         return self
+
+    @property
+    def may_be_graded(self) -> bool:
+        """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
+        return any(grader.kind not in BINARY_KINDS for grader in self.graders.values()) or len(self.parts) > 1
 
     @property
     def graders(self) -> Mapping[str, RewardPartConfig]:

@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
-from hacpo_mega.grading.grader_calls import UNIT, Signature
+from hacpo_mega.grading.grader_calls import UNIT
+from hacpo_mega.grading.grader_signature import Signature
 from hacpo_mega.grading.worker_process import Worker
 from hacpo_mega.models.visible import say
 

@@ -17,7 +17,8 @@ from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from hacpo_mega.grading.grader_calls import UNIT, GraderCall, Signature, asked_of, explain, missing_field
+from hacpo_mega.grading.grader_calls import UNIT, GraderCall, asked_of, explain, missing_field
+from hacpo_mega.grading.grader_signature import Signature
 from hacpo_mega.grading.guarded_workers import MEMORY_BYTES, GraderSpec, GuardedWorkers, Outcome, Task
 from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.records import Judgement, Stop, Verdict

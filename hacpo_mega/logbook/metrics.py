@@ -7,7 +7,9 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/num_cut                                              of them, with biased_cut_after alone
     agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
+    agent/<name>/reward/<part>             named rewards of its answers, and other numbers that a grader returned
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
+    agent/<name>/accuracy_square [/<skill>]    mean squared reward there, of graders that may give a part of a reward
     agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way
     agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
     agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update

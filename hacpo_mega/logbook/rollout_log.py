@@ -2,7 +2,7 @@
 
 Each lane writes its own prompts, whole or not at all, so no lane waits for another.
 A line is one prompt:
-    {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold",
+    {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold", "row" (other fields of its row, if it has any),
      "prompt_seen": {agent: what it reads, with its template and special tokens, where that is not the prompt},
      "answers": [
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
@@ -150,6 +150,7 @@ class RolloutLog:
                 "skill": prompt.skill,
                 "prompt": prompt.text,
                 "gold": prompt.gold,
+                **({"row": json.loads(prompt.row)} if prompt.row else {}),
                 "prompt_seen": {
                     v["learner"]: v["prompts_seen"][p] for v in views if v["prompts_seen"][p] != prompt.text
                 },

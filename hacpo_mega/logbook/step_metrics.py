@@ -123,14 +123,34 @@ def add_band(metrics: Metrics, learner: int, names: Sequence[str], low_N: Sequen
             metrics.gauge(f"agent/{names[learner]}/from/{name}/band_low", low_N[source])
 
 
-def add_accuracy(metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement]) -> None:
-    """Judged greedy answers: accuracy over all prompts and over each skill. An unjudged answer is not counted."""
+def add_reward_parts(metrics: Metrics, name: str, judgements: Sequence[Judgement]) -> None:
+    """Means of the named rewards that fresh answers got, and of other numbers that a grader returned."""
+    for judgement in judgements:
+        for part, value in judgement.parts:
+            metrics.add(f"agent/{name}/reward/{part}", value, 1)
+
+
+def add_accuracy(
+    metrics: Metrics,
+    name: str,
+    prompts: Sequence[Prompt],
+    judgements: Sequence[Judgement],
+    *,
+    may_be_graded: bool = False,
+) -> None:
+    """Judged greedy answers: mean reward over all prompts and over each skill. An unjudged answer is not counted.
+
+    It is an accuracy where every reward is 0 or 1. Where a grader `may_be_graded`, the mean square is added: it equals
+    the mean exactly then, and gives the standard error of the mean otherwise.
+    """
     for prompt, judgement in zip(prompts, judgements, strict=True):
         if not judgement.is_judged:
             continue
         for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
             metrics.add(f"agent/{name}/accuracy{tail}", judgement.reward, 1)
             metrics.count(f"agent/{name}/num_evaluated{tail}", 1)
+            if may_be_graded:
+                metrics.add(f"agent/{name}/accuracy_square{tail}", judgement.reward**2, 1)
 
 
 def mean_accuracy(values: Mapping[str, float], names: Sequence[str]) -> float | None:

@@ -34,6 +34,7 @@ from hacpo_mega.logbook.step_metrics import (
     add_engine_gap,
     add_engine_weights,
     add_host,
+    add_reward_parts,
     add_skips,
     add_update,
     add_view,
@@ -164,6 +165,7 @@ class StepReport:
     def _add_cell(self, found: StepFindings) -> None:
         name, learner = self._names[self._place.agent], self._place.agent
         add_answers(self._metrics, name, found.trajectories)
+        add_reward_parts(self._metrics, name, found.judgements)
         if found.judged.hidden_s:
             self._metrics.add(f"agent/{name}/judge_hidden_s", found.judged.hidden_s, 1)
         answered = zip(found.trajectories, found.scores, strict=True)

@@ -1,7 +1,6 @@
 """The page of a run: one HTML file without a single outside reference, in light and dark."""
 
 import datetime
-import math
 from typing import Any
 
 from hacpo_mega.report.benchmarks import render_benchmarks
@@ -60,11 +59,11 @@ def _card(run: Run, agent: str) -> Html:
     rewards = run.series(f"agent/{agent}/reward_mean").values
     lines = []
     if len(found) > 1:
-        lines = _change("held-out accuracy", found[0].value, found[-1].value, _difference_error(found))
+        lines = _change(_measure(found), found[0].value, found[-1].value, found[0].gain_interval(found[-1]))
     elif found:
         lines = [
             tag("div", f"{found[0].value:.3f}", class_="big"),
-            tag("div", f"held-out accuracy, step {found[0].step}"),
+            tag("div", f"{_measure(found)}, step {found[0].step}"),
         ]
     elif len(rewards) > 1:
         lines = _change("reward while training", rewards[0], rewards[-1], None)
@@ -74,18 +73,17 @@ def _card(run: Run, agent: str) -> Html:
     return tag("div", name, *lines, *counted, class_="card", style=f"--agent:{agent_colour(run, agent)}")
 
 
-def _change(what: str, start: float, end: float, error: float | None) -> list[Html]:
+def _measure(found: list[Accuracy]) -> str:
+    return "held-out mean reward" if any(point.is_graded for point in found) else "held-out accuracy"
+
+
+def _change(what: str, start: float, end: float, interval: tuple[float, float] | None) -> list[Html]:
     gain = end - start
-    spread = f" ± {error:.3f}" if error is not None else ""
+    spread = _between(interval, "+.3f")
     return [
         tag("div", tag("small", f"{start:.3f} → "), f"{end:.3f}", class_="big"),
         tag("div", f"{gain:+.3f}{spread}", tag("small", f"  {what}"), class_="gain up" if gain > 0 else "gain down"),
     ]
-
-
-def _difference_error(found: list[Accuracy]) -> float | None:
-    first, last = found[0].standard_error, found[-1].standard_error
-    return None if first is None or last is None else math.hypot(first, last)
 
 
 def _facts(run: Run) -> Html:
@@ -120,20 +118,23 @@ def _duration(run: Run) -> str | None:
 
 
 def _accuracy_section(run: Run) -> Html:
-    rows = []
+    rows, is_graded = [], False
     for agent in run.agents:
         for skill in [None, *evaluated_skills(run)]:
             if found := accuracies(run, agent, skill):
+                is_graded |= any(point.is_graded for point in found)
                 rows.append(_accuracy_row(f"{agent} · {skill}" if skill else agent, found, bold=skill is None))
     if not rows:
         return Html()
     note = (
-        "± is the binomial standard error; of the difference it is that of two independent samples, "
-        "which is too wide when both evaluations use the same prompts."
+        f"In brackets 95 %: {'by the standard error of the mean' if is_graded else 'Wilson'}; of the difference as of "
+        "two independent samples, which is too wide when both evaluations use the same prompts."
     )
     head = ["agent", "before", "after", "difference", "prompts", "steps"]
     return join(
-        tag("h2", "Accuracy before and after"), tag("p", note, class_="note"), table(head, rows, class_="numbers")
+        tag("h2", f"{'Mean reward' if is_graded else 'Accuracy'} before and after"),
+        tag("p", note, class_="note"),
+        table(head, rows, class_="numbers"),
     )
 
 
@@ -141,22 +142,20 @@ def _accuracy_row(name: str, found: list[Accuracy], bold: bool) -> list[str]:
     first, last = found[0], found[-1]
     later = len(found) > 1
     gain = last.value - first.value
-    error = _difference_error(found)
-    difference = tag(
-        "span", f"{gain:+.3f}{_plus_minus(error)}", class_="up" if gain > 0 else "down" if gain < 0 else ""
-    )
+    spread = _between(first.gain_interval(last), "+.3f")
+    difference = tag("span", f"{gain:+.3f}{spread}", class_="up" if gain > 0 else "down" if gain < 0 else "")
     return [
         tag("b", name) if bold else name,
-        f"{first.value:.3f}{_plus_minus(first.standard_error)}",
-        f"{last.value:.3f}{_plus_minus(last.standard_error)}" if later else "–",
+        f"{first.value:.3f}{_between(first.interval)}",
+        f"{last.value:.3f}{_between(last.interval)}" if later else "–",
         difference if later else "–",
         str(last.num_evaluated or "–"),
         f"{first.step} → {last.step}" if later else str(first.step),
     ]
 
 
-def _plus_minus(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.3f}"
+def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:
+    return "" if interval is None else f" [{interval[0]:{how}}, {interval[1]:{how}}]"
 
 
 def _picture(picture: Picture) -> Html:

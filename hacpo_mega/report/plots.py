@@ -18,7 +18,7 @@ from hacpo_mega.report.timeline import draw_timeline
 
 
 def draw_accuracy(run: Run) -> Figure | None:
-    """Held-out accuracy with one standard error around it."""
+    """Held-out accuracy, or mean reward, with its 95 % interval."""
     curves = {agent: found for agent in run.agents if (found := accuracies(run, agent))}
     if not curves:
         return None
@@ -27,13 +27,13 @@ def draw_accuracy(run: Run) -> Figure | None:
     for agent, found in curves.items():
         series = Series(tuple(point.step for point in found), tuple(point.value for point in found))
         colour = agent_colour(run, agent)
-        if all(point.standard_error is not None for point in found):
-            low = [point.value - point.standard_error for point in found]
-            high = [point.value + point.standard_error for point in found]
+        if all(point.interval is not None for point in found):
+            low, high = zip(*(point.interval for point in found))
             axis.fill_between(series.steps, low, high, color=colour, alpha=0.15, linewidth=0)
         line(axis, series, colour)
         ends.append((series, f"{agent} {series.values[-1]:.3f}", colour))
-    axis.set_ylabel("accuracy on held-out prompts")
+    is_graded = any(point.is_graded for found in curves.values() for point in found)
+    axis.set_ylabel(f"{'mean reward' if is_graded else 'accuracy'} on held-out prompts")
     label_ends(axis, ends)
     return figure
 
@@ -190,7 +190,7 @@ class Picture:
 
 
 FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
-    ("accuracy", "Accuracy", draw_accuracy, "Greedy answers to held-out prompts; the shade is one standard error."),
+    ("accuracy", "Accuracy", draw_accuracy, "Greedy answers to held-out prompts; the shade is the 95 % interval."),
     ("reward", "Reward while training", draw_reward, "Sampled answers of each step; thin as measured, thick smoothed."),
     ("omega", "Capability ratio", draw_omega, "Above 1 the learner did better than the source in the last steps."),
     ("bands", "Cross answers and the band", draw_bands, "Only answers inside the band give a cross gradient."),

@@ -14,6 +14,9 @@ from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.models.documents import toml_file
 
+Z = 1.959963984540054  # of 95 %
+ROUNDING = 1e-9  # of sums over ranks
+
 
 @dataclass(frozen=True)
 class Series:
@@ -90,18 +93,44 @@ def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str,
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Held-out accuracy of an agent at one step; `num_evaluated` is None when the run did not say."""
+    """Mean reward of an agent's held-out answers at one step.
+
+    num_evaluated   None when the run did not say
+    square          mean squared reward; None of graders whose rewards are 0 or 1
+    """
 
     step: int
     value: float
     num_evaluated: int | None
+    square: float | None = None
 
     @property
-    def standard_error(self) -> float | None:
-        """Of a binomial share: sqrt(p (1 - p) / n)."""
-        if not self.num_evaluated:
+    def is_graded(self) -> bool:
+        """Whether some reward lay between 0 and 1: then the mean is no accuracy."""
+        return self.square is not None and self.value - self.square > ROUNDING
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 %: of an accuracy Wilson's (1927), of a mean of graded rewards by its own standard error."""
+        n, mean = self.num_evaluated, self.value
+        if not n:
             return None
-        return math.sqrt(max(self.value * (1 - self.value), 0.0) / self.num_evaluated)
+        if self.is_graded:
+            half = Z * math.sqrt(max(self.square - mean**2, 0.0) / n)
+            return mean - half, mean + half
+        middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+        half = Z / (1 + Z**2 / n) * math.sqrt(max(mean * (1 - mean), 0.0) / n + Z**2 / (4 * n**2))
+        return middle - half, middle + half
+
+    def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
+        """95 % of later - self, two independent samples: Newcombe (1998), method 10."""
+        if self.interval is None or later.interval is None:
+            return None
+        (low, high), (later_low, later_high), gain = self.interval, later.interval, later.value - self.value
+        return (
+            gain - math.hypot(later.value - later_low, high - self.value),
+            gain + math.hypot(later_high - later.value, self.value - low),
+        )
 
 
 def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]:
@@ -109,9 +138,10 @@ def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]
     tail = f"/{skill}" if skill else ""
     series = run.series(f"agent/{agent}/accuracy{tail}")
     counts = run.series(f"agent/{agent}/num_evaluated{tail}")
-    numbers = dict(zip(counts.steps, counts.values))
+    squares = run.series(f"agent/{agent}/accuracy_square{tail}")
+    numbers, square = dict(zip(counts.steps, counts.values)), dict(zip(squares.steps, squares.values))
     return [
-        Accuracy(step, value, int(numbers[step]) if step in numbers else None)
+        Accuracy(step, value, int(numbers[step]) if step in numbers else None, square.get(step))
         for step, value in zip(series.steps, series.values)
     ]
 

@@ -104,15 +104,13 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         num_tokens = longest_encodings(codecs)
         prompts, num_dropped = training_sampler(config, num_tokens)
         held_out = held_out_prompts(config, num_tokens)
-        rows = chain((row.row for group in prompts.groups for row in group), (prompt.row for prompt in held_out))
-        judge, judges_said = _judge(config, place, handed.judge, rows, stack)
+        rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
+        judge = _judge(config, place, handed.judge, rows, console, stack)
         spec = config.agents[place.agent]
         agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
     schedule = kind(prompts, agent, place, config, metrics)
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
-    for line in judges_said:
-        console.say(line)
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
@@ -160,15 +158,21 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
 
 
 def _judge(
-    config: Config, place: Place, kind: Callable[..., RolloutJudge], rows: Iterable[str], stack: ExitStack
-) -> tuple[RolloutJudge, tuple[str, ...]]:
-    """The cell's judge of rollouts, and what the start says of it. ValueError for rows without a field it asks for."""
+    config: Config,
+    place: Place,
+    kind: Callable[..., RolloutJudge],
+    rows: Iterable[str],
+    console: Console,
+    stack: ExitStack,
+) -> RolloutJudge:
+    """The cell's judge of rollouts. ValueError for data rows without a field that a grader asks for."""
     judge = stack.enter_context(judge_of(config.reward))
     judge.require_fields(rows)
+    for line in judge.how_called:
+        console.say(line)
     agent = config.agents[place.agent].name
     beside = config.reward.while_sampling
-    rollout_judge = kind(judge, while_sampling=beside, is_leader=place.is_leader, agent=agent)
-    return stack.enter_context(rollout_judge), judge.how_called
+    return stack.enter_context(kind(judge, while_sampling=beside, is_leader=place.is_leader, agent=agent))
 
 
 def _examiners(

@@ -189,5 +189,6 @@ class Evaluation(Observer):
             answers = self._agent.answer_greedily(self._mine, self._longest)
             judgements = self._judge.judge(self._mine, answers)
         if self._agent.place.is_leader:
-            add_accuracy(self._metrics, self._agent.name, self._mine, judgements)
+            graded = self._config.reward.may_be_graded
+            add_accuracy(self._metrics, self._agent.name, self._mine, judgements, may_be_graded=graded)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")

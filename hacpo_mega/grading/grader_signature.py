@@ -1,0 +1,115 @@
+"""How a grader wants to be called: by position, by name, or as TRL and verl call theirs; plain, batched, async.
+
+    def reward(prompt, answer, gold): ...                                  by position, whatever the names are
+    def reward(answer, level, gold, *, strict=False): ...                  by name: what a parameter is called it gets
+    def reward(answers, golds, level): ...                                 a batch: lists, one place per answer
+    def reward(completions, **kwargs): ...                                 TRL's: every field of the rows as a list
+    def compute_score(data_source, solution_str, ground_truth, extra_info): ...                             verl's
+
+Names are prompt, answer, gold, agent (who wrote the answer), group (all answers of that agent to the prompt), row
+(every field of the row but the prompt), and the row's own fields. Keyword-only parameters with a default are options
+of the user's configuration, never fields. `async def` is awaited
+for many answers at once. Imported by worker processes: the standard library alone.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+SINGLE = ("prompt", "answer", "gold", "agent", "group", "row")
+PLURAL = {f"{name}s": name for name in SINGLE}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the parameters of a grader say.
+
+    style      how it is called
+    names      parameters that it is given by name, and whether it can do without each
+    is_open    whether it takes every other field, too (**kwargs)
+    is_async, has_messages   it is awaited; completions are lists of chat messages instead of texts (TRL)
+    """
+
+    style: Literal["position", "names", "batch", "trl", "verl"]
+    names: Mapping[str, bool]
+    is_open: bool = False
+    is_async: bool = False
+    has_messages: bool = False
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether several answers go into one call, or are awaited together."""
+        return self.is_async or self.style in ("batch", "trl")
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """What it needs beyond prompt, answer and gold: any of row, agent, group."""
+        found = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
+        reads_row = self.fields or self.is_open or self.style in ("trl", "verl") or self._asks_for("row")
+        may_read = any(can_do_without and name not in self._given for name, can_do_without in self.names.items())
+        return frozenset(found | ({"row"} if reads_row or may_read else set()))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of the data's rows that it cannot do without."""
+        return tuple(
+            name for name, can_do_without in self.names.items() if not can_do_without and name not in self._given
+        )
+
+    @property
+    def _given(self) -> tuple[str, ...]:
+        return {
+            "position": (),
+            "names": SINGLE,
+            "batch": tuple(PLURAL),
+            "trl": ("prompts", "completions"),
+            "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        }[self.style]
+
+    def _asks_for(self, name: str) -> bool:
+        return name in self.names or f"{name}s" in self.names
+
+    def __str__(self) -> str:
+        completions = "chat messages" if self.has_messages else "texts"
+        how = {
+            "position": "by position, with (prompt, answer, gold)",
+            "names": f"by name, with {', '.join(self.names)}",
+            "batch": f"with lists, of {', '.join(self.names)}",
+            "trl": f"as TRL's, with completions as {completions} and the row's fields",
+            "verl": "as verl's, with data_source, solution_str, ground_truth, extra_info",
+        }[self.style]
+        return how + (", many awaited at once" if self.is_async else "")
+
+
+def signature_of(grader: Callable) -> Signature:
+    """How a callable is called, from its parameters' names. ValueError for one that can be called in no way known."""
+    parameters = inspect.signature(grader).parameters.values()
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [
+        p
+        for p in parameters
+        if p.kind in fixed or (p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty)
+    ]
+    names = {p.name: p.default is not inspect.Parameter.empty for p in named}
+    common = {
+        "is_open": any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        "is_async": inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(type(grader).__call__),
+    }
+    if "completions" in names:
+        notes = str(next(p.annotation for p in named if p.name == "completions"))
+        return Signature("trl", names, has_messages="dict" in notes, **common)
+    if {"solution_str", "ground_truth"} <= names.keys():
+        return Signature("verl", names, **common)
+    if "answers" in names:
+        return Signature("batch", names, **common)
+    if "answer" in names:
+        return Signature("names", names, **common)
+    try:
+        inspect.signature(grader).bind("", "", "")
+    except TypeError as error:
+        raise ValueError(
+            f"it takes {inspect.signature(grader)}, and is called with (prompt, answer, gold), or by name where it "
+            f"takes an `answer`, `answers`, TRL's `completions`, or verl's `solution_str` and `ground_truth`: {error}"
+        ) from error
+    return Signature("position", {}, is_async=common["is_async"])
