@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from hacpo_mega.grading.grader_signature import PLURAL, SINGLE, Signature, signature_of
+from hacpo_mega.grading.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 
 Reply = dict[str, Any]
 MAX_SAID = 500
@@ -83,7 +83,7 @@ class GraderCall:
 
     def _call(self, asked: Sequence[Asked]) -> Sequence[Any]:
         signature = self.signature
-        if signature.style in ("batch", "trl"):
+        if signature.takes_lists:
             columns = _columns(signature, asked)
             found = self._awaited([self.grader(**columns)])[0] if signature.is_async else self.grader(**columns)
             if isinstance(found, BaseException):
@@ -130,18 +130,19 @@ def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
 
 
 def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
-    """As verl's reward managers call: ground truth from the row's reward_model, extra_info from the row."""
-    row = asked.row
-    of_model = row.get("reward_model")
-    given = {
-        "data_source": row.get("data_source", ""),
-        "solution_str": asked.answer,
-        "ground_truth": of_model["ground_truth"]
-        if isinstance(of_model, Mapping) and "ground_truth" in of_model
-        else asked.gold,
-        "extra_info": row.get("extra_info", row),
-    }
-    return _by_name(signature, given, {} if signature.is_open else row)
+    """As verl's reward managers call. Its other parameters keep their defaults, whatever fields a row has."""
+    return _by_name(
+        signature, _verl_values(asked), {name: asked.row[name] for name in signature.fields if name in asked.row}
+    )
+
+
+def _verl_values(asked: Asked) -> dict[str, Any]:
+    """What verl's names mean here: ground_truth is the row's reward_model's where it has one, else the gold."""
+    row, of_model = asked.row, asked.row.get("reward_model")
+    has_truth = isinstance(of_model, Mapping) and "ground_truth" in of_model
+    truth = of_model["ground_truth"] if has_truth else asked.gold
+    values = (row.get("data_source", ""), asked.answer, truth, row.get("extra_info", row))
+    return dict(zip(VERL, values, strict=True))
 
 
 def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, A
             found[name] = row[name]
         elif not can_do_without:
             raise Unjudged(missing_field(name, row))
-    return (dict(row) if signature.is_open else {}) | found
+    return (dict(row) if signature.is_open and signature.style != "verl" else {}) | found
 
 
 def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any]]:
@@ -164,6 +165,9 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
         texts = [one.answer for one in asked]
         messages = [[{"role": "assistant", "content": text}] for text in texts]
         given = {"prompts": [one.prompt for one in asked], "completions": messages if signature.has_messages else texts}
+    elif signature.style == "verl_batch":
+        each = [_verl_values(one) for one in asked]
+        return _by_name(signature, {f"{name}s": [one[name] for one in each] for name in VERL}, {})
     else:
         given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
     return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})

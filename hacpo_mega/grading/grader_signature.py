@@ -8,8 +8,8 @@
 
 Names are prompt, answer, gold, agent (who wrote the answer), group (all answers of that agent to the prompt), row
 (every field of the row but the prompt), and the row's own fields. Keyword-only parameters with a default are options
-of the user's configuration, never fields. `async def` is awaited
-for many answers at once. Imported by worker processes: the standard library alone.
+of the user's configuration, never fields. `async def` is awaited for many answers at once. Imported by worker
+processes: the standard library alone.
 """
 
 import inspect
@@ -19,6 +19,8 @@ from typing import Literal
 
 SINGLE = ("prompt", "answer", "gold", "agent", "group", "row")
 PLURAL = {f"{name}s": name for name in SINGLE}
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_PLURAL = tuple(f"{name}s" for name in VERL)
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,27 @@ class Signature:
     is_async, has_messages   it is awaited; completions are lists of chat messages instead of texts (TRL)
     """
 
-    style: Literal["position", "names", "batch", "trl", "verl"]
+    style: Literal["position", "names", "batch", "trl", "verl", "verl_batch"]
     names: Mapping[str, bool]
     is_open: bool = False
     is_async: bool = False
     has_messages: bool = False
 
     @property
+    def takes_lists(self) -> bool:
+        """Whether several answers go into one call."""
+        return self.style in ("batch", "trl", "verl_batch")
+
+    @property
     def takes_many(self) -> bool:
-        """Whether several answers go into one call, or are awaited together."""
-        return self.is_async or self.style in ("batch", "trl")
+        """Whether they do, or are awaited together."""
+        return self.is_async or self.takes_lists
 
     @property
     def wants(self) -> frozenset[str]:
         """What it needs beyond prompt, answer and gold: any of row, agent, group."""
         found = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
-        reads_row = self.fields or self.is_open or self.style in ("trl", "verl") or self._asks_for("row")
+        reads_row = self.fields or self.is_open or self.style in ("trl", "verl", "verl_batch") or self._asks_for("row")
         may_read = any(can_do_without and name not in self._given for name, can_do_without in self.names.items())
         return frozenset(found | ({"row"} if reads_row or may_read else set()))
 
@@ -64,7 +71,8 @@ class Signature:
             "names": SINGLE,
             "batch": tuple(PLURAL),
             "trl": ("prompts", "completions"),
-            "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+            "verl": VERL,
+            "verl_batch": VERL_PLURAL,
         }[self.style]
 
     def _asks_for(self, name: str) -> bool:
@@ -77,7 +85,8 @@ class Signature:
             "names": f"by name, with {', '.join(self.names)}",
             "batch": f"with lists, of {', '.join(self.names)}",
             "trl": f"as TRL's, with completions as {completions} and the row's fields",
-            "verl": "as verl's, with data_source, solution_str, ground_truth, extra_info",
+            "verl": f"as verl's, with {', '.join(name for name in self.names if name in VERL)}",
+            "verl_batch": f"as verl's, with lists of {', '.join(name for name in self.names if name in VERL_PLURAL)}",
         }[self.style]
         return how + (", many awaited at once" if self.is_async else "")
 
@@ -101,6 +110,8 @@ def signature_of(grader: Callable) -> Signature:
         return Signature("trl", names, has_messages="dict" in notes, **common)
     if {"solution_str", "ground_truth"} <= names.keys():
         return Signature("verl", names, **common)
+    if {"solution_strs", "ground_truths"} <= names.keys():
+        return Signature("verl_batch", names, **common)
     if "answers" in names:
         return Signature("batch", names, **common)
     if "answer" in names:

@@ -37,7 +37,7 @@ Answer to grade:
 
 Say in a sentence what is right or wrong. End with a line "Score: X", where X is 1 for a right answer, 0 for a wrong
 one, or a number between."""
-SCORE = re.compile(r"score\W{0,4}\s*([01](?:\.\d+)?|\.\d+)(?![\d.]*\d)", re.IGNORECASE)
+SCORE = re.compile(r"score[*_:=\s]{1,8}([01](?:\.\d+)?|\.\d+)(?![\d.]*\d)", re.IGNORECASE)
 FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
 MOST_SHOWN = 200  # characters of a reply that an error quotes

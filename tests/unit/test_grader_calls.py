@@ -1,0 +1,145 @@
+"""Graders are called as they ask to be, alone and in batches, and each answer answers for itself."""
+
+import json
+import math
+
+import pytest
+
+from hacpo_mega.config import RewardConfig
+from hacpo_mega.grading.grader_calls import GraderCall
+from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.records import Stop, Verdict
+
+HERE = "tests.support.reward_functions"
+
+
+def judged(function: str, texts, golds=None, rows=(), **options):
+    """Judgements and the report of answers to one prompt."""
+    number = len(texts)
+    with Judge(f"{HERE}:{function}", **options) as judge:
+        found = judge.judge(["p"] * number, golds or ["1"] * number, texts, [Stop.EOS] * number, rows, "qwen")
+        return found, judge.take_report()
+
+
+def rewards(*arguments, **options) -> list[float]:
+    """Only the numbers."""
+    return [judgement.reward for judgement in judged(*arguments, **options)[0]]
+
+
+ROWS = ['{"level": 0.5, "size": 1, "answer": "1"}', '{"size": 1, "tag": 2}']
+
+
+@pytest.mark.parametrize(
+    ("function", "texts", "rows", "expected"),
+    [
+        ("by_name", ["1", "2"], [ROWS[0]] * 2, [0.5, 0.0]),
+        ("by_name_or_without", ["1", "1"], ROWS, [0.5, 0.5]),
+        ("by_name_or_without", ["2", "2"], ROWS, [0.1, 0.2]),
+        ("of_agent", ["qwen", "llama"], (), [1.0, 0.0]),
+        ("rarest", ["1", "1", "3"], (), [0.5, 0.5, 1.0]),
+        ("of_trl", ["1", "2", "1"], ['{"solution": "1"}'] * 2 + ['{"solution": ""}'], [1.0, 0.0, 0.0]),
+        ("of_trl_chat", ["p", "q"], (), [1.0, 0.0]),
+        ("of_verl_batch", ["1", "2"], ('{"reward_model": {"ground_truth": "2"}}',) * 2, [0.0, 1.0]),
+    ],
+)
+def test_a_grader_gets_what_its_parameters_are_called(function, texts, rows, expected):
+    assert rewards(function, texts, rows=rows) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_table_has_the_score_and_its_other_numbers_are_logged_by_name():
+    row = json.dumps({"extra_info": {"split": 7}, "score": 0.0})
+    (right, wrong), _ = judged("of_verl", ["1", "2"], rows=[row] * 2)
+    assert right == (Verdict.CORRECT, 1.0, (("acc", 1.0), ("split", 7.0)))
+    assert wrong == (Verdict.WRONG, 0.0, (("acc", 0.0), ("split", 7.0)))
+
+
+def test_a_declared_range_becomes_0_to_1_and_what_leaves_it_is_no_reward():
+    found, report = judged("in_lists", ["1", "2", "how many"], reward_range=(-1.0, 1.0))
+    assert [judgement.reward for judgement in found[:2]] == [1.0, 0.0]
+    assert math.isnan(found[2].reward)
+    assert report.first_error == "the grader returned int 3, expected a number in [-1, 1] or None"
+
+
+def test_a_batch_that_fails_is_called_again_for_each_answer_alone():
+    found, report = judged("in_lists", ["1", "bad", "1"], reward_range=(-1.0, 1.0))
+    assert [judgement.verdict for judgement in found] == [Verdict.CORRECT, Verdict.ERROR, Verdict.CORRECT]
+    assert report.errors == {"ValueError: cannot read bad": 1}
+
+
+def test_of_a_batch_in_which_the_worker_dies_only_the_answer_that_ends_it_is_to_blame():
+    found, report = judged("in_lists", ["1"] * 5 + ["end"] + ["2"] * 5, reward_range=(-1.0, 1.0))
+    assert [judgement.verdict for judgement in found].count(Verdict.ERROR) == 1 and found[5].verdict is Verdict.ERROR
+    assert [judgement.reward for judgement in found] == [1.0] * 5 + [0.0] + [0.0] * 5
+    assert report.errors == {"the worker died (exit status 3)": 1}
+
+
+def test_too_few_rewards_leave_the_answers_unjudged():
+    found, report = judged("too_few", ["1", "2"])
+    assert [math.isnan(judgement.reward) for judgement in found] == [True, True]
+    assert report.first_error == "the grader returned 1 rewards for 2 answers"
+
+
+def test_an_async_grader_waits_for_many_at_once_and_for_none_too_long():
+    texts = ["1"] * 30 + ["hang", "end", "out of reach"]
+    found, report = judged("awaited", texts, timeout_s=1.0)
+    assert [judgement.verdict for judgement in found] == [Verdict.CORRECT] * 30 + [
+        Verdict.TIMEOUT,
+        Verdict.ERROR,
+        Verdict.ERROR,
+    ]
+    assert found[30].reward == found[31].reward == 0.0 and math.isnan(found[32].reward)
+    assert report.errors == {"the worker died (exit status 3)": 1, "Unjudged: nobody there": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("by_name", "by name, with answer, level, gold"),
+        ("in_lists", "with lists, of answers, golds"),
+        ("of_trl", "as TRL's, with completions as texts and the row's fields"),
+        ("of_trl_chat", "as TRL's, with completions as chat messages and the row's fields"),
+        ("of_verl", "as verl's, with data_source, solution_str, ground_truth, extra_info"),
+        ("awaited", "by name, with answer, gold, many awaited at once"),
+    ],
+)
+def test_the_start_says_how_a_grader_is_called(function, said):
+    assert str(GraderCall(f"{HERE}:{function}", {}).signature) == said
+
+
+def test_a_field_that_no_row_has_is_named_before_training():
+    with Judge(f"{HERE}:by_name") as judge:
+        judge.require_fields(['{"level": 1.0}'])
+        with pytest.raises(ValueError, match=r"asks for 'level', which is none of prompt, .* which has: size, answer"):
+            judge.require_fields(['{"level": 1.0}', '{"size": 3, "answer": "1"}'])
+
+
+PARTS = {
+    "right": {"kind": "exact", "weight": 3.0},
+    "level": {"kind": f"{HERE}:by_name", "options": {"bonus": 0.25}},
+    "table": {"kind": f"{HERE}:of_verl"},
+}
+
+
+def test_several_rewards_are_weighted_and_kept_by_name():
+    row = json.dumps({"level": 1.0, "extra_info": {"split": 0}})
+    with judge_of(RewardConfig(parts=PARTS)) as judge:
+        right, wrong = judge.judge(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2, [row] * 2)
+    assert (right.verdict, right.reward) == (Verdict.CORRECT, 1.0)
+    assert (wrong.verdict, wrong.reward) == (Verdict.WRONG, pytest.approx(0.25 / 5.0, abs=1e-15))
+    assert dict(wrong.parts) == {"right": 0.0, "level": 0.25, "table": 0.0, "table_acc": 0.0, "table_split": 0.0}
+
+
+def test_one_part_that_cannot_judge_leaves_the_answer_unjudged_and_is_named():
+    with judge_of(RewardConfig(parts=PARTS)) as judge:
+        (found,) = judge.judge(["p"], ["1"], ["1"], [Stop.EOS], ['{"extra_info": {"split": 0}}'])
+        report = judge.take_report()
+    assert math.isnan(found.reward) and dict(found.parts)["right"] == 1.0
+    assert report.num_unjudged == 1 and report.first_error.startswith("reward.parts.level: Unjudged: the grader asks")
+
+
+def test_parts_take_the_place_of_one_kind():
+    with pytest.raises(ValueError, match=r"reward\.parts takes the place of reward\.kind, options and range"):
+        RewardConfig(kind="exact", parts=PARTS)
+    with pytest.raises(ValueError, match="range needs its lower end first"):
+        RewardConfig(range=(1.0, 0.0))
