@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
-from hacpo_mega.config.grader_checks import grader_problem
+from hacpo_mega.config.grader_checks import grader_problem, option_problem
 from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import one_line, parse_json
@@ -27,6 +27,8 @@ def input_problems(config: Config) -> Iterator[str]:
     yield from _prompt_files(config)
     if problem := grader_problem(config.reward.kind):
         yield f"reward.kind: {problem}"
+    elif problem := option_problem(config.reward.kind, config.reward.options):
+        yield f"reward.options: {problem}"
     if config.reward.kind == "arithmetic" and config.data.generator != "arithmetic":
         yield "reward.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use reward.kind = 'math' for files"
     for agent in config.agents:

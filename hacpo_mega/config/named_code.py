@@ -43,11 +43,11 @@ ENGINE_WORDS = frozenset(("kv_cache_dtype", "quantization"))  # which vLLM looks
 def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
     """The keys by which judging would run code; `kind` is the grader that the user names, None where he names none.
 
-    A program that an answer is runs in the sandbox; without it, it is code, too.
+    A program that an answer is runs in the sandbox; without it, it is code, too. Options of another kind are not read.
     """
     if kind is None and reward.kind not in REWARD_KINDS:
         yield _shown("reward.kind", reward.kind)
-    if reward.options.get("isolated", True) is not True:
+    if kind in (None, reward.kind) and reward.options.get("isolated", True) is not True:
         yield _shown("reward.options.isolated", reward.options["isolated"])
 
 

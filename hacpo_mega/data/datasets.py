@@ -20,6 +20,7 @@ from hacpo_mega.data.files import (
     HALF_A_PAIR,
     DataProblem,
     PromptRow,
+    absence,
     content_id,
     field_names,
     gold_text,
@@ -178,8 +179,13 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def read_dataset(path: Path) -> Dataset:
-    """The problems of a file, archive or folder in any layout; whatever is wrong with it comes as defects."""
+def layouts_of(prompt_field: str, gold_field: str, *, only: bool) -> Mapping[str, Layout]:
+    """Rows with these two fields, before the known layouts or, with `only`, in place of them."""
+    return {"own": _plain(prompt_field, gold_field)} | ({} if only else LAYOUTS)
+
+
+def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
+    """The problems of a file, archive or folder in any of the layouts; whatever is wrong with it comes as defects."""
     path = Path(path)
     problems, defects = [], []
     layout_of_file = ""
@@ -187,20 +193,28 @@ def read_dataset(path: Path) -> Dataset:
         if isinstance(row.record, DataProblem):
             defects.append(row.record)
             continue
-        layout = next((name for name, layout in LAYOUTS.items() if layout.matches(row.record)), None)
+        layout = next((name for name, layout in layouts.items() if layout.matches(row.record)), None)
         layout_of_file = layout_of_file or layout or ""
         if layout is None:
-            what = f"fits no known layout (the row has: {field_names(row.record)})"
-            defects.append(DataProblem(row.file, row.line, None, what))
+            defects.append(_without_layout(row, row.record, layouts))
         elif layout != layout_of_file:
             what = f"is a row of layout {layout!r} in a file of {layout_of_file!r}"
             defects.append(DataProblem(row.file, row.line, None, what))
         else:
-            found = _problem(row, row.record, LAYOUTS[layout])
+            found = _problem(row, row.record, layouts[layout])
             (problems if isinstance(found, Problem) else defects).append(found)
     if not problems and not defects:
         defects.append(DataProblem(path, None, None, "has no rows"))
     return Dataset(path, layout_of_file, tuple(problems), tuple(defects))
+
+
+def _without_layout(row: Row, record: Record, layouts: Mapping[str, Layout]) -> DataProblem:
+    if (own := layouts.get("own")) is None or len(layouts) > 1:
+        asked = f"has not {own.prompt_field!r} and {own.gold_field!r}, and " if own else ""
+        what = f"{asked}fits no known layout (the row has: {field_names(record)})"
+        return DataProblem(row.file, row.line, None, what)
+    field = own.prompt_field if record.get(own.prompt_field) is None else own.gold_field
+    return DataProblem(row.file, row.line, field, absence(record, field))
 
 
 def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:

@@ -160,12 +160,16 @@ def field_names(record: dict[str, Any]) -> str:
     return ", ".join(shown + more) or "no field at all"
 
 
+def absence(record: dict[str, Any], field: str) -> str:
+    """What a problem says of a field without a value: not there, or there and null."""
+    return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
+
+
 def _field_problems(file: Path, line: int, record: dict[str, Any], fields: tuple[str, str]) -> list[DataProblem]:
     problems = []
     for field, types in zip(fields, ((str,), GOLD_TYPES)):
         value = record.get(field)
-        missing = f"is missing (the row has: {field_names(record)})" if value is None else None
-        if what := missing or value_problem(value, types):
+        if what := absence(record, field) if value is None else value_problem(value, types):
             problems.append(DataProblem(file, line, field, what))
     return problems
 
