@@ -212,6 +212,9 @@ def evaluate_model(
     prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
     stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
     reward: Annotated[str | None, typer.Option(help="math, math_any, arithmetic, exact, or module:function.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Field of a row with the prompt, in every FILE.")] = None,
+    gold_field: Annotated[str | None, typer.Option(help="Field of a row with the gold answer.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     trust: Trust = False,
     tp: Annotated[int, typer.Option(min=1, help="Processes of one engine.")] = 1,
@@ -219,14 +222,14 @@ def evaluate_model(
     judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
 ) -> None:
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
-    from hacpo_mega.evaluation.settings import ask, benchmarks_of
+    from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge
 
     if not inside_a_job():
         _fetch([model])
-    benchmarks = benchmarks_of(files or [], suite, data, samples, temperature, limit)
+    folder, fields = model_folder(model), {"prompt_field": prompt_field, "gold_field": gold_field}
     settings = ask(
-        model_folder(model),
-        benchmarks,
+        folder,
+        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=folder, **fields),
         is_suite=suite is not None,
         chat_template=chat_template,
         template_args=template_arg or [],
@@ -237,8 +240,11 @@ def evaluate_model(
         max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=max_tokens,
         seed=seed,
+        options=option or [],
         trust=trust,
     )
+    if not inside_a_job():
+        require_judge(settings)
     if not _is_one_of(tp * engines):
         return
     from hacpo_mega.evaluation.evaluate import evaluate

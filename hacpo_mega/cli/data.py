@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hacpo_mega.config.grader_checks import parse_options
 from hacpo_mega.models.visible import say
 
 if TYPE_CHECKING:
@@ -56,10 +57,9 @@ def grade(
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_mega.commands.grade import grade as grade_answers
-    from hacpo_mega.commands.grade import judge_options
     from hacpo_mega.grading.judge import Judge
 
-    with Judge(reward, workers, timeout_s, options=judge_options(option or [])) as judge:
+    with Judge(reward, workers, timeout_s, options=parse_options(option or [])) as judge:
         _print_findings(grade_answers(file, out, judge, explain))
 
 

@@ -7,7 +7,7 @@ side. Not here: reading the command line, and the graders themselves (judge.py).
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from hacpo_mega.commands.inspect_data import Findings
 from hacpo_mega.data.files import (
     GOLD_TYPES,
     DataProblem,
+    absence,
     describe,
-    field_names,
     gold_text,
     quoted,
     read_records,
@@ -99,21 +99,6 @@ def grade_file(
     return GradedFile(dict(verdicts), tuple(problems), judge.counts, judge.take_report().first_error)
 
 
-def judge_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
-    """Options of a judge from KEY=VALUE texts; a value is a number, true, false, or text. ValueError without a "="."""
-    found = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not key or not sign:
-            raise ValueError(f"option {pair!r} of the judge has no value; write KEY=VALUE, such as rel_tol=0.01")
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = value
-        found[key] = parsed if isinstance(parsed, bool | int | float) else value
-    return found
-
-
 def _judged(rows: list[_Row], judge: Judge, is_explained: bool) -> list[Explained]:
     fields = [[getattr(row, name) for row in rows] for name in ("prompt", "gold", "pred", "stop")]
     return judge.judge_and_explain(*fields) if is_explained else [(found, {}) for found in judge.judge(*fields)]
@@ -142,11 +127,7 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, pred_fi
     gold, pred, stop = record.get(gold_field), record.get(pred_field), record.get("stop") or "eos"
     for field, value in ((gold_field, gold), (pred_field, pred)):
         if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
-            what = (
-                f"is missing (the row has: {field_names(record)})"
-                if value is None
-                else f"is a {type(value).__name__}, needs text"
-            )
+            what = absence(record, field) if value is None else f"is a {type(value).__name__}, needs text"
             return DataProblem(file, line, field, what)
     if what := value_problem(gold, GOLD_TYPES):
         return DataProblem(file, line, gold_field, what)

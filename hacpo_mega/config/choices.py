@@ -8,7 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-REWARD_KINDS = ("math", "math_any", "number", "choice", "json", "program", "exact", "arithmetic", "model")
+# Every kind of judge with the options that it has.
+REWARD_KINDS: Mapping[str, tuple[str, ...]] = {
+    "math": ("relative",),
+    "math_any": ("relative",),
+    "number": ("rel_tol", "abs_tol"),
+    "choice": (),
+    "json": (),
+    "program": ("graded", "isolated", "cpu_s", "memory_mb", "num_processes", "output_kb"),
+    "exact": (),
+    "arithmetic": (),
+    "model": ("url", "model", "template", "max_tokens", "attempts", "request_s", "api_key_env", "cache"),
+}
 # Of them those whose reward is 0 or 1.
 BINARY_KINDS = ("math", "math_any", "choice", "exact", "arithmetic")
 

@@ -1,15 +1,20 @@
-"""Whether reward.kind names a grader: one of ours by name, or a function of the user's, found without running its file.
+"""Whether reward.kind names a grader that has the options: one of ours, or the user's, found without running its file.
 
-A module is looked for where Python would, but nothing is imported: the source is parsed for the name.
+A module is looked for where Python would, but nothing is imported: the source is parsed for the name and its signature.
 """
 
 import ast
 import difflib
 import importlib.machinery
 import importlib.util
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hacpo_mega.config.choices import REWARD_KINDS
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def grader_problem(kind: str) -> str | None:
@@ -31,10 +36,82 @@ def grader_problem(kind: str) -> str | None:
     return code_problem(place, name)
 
 
-def code_problem(module: str, name: str, what: str = "function") -> str | None:
-    """Why Python would not find `name`, a function or class, in a module of this name; None where it would.
+def option_problem(kind: str, options: Iterable[str]) -> str | None:
+    """Which of the options a grader that `grader_problem` has found does not have, as far as its source tells."""
+    known = REWARD_KINDS[kind] if kind in REWARD_KINDS else _parameters(_definition(kind))
+    if known is None or not (unknown := sorted(set(options) - set(known))):
+        return None
+    what = "options" if kind in REWARD_KINDS else "parameters"
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    return f"{kind!r} has no option {', '.join(unknown)}; its {what} are: {', '.join(known) or 'none'}" + (
+        f"; did you mean {near[0]!r}?" if near else ""
+    )
 
-    The parents of a module are walked by their folders: `find_spec` would import them.
+
+def signature(kind: str) -> str:
+    """How a grader of the user's is written down, such as `(prompt, answer, gold, *, bonus=0.0)`; empty for others."""
+    found = _definition(kind)
+    return f"({ast.unparse(found.args)})" if isinstance(found, FUNCTIONS) else ""
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """Options of a judge from KEY=VALUE texts; a value is a number, true, false, or text. ValueError without a "="."""
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not key or not sign:
+            raise ValueError(f"option {pair!r} of the judge has no value; write KEY=VALUE, such as rel_tol=0.01")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        found[key] = parsed if isinstance(parsed, bool | int | float) else value
+    return found
+
+
+def _definition(kind: str) -> Definition | None:
+    """The function or class of a grader, by its source; None for one of ours, and where only running it would tell."""
+    place, _, name = kind.rpartition(":")
+    file = None if kind in REWARD_KINDS else Path(place) if place.endswith(".py") else _source_of(place)
+    if file is None:
+        return None
+    found = [node for node in ast.parse(file.read_bytes()).body if getattr(node, "name", None) == name]
+    return found[-1] if found and not (isinstance(found[-1], FUNCTIONS) and found[-1].decorator_list) else None
+
+
+def _source_of(module: str) -> Path | None:
+    spec = _spec_of(module)
+    return Path(spec.origin) if spec is not None and (spec.origin or "").endswith(".py") else None
+
+
+def _parameters(found: Definition | None) -> list[str] | None:
+    """The parameters by which options can be given; None where the source does not tell them all."""
+    if isinstance(found, ast.ClassDef):
+        made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if not made:  # a dataclass, or what a base class has
+            fields = [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
+            return None if found.bases else fields
+        found = made[-1]
+    if found is None or found.args.kwarg is not None:
+        return None
+    return [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs) if argument.arg != "self"]
+
+
+def code_problem(module: str, name: str, what: str = "function") -> str | None:
+    """Why Python would not find `name`, a function or class, in a module of this name; None where it would."""
+    spec = _spec_of(module)
+    if spec is None:
+        or_file = f", or file.py:{name}" if what == "function" else ""
+        return f"there is no module {module!r}; give one that Python finds from here{or_file}"
+    if spec.origin is None:
+        return f"{module!r} is a folder without code; name a module in it"
+    return _source_problem(Path(spec.origin), name, what) if spec.origin.endswith(".py") else None
+
+
+def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Where Python would find a module; None where it would not.
+
+    Its parents are walked by their folders: `find_spec` would import them.
     """
     first, *rest = module.split(".")
     # The ranks of a job run with the current folder on their path; this process may not.
@@ -46,12 +123,7 @@ def code_problem(module: str, name: str, what: str = "function") -> str | None:
             break
         path = f"{path}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(path, list(spec.submodule_search_locations))
-    if spec is None or path != module:
-        or_file = f", or file.py:{name}" if what == "function" else ""
-        return f"there is no module {module!r}; give one that Python finds from here{or_file}"
-    if spec.origin is None:
-        return f"{module!r} is a folder without code; name a module in it"
-    return _source_problem(Path(spec.origin), name, what) if spec.origin.endswith(".py") else None
+    return spec if path == module else None
 
 
 def _source_problem(file: Path, name: str, what: str = "function") -> str | None:

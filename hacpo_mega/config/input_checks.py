@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
-from hacpo_mega.config.grader_checks import grader_problem
+from hacpo_mega.config.grader_checks import grader_problem, option_problem
 from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import one_line, parse_json
@@ -28,6 +28,8 @@ def input_problems(config: Config) -> Iterator[str]:
     for key, grader in config.reward.graders.items():
         if problem := grader_problem(grader.kind):
             yield f"{key}.kind: {problem}"
+        elif problem := option_problem(grader.kind, grader.options):
+            yield f"{key}.options: {problem}"
         if grader.kind == "arithmetic" and config.data.generator != "arithmetic":
             yield f"{key}.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use kind = 'math' for files"
     for agent in config.agents:

@@ -44,10 +44,13 @@ def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
     """The keys by which judging would run code; `kind` is the grader that the user names, None where he names none.
 
     A program that an answer is runs in the sandbox; without it, it is code, too. A judge behind a server is no code,
-    but it sends answers, and the key that a variable of this machine holds, to where the configuration says.
+    but it sends answers, and the key that a variable of this machine holds, to where the configuration says. Options of
+    another kind are not read.
     """
     for key, grader in reward.graders.items():
-        if kind is None and (grader.kind not in REWARD_KINDS or grader.kind == "model"):
+        if kind not in (None, grader.kind):
+            continue
+        if grader.kind == "model" or (kind is None and grader.kind not in REWARD_KINDS):
             yield _shown(f"{key}.kind", grader.kind)
         if grader.options.get("isolated", True) is not True:
             yield _shown(f"{key}.options.isolated", grader.options["isolated"])

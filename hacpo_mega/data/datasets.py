@@ -10,7 +10,7 @@ its line; the good rows still come. Not here: repeated and overlapping problems 
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
@@ -20,8 +20,10 @@ from hacpo_mega.data.files import (
     HALF_A_PAIR,
     DataProblem,
     PromptRow,
+    absence,
     content_id,
     field_names,
+    fields_text,
     gold_text,
     quoted,
     replacing,
@@ -37,6 +39,7 @@ class Problem:
     prompt     the text a model is given        gold      the gold answer alone, as LaTeX or plain text
     solution   the reference solution           level, subject   as the source writes them
     source     file name, and the row's own id where it has one      line   in its file, from 1
+    fields     every field of its row as JSON text, for graders; a written data set does not have it
     """
 
     id: str
@@ -47,10 +50,11 @@ class Problem:
     subject: str = ""
     source: str = ""
     line: int = 0
+    fields: str = ""
 
     @property
     def row(self) -> PromptRow:
-        return PromptRow(self.id, self.prompt, self.gold)
+        return PromptRow(self.id, self.prompt, self.gold, row=self.fields)
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,13 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def read_dataset(path: Path) -> Dataset:
-    """The problems of a file, archive or folder in any layout; whatever is wrong with it comes as defects."""
+def layouts_of(prompt_field: str, gold_field: str, *, only: bool) -> Mapping[str, Layout]:
+    """Rows with these two fields, before the known layouts or, with `only`, in place of them."""
+    return {"own": _plain(prompt_field, gold_field)} | ({} if only else LAYOUTS)
+
+
+def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
+    """The problems of a file, archive or folder in any of the layouts; whatever is wrong with it comes as defects."""
     path = Path(path)
     problems, defects = [], []
     layout_of_file = ""
@@ -187,20 +196,28 @@ def read_dataset(path: Path) -> Dataset:
         if isinstance(row.record, DataProblem):
             defects.append(row.record)
             continue
-        layout = next((name for name, layout in LAYOUTS.items() if layout.matches(row.record)), None)
+        layout = next((name for name, layout in layouts.items() if layout.matches(row.record)), None)
         layout_of_file = layout_of_file or layout or ""
         if layout is None:
-            what = f"fits no known layout (the row has: {field_names(row.record)})"
-            defects.append(DataProblem(row.file, row.line, None, what))
+            defects.append(_without_layout(row, row.record, layouts))
         elif layout != layout_of_file:
             what = f"is a row of layout {layout!r} in a file of {layout_of_file!r}"
             defects.append(DataProblem(row.file, row.line, None, what))
         else:
-            found = _problem(row, row.record, LAYOUTS[layout])
+            found = _problem(row, row.record, layouts[layout])
             (problems if isinstance(found, Problem) else defects).append(found)
     if not problems and not defects:
         defects.append(DataProblem(path, None, None, "has no rows"))
     return Dataset(path, layout_of_file, tuple(problems), tuple(defects))
+
+
+def _without_layout(row: Row, record: Record, layouts: Mapping[str, Layout]) -> DataProblem:
+    if (own := layouts.get("own")) is None or len(layouts) > 1:
+        asked = f"has not {own.prompt_field!r} and {own.gold_field!r}, and " if own else ""
+        what = f"{asked}fits no known layout (the row has: {field_names(record)})"
+        return DataProblem(row.file, row.line, None, what)
+    field = own.prompt_field if record.get(own.prompt_field) is None else own.gold_field
+    return DataProblem(row.file, row.line, field, absence(record, field))
 
 
 def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
@@ -227,6 +244,7 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
         subject=str(subject or ""),
         source=f"{row.name}#{own_id}" if isinstance(own_id, str | int) else row.name,
         line=row.line,
+        fields=fields_text(record),
     )
 
 
@@ -235,6 +253,7 @@ def write_dataset(problems: Iterable[Problem], file: Path) -> None:
 
     An old file stays as it is until the new one is whole. ValueError when there is no such folder.
     """
-    rows = ({"answer" if key == "gold" else key: value for key, value in asdict(p).items()} for p in problems)
+    written = [field.name for field in fields(Problem) if field.name != "fields"]
+    rows = ({"answer" if name == "gold" else name: getattr(p, name) for name in written} for p in problems)
     with replacing(file) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -136,11 +136,15 @@ def read_prompts(
 def _row(record: dict[str, Any], prompt_field: str, gold_field: str) -> PromptRow:
     text = record[prompt_field]
     skill = record.get("skill")
-    # default: Parquet has dates and decimals, which JSON has not
-    row = json.dumps({name: value for name, value in record.items() if name != prompt_field}, default=str)
+    row = fields_text({name: value for name, value in record.items() if name != prompt_field})
     return PromptRow(
         content_id(text), text, gold_text(record[gold_field]), skill if isinstance(skill, str) else "", row
     )
+
+
+def fields_text(record: dict[str, Any]) -> str:
+    """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text."""
+    return json.dumps(record, default=str)
 
 
 def gold_text(answer: str | int | float) -> str:
@@ -169,12 +173,16 @@ def field_names(record: dict[str, Any]) -> str:
     return ", ".join(shown + more) or "no field at all"
 
 
+def absence(record: dict[str, Any], field: str) -> str:
+    """What a problem says of a field without a value: not there, or there and null."""
+    return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
+
+
 def _field_problems(file: Path, line: int, record: dict[str, Any], fields: tuple[str, str]) -> list[DataProblem]:
     problems = []
     for field, types in zip(fields, ((str,), GOLD_TYPES)):
         value = record.get(field)
-        missing = f"is missing (the row has: {field_names(record)})" if value is None else None
-        if what := missing or value_problem(value, types):
+        if what := absence(record, field) if value is None else value_problem(value, types):
             problems.append(DataProblem(file, line, field, what))
     return problems
 

@@ -6,12 +6,12 @@ Not here: what rows look like in a file (data/), how a model is asked (config/pr
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.data.datasets import LAYOUTS, Layout, read_dataset
 from hacpo_mega.data.files import PromptRow, describe
 
 Headline = Literal["avg", "best", "maj"]
@@ -119,20 +119,25 @@ def load_suite(suite: Sequence[SuiteEntry], folder: Path, limit: int | None = No
 
 
 def load_benchmarks(
-    files: Sequence[Path], num_answers: int, temperature: float, limit: int | None = None
+    files: Sequence[Path],
+    num_answers: int,
+    temperature: float,
+    limit: int | None = None,
+    layouts: Mapping[str, Layout] = LAYOUTS,
 ) -> tuple[Benchmark, ...]:
     """Every file as a benchmark of its own (`names_of`). ValueError for bad rows."""
     return tuple(
-        Benchmark(name, read_rows(file)[:limit], num_answers, temperature) for name, file in zip(names_of(files), files)
+        Benchmark(name, read_rows(file, layouts)[:limit], num_answers, temperature)
+        for name, file in zip(names_of(files), files)
     )
 
 
-def read_rows(file: Path) -> tuple[PromptRow, ...]:
-    """The problems of a file of any known layout, in order. One ValueError names its bad rows.
+def read_rows(file: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> tuple[PromptRow, ...]:
+    """The problems of a file in one of the layouts, in order. One ValueError names its bad rows.
 
     A problem that a file repeats counts as often as it is there, as in the published numbers; its `id` then ends in #2.
     """
-    dataset = read_dataset(file)
+    dataset = read_dataset(file, layouts)
     if dataset.defects:
         raise ValueError(describe(dataset.defects))
     seen: Counter[str] = Counter()

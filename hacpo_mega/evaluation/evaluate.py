@@ -26,6 +26,7 @@ from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.math_grader import plain
+from hacpo_mega.grading.weighted_judge import WeightedJudge, judge_of
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_state import stored_weights
@@ -100,7 +101,7 @@ class _Run:
         self.num_dropped = {b.name: len(b.rows) - len(self.kept[b.name]) for b in settings.benchmarks}
         self._stack = stack
         self._num_judges = num_judges
-        self._judges: dict[float, Judge] = {}
+        self._judges: dict[float, Judge | WeightedJudge] = {}
 
     def answer_everything(self) -> None:
         """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
@@ -153,18 +154,12 @@ class _Run:
             read_index(stored.folder)
         self.place.barrier()
 
-    def _judge_of(self, benchmark: Benchmark) -> Judge:
+    def _judge_of(self, benchmark: Benchmark) -> Judge | WeightedJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
         settings = self.settings
         relative = benchmark.relative if settings.reward in ("math", "math_any") else 0.0
         if relative not in self._judges:
-            judge = Judge(
-                settings.reward,
-                self._num_judges,
-                settings.reward_timeout_s,
-                settings.require_stop,
-                options=({"relative": relative} if relative else {}) | dict(settings.reward_options),
-            )
+            judge = judge_of(settings.rewarded(self._num_judges, relative))
             self._judges[relative] = self._stack.enter_context(judge)
         return self._judges[relative]
 
@@ -188,13 +183,16 @@ class _Run:
             temperature=benchmark.temperature,
         )
 
-    def _judged(self, judge: Judge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
+    def _judged(
+        self, judge: Judge | WeightedJudge, batch: Sequence[Request], completions: Sequence[Completion]
+    ) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
         judgements = judge.judge(
             [request.row.text for request in batch],
             [request.row.gold for request in batch],
             texts,
             [completion.stop for completion in completions],
+            [request.row.row for request in batch],
         )
         parts = zip(batch, completions, texts, judgements, strict=True)
         return [self._record(*part) for part in parts]

@@ -1,4 +1,4 @@
-"""What an evaluation asks of whom, and what a run's own folder says about it. Imports no torch.
+"""What an evaluation asks of whom, and what a run's own folder says about it.
 
 Not here: benchmarks and their files (benchmarks.py).
 """
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
-from hacpo_mega.config import AgentConfig, Config, Prompting, config_of_run
+from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
+from hacpo_mega.config.grader_checks import grader_problem, option_problem, parse_options
 from hacpo_mega.config.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
+from hacpo_mega.config.schema import DataConfig, WeightedPartConfig
+from hacpo_mega.data.datasets import LAYOUTS, Layout, layouts_of
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_MAX_TOKENS,
     PAPER_SUITE,
@@ -20,6 +23,7 @@ from hacpo_mega.evaluation.benchmarks import (
     load_benchmarks,
     load_suite,
 )
+from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.models.documents import parse_toml, short
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.weight_files import weights_fingerprint
@@ -34,6 +38,7 @@ class EvaluationSettings:
     stop_text   where an answer is cut before it is judged: a base model goes on with the next question of a few-shot
                 prompt. The tokens behind it were drawn all the same and count as such
     vllm        engine arguments, as in `agents.vllm` of a run
+    reward_parts   several rewards in place of one; `reward` is the kind of the first, whose final answers are voted on
     """
 
     model: Path
@@ -41,6 +46,8 @@ class EvaluationSettings:
     prompting: Prompting = field(default_factory=Prompting)
     reward: str = "math"
     reward_options: Mapping[str, Any] = field(default_factory=dict)
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    reward_parts: Mapping[str, WeightedPartConfig] = field(default_factory=dict)
     reward_timeout_s: float = 5.0
     require_stop: bool = False
     max_prompt_tokens: int = 1024
@@ -66,6 +73,14 @@ class EvaluationSettings:
         """A hash of the weights."""
         return weights_fingerprint(self.model) if self.stored is None else self.stored.fingerprint
 
+    def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
+        """Who judges, with a benchmark's tolerance as an option of `math`; the user's own option wins."""
+        how = {"timeout_s": self.reward_timeout_s, "require_stop": self.require_stop, "num_workers": num_workers}
+        if self.reward_parts:
+            return RewardConfig(parts=self.reward_parts, **how)
+        options = ({"relative": relative} if relative else {}) | dict(self.reward_options)
+        return RewardConfig(kind=self.reward, options=options, range=self.reward_range, **how)
+
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "stored"} | {
@@ -74,6 +89,7 @@ class EvaluationSettings:
             "prompting": asdict(self.prompting),
             "vllm": dict(self.vllm),
             "reward_options": dict(self.reward_options),
+            "reward_parts": {name: part.model_dump(mode="json") for name, part in self.reward_parts.items()},
             "benchmarks": [describe_benchmark(benchmark) for benchmark in self.benchmarks],
         }
 
@@ -95,14 +111,18 @@ def settings_for(
     config, agent, file = _of_run(model) if stored is None else (stored.config, stored.agent, stored.file)
     if agent is None:
         return EvaluationSettings(model, benchmarks)
+    grader = next(iter(config.reward.graders.values()))
+    is_judged_alike = reward is None or (reward == grader.kind and not config.reward.parts)
     named = (*code_of_reward(config.reward, reward), *code_of_model(agent), *code_of_engine(agent))
     require_trust(named, file, trusted=trust, instead="--reward names a grader of yours; ")
     return EvaluationSettings(
         model,
         benchmarks,
         prompting=agent.prompting,
-        reward=config.reward.kind,
-        reward_options=config.reward.options,
+        reward=grader.kind,
+        reward_options=grader.options if is_judged_alike and not config.reward.parts else {},
+        reward_range=grader.range if is_judged_alike else (0.0, 1.0),
+        reward_parts=config.reward.parts if is_judged_alike else {},
         reward_timeout_s=config.reward.timeout_s,
         require_stop=config.reward.require_stop,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -125,6 +145,18 @@ def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None,
     return (None, None, None) if agent is None else (config, agent, file)
 
 
+def _layouts_for(model: Path | None, prompt_field: str | None, gold_field: str | None) -> Mapping[str, Layout]:
+    """How rows are read: by the fields that the user names, of which the other is the run's; else, for an agent of a
+    run, by the run's own where a file has them, else in any known layout."""
+    stored = None if model is None else stored_agent_at(model)
+    config = stored.config if stored is not None else _of_run(model)[0] if model is not None else None
+    is_asked = prompt_field is not None or gold_field is not None
+    if config is None and not is_asked:
+        return LAYOUTS
+    data = DataConfig(generator="arithmetic") if config is None else config.data
+    return layouts_of(prompt_field or data.prompt_field, gold_field or data.gold_field, only=is_asked)
+
+
 def benchmarks_of(
     files: Sequence[Path],
     suite: str | None,
@@ -132,20 +164,26 @@ def benchmarks_of(
     num_answers: int,
     temperature: float | None,
     limit: int | None,
+    *,
+    model: Path | None = None,
+    prompt_field: str | None = None,
+    gold_field: str | None = None,
 ) -> tuple[Benchmark, ...]:
     """The benchmarks that the command line names: files, or the suite "paper" below `data`.
 
-    A suite says itself how many answers a problem gets, and at which temperature. ValueError for both or none.
+    Rows are read by the two fields, or as those of the run whose agent `model` is, or in any known layout. A suite says
+    itself how many answers a problem gets, and at which temperature. ValueError for both or none.
     """
     if suite is None:
         if not files or data is not None:
             raise ValueError("give benchmark files, or --suite paper with --data FOLDER")
         sampled = 1.0 if num_answers > 1 else 0.0
-        return load_benchmarks(files, num_answers, sampled if temperature is None else temperature, limit)
+        layouts = _layouts_for(model, prompt_field, gold_field)
+        return load_benchmarks(files, num_answers, sampled if temperature is None else temperature, limit, layouts)
     if suite != "paper":
         raise ValueError(f"--suite {suite!r} is unknown; there is 'paper'")
-    if files or data is None or temperature is not None or num_answers != 1:
-        raise ValueError("--suite paper takes --data FOLDER, and neither files nor --samples nor --temperature")
+    if files or data is None or temperature is not None or num_answers != 1 or prompt_field or gold_field:
+        raise ValueError("--suite paper takes --data FOLDER, and neither files nor fields, --samples, --temperature")
     return load_suite(PAPER_SUITE, data, limit)
 
 
@@ -163,9 +201,13 @@ def ask(
     max_prompt_tokens: int | None,
     max_answer_tokens: int | None,
     seed: int,
+    options: Sequence[str] = (),
     trust: bool = False,
 ) -> EvaluationSettings:
-    """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing."""
+    """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing.
+
+    ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
+    """
     settings = settings_for(model, benchmarks, reward=reward, trust=trust)
     worded = {
         "chat_template": chat_template,
@@ -177,11 +219,22 @@ def ask(
         "prompting": replace(settings.prompting, **{k: v for k, v in worded.items() if v is not None}),
         "stop_text": stop_text,
         "reward": reward,
+        "reward_options": {**settings.reward_options, **parse_options(options)},
         "max_prompt_tokens": max_prompt_tokens,
         "max_answer_tokens": PAPER_MAX_TOKENS if is_suite and max_answer_tokens is None else max_answer_tokens,
         "seed": seed,
     }
-    return replace(settings, **{k: v for k, v in asked.items() if v is not None})
+    settings = replace(settings, **{k: v for k, v in asked.items() if v is not None})
+    if problem := grader_problem(settings.reward):
+        raise ValueError(f"--reward: {problem}")
+    if problem := option_problem(settings.reward, settings.reward_options):
+        raise ValueError(f"--option: {problem}")
+    return settings
+
+
+def require_judge(settings: EvaluationSettings) -> None:
+    """Starts the judge of an evaluation and ends it. ValueError where it cannot be started, before an engine is."""
+    judge_of(settings.rewarded()).close()
 
 
 def _template_argument(text: str) -> tuple[str, Any]:

@@ -201,6 +201,16 @@ REWARDS = [
         "{here}/mine.py has no function 'gradee'; did you mean",
     ),
     one("a local function", "reward.kind='{here}/mine.py:inner'", "{here}/mine.py has no function 'inner'"),
+    Case(
+        "an option of no grader",
+        ("reward.kind=number", "reward.options={rel_tol=0.1, tol=1}"),
+        ("reward.options: 'number' has no option tol; its options are: rel_tol, abs_tol; did you mean 'rel_tol'?",),
+    ),
+    Case(
+        "an option of no parameter",
+        ("reward.kind='{here}/mine.py:grader'", "reward.options={bonus=0.1, foo=2}"),
+        ("reward.options: '{here}/mine.py:grader' has no option foo; its parameters are: p, a, g, bonus",),
+    ),
     one("no Python", "reward.kind='{here}/broken.py:f'", "{here}/broken.py is no Python source: "),
     one("no such module", "reward.kind='no_such_module:f'", "reward.kind: there is no module 'no_such_module'"),
     one("no such submodule", "reward.kind='hacpo_mega.no_such.module:f'", "no module 'hacpo_mega.no_such.module'"),

@@ -4,6 +4,7 @@ A case is a list of overrides on a configuration that is right, and what each li
 this process, `train` in one of its own.
 """
 
+import inspect
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
+from hacpo_mega.grading.grading_worker import load_by_name
 from hacpo_mega.grading.kinds import KINDS
 
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]
@@ -35,7 +37,9 @@ def here(tmp_path_factory) -> Path:
     agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
     write_config(folder, agents, data={"generator": "arithmetic"})
     write_prompt_files(folder)
-    (folder / "mine.py").write_text("def grader(p, a, g):\n    def inner():\n        pass\n    return 1.0\n")
+    (folder / "mine.py").write_text(
+        "def grader(p, a, g, *, bonus=0.0):\n    def inner():\n        pass\n    return 1.0\n"
+    )
     (folder / "broken.py").write_text("def f(:\n")
     for name, described in (("bare", None), ("torn", "{"), ("listed", "[]")):
         (folder / name).mkdir()
@@ -153,7 +157,11 @@ def test_no_value_of_any_key_is_more_than_a_line(here):
 
 
 def test_what_is_declared_for_other_rooms_is_what_they_have():
-    assert tuple(KINDS) == REWARD_KINDS
+    assert KINDS.keys() == REWARD_KINDS.keys()
+    for kind, options in REWARD_KINDS.items():
+        grader = load_by_name(KINDS[kind].grader)
+        has = inspect.signature(grader).parameters.values()
+        assert tuple(p.name for p in has if isinstance(grader, type) or p.kind is p.KEYWORD_ONLY) == options, kind
     for skill, size in SKILLS.items():
         assert len(training_examples(skill)) == size.num_training
         assert len(evaluation_examples(skill, size.num_held_out)) == size.num_held_out

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hacpo_mega.cli.app import app
-from hacpo_mega.commands.grade import grade_file, judge_options
+from hacpo_mega.commands.grade import grade_file
+from hacpo_mega.config.grader_checks import parse_options
 from hacpo_mega.grading.graders import arithmetic, exact, length_penalised, requiring_format
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Verdict
@@ -114,10 +115,10 @@ def test_verdicts_are_explained_on_request(tmp_path):
 
 def test_options_of_a_judge_are_numbers_truths_or_text():
     pairs = ["a=1", "b=0.5", "c=true", "d=x=y", "e=null", "f="]
-    assert judge_options(pairs) == {"a": 1, "b": 0.5, "c": True, "d": "x=y", "e": "null", "f": ""}
+    assert parse_options(pairs) == {"a": 1, "b": 0.5, "c": True, "d": "x=y", "e": "null", "f": ""}
     for pair in ("rel_tol", "=1"):
         with pytest.raises(ValueError, match="has no value; write KEY=VALUE"):
-            judge_options([pair])
+            parse_options([pair])
 
 
 def test_penalties_compose():

@@ -61,7 +61,7 @@ def test_every_problem_of_every_file_at_once(tmp_path):
     found = [(p.file.name, p.line, p.field, p.what.split(" (")[0]) for p in problems]
     assert found == [
         ("bad.jsonl", 2, "prompt", "is missing"),
-        ("bad.jsonl", 3, "answer", "is missing"),
+        ("bad.jsonl", 3, "answer", "is null"),
         ("bad.jsonl", 4, "prompt", "is a int, needs str"),
         ("bad.jsonl", 4, "answer", "is a list, needs str or int or float"),
         ("bad.jsonl", 5, "prompt", "is empty"),
