@@ -24,9 +24,8 @@ from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, clai
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
-from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.math_grader import plain
-from hacpo_mega.grading.weighted_judge import WeightedJudge, judge_of
+from hacpo_mega.grading.weighted_judge import AnyJudge, judge_of
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_state import stored_weights
@@ -101,7 +100,7 @@ class _Run:
         self.num_dropped = {b.name: len(b.rows) - len(self.kept[b.name]) for b in settings.benchmarks}
         self._stack = stack
         self._num_judges = num_judges
-        self._judges: dict[float, Judge | WeightedJudge] = {}
+        self._judges: dict[float, AnyJudge] = {}
 
     def answer_everything(self) -> None:
         """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
@@ -154,7 +153,7 @@ class _Run:
             read_index(stored.folder)
         self.place.barrier()
 
-    def _judge_of(self, benchmark: Benchmark) -> Judge | WeightedJudge:
+    def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
         settings = self.settings
         relative = benchmark.relative if settings.reward in ("math", "math_any") else 0.0
@@ -183,9 +182,7 @@ class _Run:
             temperature=benchmark.temperature,
         )
 
-    def _judged(
-        self, judge: Judge | WeightedJudge, batch: Sequence[Request], completions: Sequence[Completion]
-    ) -> list[Answer]:
+    def _judged(self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
         judgements = judge.judge(
             [request.row.text for request in batch],

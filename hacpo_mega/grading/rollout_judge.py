@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
-from hacpo_mega.grading.judge import Judge, JudgeReport
-from hacpo_mega.grading.weighted_judge import WeightedJudge
+from hacpo_mega.grading.judge import JudgeReport
+from hacpo_mega.grading.weighted_judge import AnyJudge
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
 # Answers that the judge is given in one call: whoever ends the thread waits for no more.
@@ -29,9 +29,7 @@ class RolloutJudge:
     hidden_s   seconds of judging that the last `judge` did not have to wait for
     """
 
-    def __init__(
-        self, judge: Judge | WeightedJudge, *, while_sampling: bool, is_leader: bool = True, agent: str = ""
-    ) -> None:
+    def __init__(self, judge: AnyJudge, *, while_sampling: bool, is_leader: bool = True, agent: str = "") -> None:
         """`agent` writes the answers. `while_sampling` asks for judging beside the engine, which a grader of this
         process cannot do, nor one that compares the answers of a group.
 

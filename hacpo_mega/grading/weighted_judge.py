@@ -36,7 +36,7 @@ class RewardPart:
     reward_range: tuple[float, float] = UNIT
 
 
-def judge_of(reward: RewardConfig) -> "Judge | WeightedJudge":
+def judge_of(reward: RewardConfig) -> "AnyJudge":
     """The judge of a run's [reward]: one grader, or the weighted mean of several. ValueError as theirs."""
     common = {"num_workers": reward.num_workers, "timeout_s": reward.timeout_s, "require_stop": reward.require_stop}
     if not reward.parts:
@@ -135,3 +135,6 @@ class WeightedJudge:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+AnyJudge = Judge | WeightedJudge

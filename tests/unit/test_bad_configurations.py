@@ -24,7 +24,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
-from hacpo_mega.grading.grading_worker import load_by_name
+from hacpo_mega.grading.grader_calls import load_by_name
 from hacpo_mega.grading.kinds import KINDS
 
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]

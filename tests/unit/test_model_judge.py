@@ -75,6 +75,7 @@ def judge_of(server, **options) -> Judge:
     return Judge("model", options=known | options)
 
 
+@pytest.mark.nightly
 def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     texts = [f"answer {i}" for i in range(58)]
