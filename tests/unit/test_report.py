@@ -13,6 +13,7 @@ import pytest
 import torch
 from job import run_here
 from matplotlib import image
+from scipy.stats import binomtest
 
 from hacpo_mega.cluster.spans import Span
 from hacpo_mega.logbook.console import PHASES
@@ -186,7 +187,9 @@ def test_answers_are_text_and_never_markup(reported: Path) -> None:
 def test_page_shows_the_numbers_of_the_run(reported: Path) -> None:
     text = Page((reported / "report.html").read_text(encoding="utf-8")).text
     # qwen: 330 of 600 before, 402 of 600 after; sqrt(.55 * .45 / 600) = .0203, sqrt(.67 * .33 / 600) = .0192
-    assert "0.550 ± 0.020" in text and "0.670 ± 0.019" in text and "+0.120 ± 0.028" in text
+    for right in (round(0.55 * NUM_EVALUATED), round(0.67 * NUM_EVALUATED)):
+        wilson = binomtest(right, NUM_EVALUATED).proportion_ci(method="wilson")
+        assert f"{right / NUM_EVALUATED:.3f} [{wilson.low:.3f}, {wilson.high:.3f}]" in text
     assert "2,560 answers given" in text  # 256 in each of ten steps
     assert "10 of 10 steps" in text and "hacpo / paper" in text
     (prompt, *_) = read_rollouts(reported, 10)
