@@ -21,6 +21,7 @@ GAP_FACTOR = 4.0
 GAP_WINDOW = 16  # steps
 
 UNJUDGED_STEPS = 3
+IDLE_STEPS = 3
 
 SPIKE_FACTOR = 5.0
 SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
@@ -210,6 +211,35 @@ class GradNormAlarm:
                 )
             else:
                 yield f"warning: the gradient norm of {name} is {norm:g}: such updates are skipped and change no weight"
+
+
+class IdleAlarm:
+    """Says once that the first steps of a start teach nothing: nobody earns anything, or no answer is trained on.
+
+    A prompt teaches where its answers earn differently: with equal rewards every advantage is 0 (GRPO).
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0  # of this start; its state is not kept
+
+    def warnings(self, rewards: Sequence[float | None], num_trained: Sequence[float | None]) -> Iterator[str]:
+        """After IDLE_STEPS steps in a row without a reward, or without a trained answer, of every agent."""
+        earned, trained = any(rewards), any(num_trained)
+        if self._num_steps >= IDLE_STEPS or (earned and trained):
+            self._num_steps = IDLE_STEPS  # it is about the beginning
+            return
+        self._num_steps += 1
+        if self._num_steps == IDLE_STEPS and not earned:
+            yield (
+                f"warning: no answer of any agent earned anything in {IDLE_STEPS} steps, so nothing is learnt. Look at "
+                "an answer in rollouts/ and at `hacpo-mega check --data`: does the prompt ask for the form that "
+                "reward.kind reads, and is rollout.max_answer_tokens long enough?"
+            )
+        elif self._num_steps == IDLE_STEPS:
+            yield (
+                f"warning: all answers to a prompt earned the same in {IDLE_STEPS} steps, so nothing is learnt: the "
+                "prompts are too easy or too hard for every agent. Give others, or more rollout.rollouts_per_prompt"
+            )
 
 
 class ResidueAlarm:

@@ -19,6 +19,7 @@ from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.alarms import (
     EngineAlarm,
     GradNormAlarm,
+    IdleAlarm,
     JudgeAlarm,
     OmegaAlarm,
     ResidueAlarm,
@@ -93,8 +94,8 @@ class StepReport:
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
         self._grad_norm_alarm = GradNormAlarm(self._names)
-        # It watches one process, which a run that goes on is not: its state is not kept.
-        self._residue_alarm = ResidueAlarm(self._names)
+        # These watch one start: their state is not kept.
+        self._residue_alarm, self._idle_alarm = ResidueAlarm(self._names), IdleAlarm()
         self._alarms = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,
@@ -183,13 +184,14 @@ class StepReport:
     def _warn(self, reduced: StepMetrics) -> None:
         """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
         known = reduced.values | reduced.timing
-        gaps, norms, residues = (
+        gaps, norms, residues, rewards, trained = (
             [known.get(f"agent/{name}/{what}") for name in self._names]
-            for what in ("engine_gap_mean", "grad_norm_max", "asleep_bytes")
+            for what in ("engine_gap_mean", "grad_norm_max", "asleep_bytes", "reward_mean", "num_trained_answers")
         )
         for warning in (
             *self._engine_alarm.warnings(gaps),
             *self._grad_norm_alarm.warnings(norms),
             *self._residue_alarm.warnings(residues),
+            *(self._idle_alarm.warnings(rewards, trained) if known else ()),
         ):
             self._console.say(warning)

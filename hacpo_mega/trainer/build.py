@@ -89,12 +89,9 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     start = agree_on_start(place, config, **how)
     require_same_models(place, [agent.model for agent in config.agents])
     steps_done = 0 if start is None else start.step
-    console = stack.enter_context(Console(config.num_steps, steps_done, quiet=not is_first))
-    if start is not None:
-        console.say(f"goes on after step {start.step}, from {start.folder}")
-        for change in changes(start.config, plain(config)):
-            console.say(f"changed since: {change}")
     names = tuple(agent.name for agent in config.agents)
+    console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
+    _say_begin(console, config, start)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in handed.observers])
     phase.step = steps_done + 1
@@ -142,6 +139,19 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         disk=JointDisk(place, config, folder, console.say),
         observers=Observers(observers),
     )
+
+
+def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> None:
+    """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
+    agents = ", ".join(agent.name for agent in config.agents)
+    ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
+    console.say(
+        f"{config.algorithm.method} of {agents} on {ranks} ranks, steps {first} to {config.num_steps}, in {config.run_dir}"
+    )
+    if start is not None:
+        console.say(f"goes on after step {start.step}, from {start.folder}")
+        for change in changes(start.config, plain(config)):
+            console.say(f"changed since: {change}")
 
 
 def require_same_models(place: Place, models: Sequence[Path]) -> None:

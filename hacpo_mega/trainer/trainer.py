@@ -88,6 +88,8 @@ class Trainer:
             return False
         with self.phase("export", "after the last step"):
             self.disk.export(self.agent, self.checkpoint.safe_step, self.checkpoint.lost)
+        run_dir = self.config.run_dir
+        self.console.say(f"done: the models are in {run_dir / 'agents'}; `hacpo-mega report {run_dir}` draws the run")
         return True
 
     def _train(self) -> None:

@@ -12,6 +12,7 @@ from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.alarms import (
     EngineAlarm,
     GradNormAlarm,
+    IdleAlarm,
     JudgeAlarm,
     OmegaAlarm,
     ResidueAlarm,
@@ -210,3 +211,14 @@ def test_every_further_gib_is_said_once():
     slowly = [1 + step / 8 for step in range(40)]
     assert residues(*slowly) == [12, 21, 30, 39]
     assert residues(1, 1, 1, 1, 3, 3, 3, 1, 3, 4, 4.1) == [4, 10]
+
+
+def test_first_steps_that_teach_nothing_are_said_once_and_only_if_all_of_them_do():
+    nobody, equal, later, good = IdleAlarm(), IdleAlarm(), IdleAlarm(), IdleAlarm()
+    said = [list(nobody.warnings([0.0, 0.0], [0.0, 0.0])) for _ in range(5)]
+    assert [len(lines) for lines in said] == [0, 0, 1, 0, 0] and "earned anything in 3 steps" in said[2][0]
+    said = [list(equal.warnings([1.0, 0.0], [0.0, 0.0])) for _ in range(5)]
+    assert [len(lines) for lines in said] == [0, 0, 1, 0, 0] and "earned the same in 3 steps" in said[2][0]
+    rewards = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert not [line for reward in rewards for line in later.warnings([reward], [reward])], "it is about the beginning"
+    assert not [line for _ in range(5) for line in good.warnings([None, 0.1], [None, 3.0])]

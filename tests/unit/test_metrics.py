@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hacpo_mega.cluster.place import gather_bytes
-from hacpo_mega.logbook.console import Console, phase_seconds
+from hacpo_mega.logbook.console import Console, format_step, phase_seconds
 from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
 from hacpo_mega.logbook.rollout_log import RolloutLog, logged_steps, read_rollouts
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
@@ -217,6 +217,49 @@ def test_console_prints_one_plain_line_per_step_into_a_log() -> None:
         "step 12/40 | llama reward .510 | qwen reward .420 ratio .870 in-band 63%"
         " | roll out 0.5 learn 1.4 evaluate 2.0 s\n"
     )
+
+
+def long_step(names: list[str]) -> StepMetrics:
+    """A step in which every agent has every number that a line may show, two phases of 3 % and three long ones."""
+    values, timing = {}, {}
+    for name in names:
+        prefix = f"agent/{name}"
+        values |= {f"{prefix}/{key}": 0.5 for key in ("reward_mean", "accuracy", "num_unjudged", "from/x/ratio_mean")}
+        values |= {f"{prefix}/from/x/inside": 0.7, f"{prefix}/num_answers": 1000.0, f"{prefix}/answer_tokens_mean": 9.0}
+        timing |= {f"{prefix}/phase/{phase}_s": s for phase, s in (("roll_out", 3.0), ("score", 0.3), ("learn", 5.0))}
+        timing |= {f"{prefix}/phase/{phase}_s": s for phase, s in (("publish", 1.0), ("write", 0.3), ("other", 0.4))}
+        timing[f"{prefix}/step_s"] = 10.0
+    return StepMetrics(values, timing)
+
+
+def test_a_step_is_one_line_of_120_columns_with_the_agents_as_they_were_configured() -> None:
+    line = format_step("step 1/9", long_step(["b"]), ["b"])
+    assert line == (
+        "step 1/9 | b accuracy .500 reward .500 unjudged 0% ratio .500"
+        " | roll out 3.0 learn 5.0 publish 1.0 of 10.0 s | 900 tok/s"
+    )
+    for names in (["qwen", "llama"], ["llama", "qwen", "mistral"], ["agent_4", "agent_3", "agent_2", "agent_1"]):
+        line = format_step("step 1000/4000", long_step(sorted(names)), names, ["1:23:45 left", "safe 990"])
+        assert len(line) <= 120 and line.endswith(" | 1:23:45 left | safe 990")
+        assert [part.split()[0] for part in line.split(" | ")[1 : 1 + len(names)]] == names
+        assert line.count("reward .500") == len(names)
+
+
+def test_console_says_how_long_it_takes_at_the_pace_of_the_last_steps(monkeypatch) -> None:
+    clock = iter([100.0, 110.0, 120.0])
+    monkeypatch.setattr("hacpo_mega.logbook.console.time.monotonic", lambda: next(clock))
+    log = io.StringIO()
+    with Console(40, 10, file=log) as console:
+        for step in (11, 12, 40):
+            console.step(step, StepMetrics({}, {}))
+    assert log.getvalue().splitlines() == ["step 11/40", "step 12/40 | 0:04:40 left", "step 40/40"]
+
+
+def test_a_mean_of_graded_rewards_is_not_called_an_accuracy() -> None:
+    values = {"agent/a/accuracy": 0.5, "agent/a/accuracy_square": 0.25}
+    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .500"
+    values["agent/a/accuracy_square"] = 0.5
+    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .500"
 
 
 def test_console_says_which_step_a_crash_would_return_to() -> None:
