@@ -23,7 +23,7 @@ from hacpo_mega.models.visible import one_line, say
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 WIDTH = 120
 # What a line loses first when it is longer than WIDTH: numbers of agents, then groups of its end.
-LESS = ("in-band", "ratio", "phases", "tokens", "unjudged")
+LESS = ("in-band", "ratio", "phases", "tokens", "unjudged", "reward beside accuracy", "words")
 SHOWN_SHARE = 0.05  # of a step: shorter phases are not shown
 STEPS_AVERAGED = 8  # for the time that is left
 
@@ -163,9 +163,11 @@ def _format_agent(name: str, values: Mapping[str, float], less: Sequence[str]) -
     parts = []
     if (held_out := values.get(f"{prefix}accuracy")) is not None:
         is_graded = held_out - values.get(f"{prefix}accuracy_square", held_out) > 1e-9
-        parts.append(f"{'held-out' if is_graded else 'accuracy'} {_short(held_out)}")
-    if f"{prefix}reward_mean" in values:
-        parts.append(f"reward {_short(values[f'{prefix}reward_mean'])}")
+        word = "" if "words" in less else "held-out " if is_graded else "accuracy "
+        parts.append(f"{word}{_short(held_out)}")
+    if f"{prefix}reward_mean" in values and not (parts and "reward beside accuracy" in less):
+        word = "" if "words" in less else "reward "
+        parts.append(f"{word}{_short(values[f'{prefix}reward_mean'])}")
     if values.get(f"{prefix}num_unjudged") and "unjudged" not in less:
         parts.append(f"unjudged {values[f'{prefix}num_unjudged'] / values[f'{prefix}num_answers']:.0%}")
     if ratios and "ratio" not in less:

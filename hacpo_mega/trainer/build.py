@@ -145,9 +145,8 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> No
     """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
     agents = ", ".join(agent.name for agent in config.agents)
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
-    console.say(
-        f"{config.algorithm.method} of {agents} on {ranks} ranks, steps {first} to {config.num_steps}, in {config.run_dir}"
-    )
+    steps = f"steps {first} to {config.num_steps}"
+    console.say(f"{config.algorithm.method} of {agents} on {ranks} ranks, {steps}, in {config.run_dir}")
     if start is not None:
         console.say(f"goes on after step {start.step}, from {start.folder}")
         for change in changes(start.config, plain(config)):
