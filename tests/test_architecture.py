@@ -38,7 +38,7 @@ FLOORS = (
 MAX_ROOMS, MAX_FLOORS = 26, 10
 CLI = "hacpo_mega/cli/"
 # What several files of the command line share; beside it only app.py, which registers them, imports another.
-SHARED_BY_COMMANDS = ("hacpo_mega/cli/ranks.py",)
+SHARED_BY_COMMANDS = ("hacpo_mega/cli/ranks.py", "hacpo_mega/cli/start.py")
 # The program itself, which is started by its name and not imported.
 PROGRAM = "hacpo_mega.cli"
 

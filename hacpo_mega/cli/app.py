@@ -10,54 +10,76 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import rich
 import typer
+from click import HelpFormatter
 
+from hacpo_mega import __version__
 from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps, find_start
 from hacpo_mega.cli.bench import bench
 from hacpo_mega.cli.chaos import chaos
 from hacpo_mega.cli.data import data_app, grade
+from hacpo_mega.cli.evaluation import evaluate_model
 from hacpo_mega.cli.experiment import experiment
-from hacpo_mega.cli.export import Trust, export
+from hacpo_mega.cli.export import export
 from hacpo_mega.cli.plan import plan
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
+from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
-    end_with_launcher,
     inside_a_job,
     is_first_of_its_node,
-    job_size,
     prepare_environment,
-    reads_first,
 )
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Unreachable, num_local
-from hacpo_mega.config import Config, load_config
+from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.describe import batch_arithmetic, describe
 from hacpo_mega.config.device_memory import agent_budget, memory_table
-from hacpo_mega.config.input_checks import missing_models
-from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.logbook.provenance import what_is_finished
-from hacpo_mega.models.hub import model_folder, not_cached
+from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
+
+class _Commands(typer.core.TyperGroup):
+    """Lists the commands with all of their first lines, where click would cut them."""
+
+    def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(command.help.split())) for name, command in commands])
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train different language models together, each learning from the others.",
+    rich_markup_mode=None,  # its panels crop the names of options at 80 columns
 )
 
 app.add_typer(data_app, name="data")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        versions = (f"{name} {version}" for name, version in installed_versions().items())
+        say(f"hacpo-mega {__version__} ({', '.join(versions)})")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Train different language models together, each learning from the others."""
+
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
@@ -84,7 +106,7 @@ def check(
     run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
 ) -> None:
     """Print the resolved configuration, who runs where, the batch arithmetic, the memory; load nothing heavy."""
-    config = _load(config_file, overrides)
+    config = load_checked(config_file, overrides)
     ranks = RankMap.of(config)
     if world_size or run_dir:
         say(ranks.world_size if world_size else config.run_dir)
@@ -102,12 +124,12 @@ def check(
 @app.command()
 def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Create and warm-start the models of the agents.init tables; folders that exist are left alone."""
-    config = _load(config_file, overrides)
+    config = load_checked(config_file, overrides)
     missing = [agent for agent in config.agents if agent.init and not (agent.model / "config.json").is_file()]
     if not inside_a_job() and not missing:
         say("every model folder exists: nothing to create")
         return
-    if not _this_process_is_a_rank(config):
+    if not this_process_is_a_rank(config):
         return
     from hacpo_mega.commands.warm_start import initialize
 
@@ -128,7 +150,7 @@ def train(
     last_whole: Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")] = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
-    config = _load(config_file, overrides, with_models=True)
+    config = load_checked(config_file, overrides, with_models=True)
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
     if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
         from hacpo_mega.data.prompt_files import require_good_files
@@ -143,7 +165,7 @@ def train(
         if is_first_of_its_node():
             say(said)
         return
-    if not _this_process_is_a_rank(config):
+    if not this_process_is_a_rank(config):
         return
     begin_attempt(config.run_dir)
     from hacpo_mega.cluster.exit_status import RESUMABLE
@@ -174,8 +196,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
-    config = _load(config_file, overrides, with_models=True)
-    if not _this_process_is_a_rank(config):
+    config = load_checked(config_file, overrides, with_models=True)
+    if not this_process_is_a_rank(config):
         return
     from hacpo_mega.commands.doctor import examine
 
@@ -194,72 +216,16 @@ def report(
     say(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
-@app.command(name="eval")
-def evaluate_model(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder, ORG/NAME, RUN/checkpoints/step_N/NAME.")],
-    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Benchmarks of any layout.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of answers and evaluation.json; an old one is continued.")] = ...,
-    suite: Annotated[str | None, typer.Option(help="'paper': its seven benchmarks, found in --data.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with a suite's files.")] = None,
-    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers per problem.")] = 1,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 0 for one answer, else 1.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each benchmark.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are dropped, counted.")] = None,
-    chat_template: Annotated[bool | None, typer.Option("--chat-template/--no-chat-template")] = None,
-    template_arg: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, such as enable_thinking=false.")] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
-    prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
-    stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
-    reward: Annotated[str | None, typer.Option(help="math, math_any, arithmetic, exact, or module:function.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="Field of a row with the prompt, in every FILE.")] = None,
-    gold_field: Annotated[str | None, typer.Option(help="Field of a row with the gold answer.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    trust: Trust = False,
-    tp: Annotated[int, typer.Option(min=1, help="Processes of one engine.")] = 1,
-    engines: Annotated[int, typer.Option(min=1, help="Engines that share the problems.")] = 1,
-    judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
-) -> None:
-    """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
-    from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge
-
-    if not inside_a_job():
-        _fetch([model])
-    folder, fields = model_folder(model), {"prompt_field": prompt_field, "gold_field": gold_field}
-    settings = ask(
-        folder,
-        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=folder, **fields),
-        is_suite=suite is not None,
-        chat_template=chat_template,
-        template_args=template_arg or [],
-        system_prompt=system_prompt,
-        prompt_template=prompt_template,
-        stop_text=stop_text,
-        reward=reward,
-        max_prompt_tokens=max_prompt_tokens,
-        max_answer_tokens=max_tokens,
-        seed=seed,
-        options=option or [],
-        trust=trust,
-    )
-    if not inside_a_job():
-        require_judge(settings)
-    if not _is_one_of(tp * engines):
-        return
-    from hacpo_mega.evaluation.evaluate import evaluate
-    from hacpo_mega.evaluation.table import print_table
-
-    if evaluation := evaluate(settings, out, tp, engines, judges):
-        print_table(evaluation)
-
-
+app.command(name="eval")(evaluate_model)
 app.command()(export)
 app.command()(grade)
 
 
 @app.command()
-def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int = 0) -> None:
+def theory(
+    out: Annotated[Path, typer.Option(help="Folder of the tables and the picture.")] = Path("runs/theory"),
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+) -> None:
     """Check the paper's theorems by simulation with the functions that train: tables, theory.json, theory.png."""
     prepare_environment()
     from hacpo_mega.lab.theory.theory import check_theory
@@ -267,63 +233,6 @@ def theory(out: Annotated[Path, typer.Option()] = Path("runs/theory"), seed: int
 
     result = check_theory(out, seed)
     say(f"{result}\n{draw_theory(result)}")
-
-
-def _load(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
-    """The checked configuration; `with_models` also asks for the model folders that `init` would make."""
-    with _one_voice_per_node():
-        if with_models and not inside_a_job():
-            _fetch(agent.model for agent in load_unchecked(config_file, overrides or []).agents if agent.init is None)
-        config = load_config(config_file, overrides or [], try_templates=reads_first())
-        if with_models and (missing := missing_models(config)):
-            raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
-    return config
-
-
-def _fetch(models: Iterable[Path]) -> None:
-    """Downloads the models of the Hub that are not in the cache; the library is loaded only where there is one."""
-    if any(map(not_cached, models := list(models))):
-        from hacpo_mega.commands.fetch_models import fetch_models
-
-        fetch_models(models)
-
-
-@contextmanager
-def _one_voice_per_node() -> Iterator[None]:
-    """Every process of a job finds the same problems here; the first of each node says them, the others end quietly."""
-    try:
-        yield
-    except ValueError:
-        if is_first_of_its_node():
-            raise
-        raise typer.Exit(2) from None
-
-
-def _this_process_is_a_rank(config: Config) -> bool:
-    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
-    ranks = RankMap.of(config)
-    if inside_a_job():
-        with _one_voice_per_node():
-            ranks.require_world_size(job_size())
-            ranks.require_one_node(num_local(job_size()))
-    return _is_one_of(ranks.world_size)
-
-
-def _is_one_of(world_size: int) -> bool:
-    prepare_environment()
-    if inside_a_job():
-        end_with_launcher()
-        from hacpo_mega.cluster.device import require_fitting_environment
-
-        with _one_voice_per_node():
-            require_fitting_environment()
-        return True
-    from hacpo_mega.jobs.local import run_on_this_machine
-
-    code = run_on_this_machine(sys.argv[1:], world_size)
-    if code:
-        raise typer.Exit(code)
-    return False
 
 
 def main() -> None:

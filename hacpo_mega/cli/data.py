@@ -23,7 +23,7 @@ def inspect(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
     model: Annotated[list[Path] | None, typer.Option(help="A model folder: lengths under its tokenizer.")] = None,
     against: Annotated[list[Path] | None, typer.Option(help="An evaluation set that must not be in them.")] = None,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are counted.")] = 1024,
     golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
 ) -> None:
     """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
@@ -50,7 +50,7 @@ def grade(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
     out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
     reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
-    workers: Annotated[int, typer.Option(min=1)] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,

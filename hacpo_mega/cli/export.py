@@ -1,15 +1,14 @@
-"""`hacpo-mega export`, and the flag by which code that lies beside a model may run."""
+"""`hacpo-mega export`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hacpo_mega.cli.start import Trust
 from hacpo_mega.cluster.environment import prepare_environment
 from hacpo_mega.config.named_code import code_of_model, require_trust
 from hacpo_mega.models.visible import say
-
-Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
 
 
 def export(

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +24,7 @@ BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}
 # Bounds that only keep a value inside what a machine word holds are nobody's concern.
 WORD_SIZES = (2**31, 2**32)
+TABLE_WIDTH = 110  # columns from which on there are tables
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,41 @@ def describe(key: str | None = None) -> Group:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{key}: unknown key{hint} (`hacpo-mega config` lists all of them)")
     sections = dict.fromkeys(field.section for field in chosen)
-    return Group(*(_table(section, [f for f in chosen if f.section == section]) for section in sections))
+    return Group(*(_Section(section, [f for f in chosen if f.section == section]) for section in sections))
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A table where it has room, else a list: nothing is cut on a narrow terminal or in a pipe."""
+
+    section: str
+    fields: list[FieldDescription]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= TABLE_WIDTH:
+            yield _table(self.section, self.fields)
+            return
+        yield Text(_title(self.section), style="bold")
+        for field in self.fields:
+            defaults = (f"{preset} {_of_preset(preset, field.name)}" for preset in PRESETS)
+            default = ", ".join(defaults) if self.section == "algorithm" else field.default
+            yield Padding(Text(f"{field.name}: {field.allowed}; default {default}", overflow="fold"), (0, 0, 0, 2))
+            yield Padding(Text(field.sentence, overflow="fold"), (0, 0, 0, 6))
+
+
+def _title(section: str) -> str:
+    return f"[{section}]" if section else "the run, before any table"
 
 
 def _table(section: str, fields: list[FieldDescription]) -> Table:
     """One section's fields; the algorithm's defaults stand side by side, one column for each preset."""
     of_presets = section == "algorithm"
-    title = Text(f"[{section}]" if section else "the run, before any table", style="bold")
-    table = Table(title=title, title_justify="left", expand=True)
+    table = Table(title=Text(_title(section), style="bold"), title_justify="left", expand=True)
     table.add_column("key", no_wrap=True)
-    table.add_column("value", ratio=2)
+    table.add_column("value", ratio=2, overflow="fold")
     for heading in (f"preset {preset}" for preset in PRESETS) if of_presets else ("default",):
-        table.add_column(heading, ratio=1)
-    table.add_column("what it is", ratio=5)
+        table.add_column(heading, ratio=1, overflow="fold")
+    table.add_column("what it is", ratio=5, overflow="fold")
     for field in fields:
         defaults = [_of_preset(preset, field.name) for preset in PRESETS] if of_presets else [field.default]
         cells = (Text(cell) for cell in (field.name, field.allowed, *defaults, field.sentence))

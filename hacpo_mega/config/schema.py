@@ -17,7 +17,7 @@ from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Positive, Seconds, Section
 from hacpo_mega.config.slurm import SlurmConfig
 
-RewardEnd = Annotated[float, Field(strict=True, ge=-1e6, le=1e6)]
+RewardEnd = Annotated[float, Field(strict=True)]
 RewardRange = tuple[RewardEnd, RewardEnd]
 PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,30}$")]
 

@@ -1,0 +1,73 @@
+"""`hacpo-mega eval`. Imports of what is heavy are inside functions, as in app.py."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
+from hacpo_mega.cluster.environment import inside_a_job
+from hacpo_mega.config.choices import REWARD_KINDS
+from hacpo_mega.models.hub import model_folder
+
+
+def evaluate_model(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder, ORG/NAME, RUN/checkpoints/step_N/NAME.")],
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Benchmarks of any layout.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of answers and evaluation.json; an old one is continued.")] = ...,
+    suite: Annotated[str | None, typer.Option(help="'paper': its seven benchmarks, found in --data.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with a suite's files.")] = None,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers per problem.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 0 for one answer, else 1.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each benchmark.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are dropped, counted.")] = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option("--chat-template/--no-chat-template", help="Ask in the chat template, or not."),
+    ] = None,
+    template_arg: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, such as enable_thinking=false.")] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
+    prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
+    stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
+    reward: Annotated[str | None, typer.Option(help=f"{', '.join(REWARD_KINDS)}, or file.py:function.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Field of a row with the prompt, in every FILE.")] = None,
+    gold_field: Annotated[str | None, typer.Option(help="Field of a row with the gold answer.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the answers that are drawn.")] = 0,
+    trust: Trust = False,
+    tp: Annotated[int, typer.Option(min=1, help="Processes of one engine.")] = 1,
+    engines: Annotated[int, typer.Option(min=1, help="Engines that share the problems.")] = 1,
+    judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
+) -> None:
+    """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
+    from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge
+
+    if not inside_a_job():
+        fetch_missing([model])
+    folder, fields = model_folder(model), {"prompt_field": prompt_field, "gold_field": gold_field}
+    settings = ask(
+        folder,
+        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=folder, **fields),
+        is_suite=suite is not None,
+        chat_template=chat_template,
+        template_args=template_arg or [],
+        system_prompt=system_prompt,
+        prompt_template=prompt_template,
+        stop_text=stop_text,
+        reward=reward,
+        max_prompt_tokens=max_prompt_tokens,
+        max_answer_tokens=max_tokens,
+        seed=seed,
+        options=option or [],
+        trust=trust,
+    )
+    if not inside_a_job():
+        require_judge(settings)
+    if not is_one_of(tp * engines):
+        return
+    from hacpo_mega.evaluation.evaluate import evaluate
+    from hacpo_mega.evaluation.table import print_table
+
+    if evaluation := evaluate(settings, out, tp, engines, judges):
+        print_table(evaluation)

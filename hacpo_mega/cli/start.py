@@ -1,0 +1,90 @@
+"""What commands do before their own work: the checked configuration, its models, and the ranks that do the work.
+
+Imports of what is heavy are inside functions, as in app.py.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.cluster.environment import (
+    end_with_launcher,
+    inside_a_job,
+    is_first_of_its_node,
+    job_size,
+    prepare_environment,
+    reads_first,
+)
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.seat import num_local
+from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.models.hub import not_cached
+
+# The flag by which code that lies beside a model may run.
+Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
+
+
+def load_checked(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
+    """The checked configuration; `with_models` also asks for the model folders that `init` would make."""
+    with one_voice_per_node():
+        if with_models and not inside_a_job():
+            fetch_missing(
+                agent.model for agent in load_unchecked(config_file, overrides or []).agents if agent.init is None
+            )
+        config = load_config(config_file, overrides or [], try_templates=reads_first())
+        if with_models and (missing := missing_models(config)):
+            raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+    return config
+
+
+def fetch_missing(models: Iterable[Path]) -> None:
+    """Downloads the models of the Hub that are not in the cache; the library is loaded only where there is one."""
+    if any(map(not_cached, models := list(models))):
+        from hacpo_mega.commands.fetch_models import fetch_models
+
+        fetch_models(models)
+
+
+@contextmanager
+def one_voice_per_node() -> Iterator[None]:
+    """Every process of a job finds the same problems here; the first of each node says them, the others end quietly."""
+    try:
+        yield
+    except ValueError:
+        if is_first_of_its_node():
+            raise
+        raise typer.Exit(2) from None
+
+
+def this_process_is_a_rank(config: Config) -> bool:
+    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
+    ranks = RankMap.of(config)
+    if inside_a_job():
+        with one_voice_per_node():
+            ranks.require_world_size(job_size())
+            ranks.require_one_node(num_local(job_size()))
+    return is_one_of(ranks.world_size)
+
+
+def is_one_of(world_size: int) -> bool:
+    """True inside a job of so many ranks. Outside, runs it on this machine, and exits with its code if that is not 0."""
+    prepare_environment()
+    if inside_a_job():
+        end_with_launcher()
+        from hacpo_mega.cluster.device import require_fitting_environment
+
+        with one_voice_per_node():
+            require_fitting_environment()
+        return True
+    from hacpo_mega.jobs.local import run_on_this_machine
+
+    code = run_on_this_machine(sys.argv[1:], world_size)
+    if code:
+        raise typer.Exit(code)
+    return False
