@@ -346,7 +346,7 @@ def test_agents_are_compared_by_name_and_their_order_counts():
     (change,) = changes(before, swapped)
     assert (change.key, change.kind) == ("agents", "fixed")
     assert list(refusals([change], ["agents"])) == [
-        "agents was ['qwen', 'llama'], is ['llama', 'qwen']: a run cannot go on with another; put it back, or start "
+        'agents was ["qwen", "llama"], is ["llama", "qwen"]: a run cannot go on with another; put it back, or start '
         "anew with --fresh"
     ]
     assert changes(before, json.loads(json.dumps(before))) == []

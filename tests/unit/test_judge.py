@@ -353,10 +353,8 @@ def test_answers_are_judged_at_the_same_time():
         assert judge.counts.wall_s < 40 * 0.05  # one after another cannot be faster than this
 
 
-@pytest.mark.parametrize(
-    "doing",
-    [pytest.param("idle", marks=pytest.mark.nightly), pytest.param("hang", marks=pytest.mark.nightly), "hang in C"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("doing", ["idle", "hang", "hang in C"])
 def test_workers_do_not_outlive_a_killed_parent(doing):
     code = (
         "import sys, psutil; from hacpo_mega.grading.judge import Judge; from hacpo_mega.records import Stop\n"

@@ -135,7 +135,7 @@ def test_the_slowest_decides_at_every_meeting(tmp_path):
 
 def test_the_host_takes_a_checkpoint_and_the_longest_term_is_named(tmp_path):
     plan = plan_of(tmp_path)
-    assert plan.host_gib() == pytest.approx(16 * NUMBERS * 8 / 2**30)
+    assert plan.host_gib() == pytest.approx(13 * NUMBERS * 8 / 2**30)
     agent = plan.agents[0]
     assert agent.bound_by == ("other", "host", pytest.approx(1.0 / agent.busy_s))
 
