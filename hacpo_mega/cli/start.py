@@ -73,7 +73,7 @@ def this_process_is_a_rank(config: Config) -> bool:
 
 
 def is_one_of(world_size: int) -> bool:
-    """True inside a job of so many ranks. Outside, runs it on this machine, and exits with its code if that is not 0."""
+    """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
         end_with_launcher()
