@@ -31,6 +31,7 @@ from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cluster.environment import (
     end_with_launcher,
+    has_tracker_login,
     inside_a_job,
     is_first_of_its_node,
     job_size,
@@ -44,6 +45,7 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.describe import batch_arithmetic, describe
 from hacpo_mega.config.device_memory import agent_budget, memory_table
+from hacpo_mega.config.grader_checks import shown_grader
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.logbook.provenance import what_is_finished
@@ -92,6 +94,9 @@ def check(
     say(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
     budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
     say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
+    say(f"\n{shown_grader(config.reward.kind, config.reward.options)}")
+    if "wandb" in config.logging.trackers and not has_tracker_login():
+        say("logging.trackers: wandb has no login: it would ask for one at the start. `wandb login`, or WANDB_MODE=offline")
     if data:
         prepare_environment()
         from hacpo_mega.commands.check_prompts import check_prompts

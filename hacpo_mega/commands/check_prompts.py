@@ -16,7 +16,7 @@ from hacpo_mega.models.visible import one_line
 from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
-MOST_SHOWN = 200  # characters of a prompt or a gold
+MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
 
 
 def check_prompts(config: Config) -> str:
@@ -42,8 +42,10 @@ def check_prompts(config: Config) -> str:
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:
     for agent, codec in zip(config.agents, codecs, strict=True):
         num_tokens = len(codec.encode_prompt(row.text))
-        yield f"{agent.name} reads of the first prompt {num_tokens} tokens: {_short(codec.shown_prompt(row.text))}"
-    yield f"its gold, as the judge reads it: {_short(_read_gold(config, row))}"
+        yield f"\n{agent.name} reads of the first prompt {num_tokens} tokens:"
+        yield from _lines(codec.shown_prompt(row.text))
+    yield "\nits gold, as the judge reads it:"
+    yield from _lines(_read_gold(config, row))
 
 
 def _read_gold(config: Config, row: PromptRow) -> str:
@@ -59,9 +61,16 @@ def _read_gold(config: Config, row: PromptRow) -> str:
     return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"
 
 
-def _short(text: str) -> str:
-    """One line that shows the beginning and the end of a text."""
-    if len(text) > MOST_SHOWN:
-        half = MOST_SHOWN // 2
-        return f"{one_line(text[:half])} [...] {one_line(text[-half:])}"
-    return one_line(text)
+def _lines(text: str) -> Iterator[str]:
+    """A text line by line, of a long one the beginning and the end."""
+    lines = [_cut(one_line(line)) for line in text.split("\n")]
+    hidden = len(lines) - MOST_LINES
+    if hidden > 0:
+        half = MOST_LINES // 2
+        lines[half:-half] = [f"... {hidden} lines ..."]
+    yield from (f"  | {line}" for line in lines)
+
+
+def _cut(line: str) -> str:
+    half = MOST_CHARACTERS // 2
+    return line if len(line) <= MOST_CHARACTERS else f"{line[:half]} [...] {line[-half:]}"

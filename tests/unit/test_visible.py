@@ -162,11 +162,24 @@ def test_check_shows_a_prompt_as_every_agent_reads_it_and_the_gold(tmp_path, mon
     capsys.readouterr()  # of making the models
     code, shown, complaint = run(monkeypatch, capsys, "check", "--data", tmp_path / "run.toml")
     assert (code, complaint) == (0, "")
-    assert "one reads of the first prompt 4 tokens: 0+0=\n" in shown
-    assert "two reads of the first prompt 8 tokens: 0=0;0+0=\n" in shown
-    assert r"its gold, as the judge reads it: 0\x1b[2J" in shown
-    _, shown, _ = run(monkeypatch, capsys, "check", "--data", tmp_path / "run.toml", "reward.kind=math")
-    assert "its gold, as the judge reads it: " in shown and "CANNOT" not in shown
+    assert "one reads of the first prompt 4 tokens:\n  | 0+0=\n" in shown
+    assert "two reads of the first prompt 8 tokens:\n  | 0=0;0+0=\n" in shown
+    assert "its gold, as the judge reads it:\n  | 0\\x1b[2J" in shown
+    assert "judge: exact (options it has: none); options set: none" in shown
+    options = "reward.options={relative=0.1}"
+    _, shown, _ = run(monkeypatch, capsys, "check", "--data", tmp_path / "run.toml", "reward.kind=math", options)
+    assert "its gold, as the judge reads it:\n" in shown and "CANNOT" not in shown
+    assert "judge: math (options it has: relative); options set: relative = 0.1\n" in shown
+
+
+def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(tmp_path, monkeypatch, capsys):
+    agents = [agent_table(tmp_path, "a", "qwen3", (*CHARACTERS, "\n"))]
+    agents[0]["prompt_template"] = "\n".join(f"{n}=" for n in range(100, 150)) + "\n" + "7" * 1000 + "{prompt}"
+    write_config(tmp_path, agents, algorithm={"method": "gspo"}, rollout={"max_prompt_tokens": 1500},
+                 training={"prompts_per_step": 8, "prompts_per_update": 4})  # fmt: skip
+    capsys.readouterr()
+    code, shown, complaint = run(monkeypatch, capsys, "check", "--data", tmp_path / "run.toml")
+    assert code == 2 and "max_position" in complaint, complaint
 
 
 def test_say_prints_at_once(capsys):
