@@ -32,6 +32,7 @@ from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
+    has_tracker_login,
     inside_a_job,
     is_first_of_its_node,
     prepare_environment,
@@ -42,6 +43,7 @@ from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.describe import batch_arithmetic, describe
 from hacpo_mega.config.device_memory import agent_budget, memory_table
+from hacpo_mega.config.grader_checks import shown_grader
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
@@ -114,6 +116,12 @@ def check(
     say(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
     budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
     say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
+    shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
+    say("\n" + "\n".join(shown))
+    if "wandb" in config.logging.trackers and not has_tracker_login():
+        say(
+            "logging.trackers: wandb has no login: it would ask for one at the start. `wandb login`, or WANDB_MODE=offline"
+        )
     if data:
         prepare_environment()
         from hacpo_mega.commands.check_prompts import check_prompts

@@ -7,6 +7,7 @@
 import ctypes
 import fcntl
 import logging
+import netrc
 import os
 import re
 import shutil
@@ -16,6 +17,9 @@ import struct
 import subprocess
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import own_folder
@@ -181,6 +185,18 @@ def _interface_towards(host: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == own:
                 return None if own.startswith("127.") else name
     return None
+
+
+def has_tracker_login() -> bool:
+    """Whether wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    for file in filter(None, (os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc")):
+        with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if netrc.netrc(file).authenticators(host or ""):
+                return True
+    return False
 
 
 def shown_environment() -> str:

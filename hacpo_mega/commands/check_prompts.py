@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.schema import RewardPartConfig
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
@@ -16,7 +17,7 @@ from hacpo_mega.models.visible import one_line
 from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
-MOST_SHOWN = 200  # characters of a prompt or a gold
+MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
 
 
 def check_prompts(config: Config) -> str:
@@ -42,16 +43,19 @@ def check_prompts(config: Config) -> str:
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:
     for agent, codec in zip(config.agents, codecs, strict=True):
         num_tokens = len(codec.encode_prompt(row.text))
-        yield f"{agent.name} reads of the first prompt {num_tokens} tokens: {_short(codec.shown_prompt(row.text))}"
-    yield f"its gold, as the judge reads it: {_short(_read_gold(config, row))}"
+        yield f"\n{agent.name} reads of the first prompt {num_tokens} tokens:"
+        yield from _lines(codec.shown_prompt(row.text))
+    for key, grader in config.reward.graders.items():
+        yield f"\nits gold, as {key} reads it:"
+        yield from _lines(_read_gold(grader, config.reward.timeout_s, row))
 
 
-def _read_gold(config: Config, row: PromptRow) -> str:
-    """What the judge makes of a gold that stands as the answer; of program and a grader of one's own, the text."""
-    reward, kind = config.reward, find_kind(config.reward.kind)
-    if kind.is_own or reward.kind == "program":  # which run code: not in a check
+def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> str:
+    """What a judge makes of a gold that stands as the answer; of graders that run code or ask a server, the text."""
+    kind = find_kind(grader.kind)
+    if kind.is_own or grader.kind in ("program", "model"):
         return row.gold
-    with Judge(reward.kind, timeout_s=reward.timeout_s, options=reward.options) as judge:
+    with Judge(grader.kind, timeout_s=timeout_s, options=grader.options) as judge:
         answer = kind.gold_as_answer(row.gold)
         ((judgement, said),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
         error = judge.take_report().first_error
@@ -59,9 +63,16 @@ def _read_gold(config: Config, row: PromptRow) -> str:
     return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"
 
 
-def _short(text: str) -> str:
-    """One line that shows the beginning and the end of a text."""
-    if len(text) > MOST_SHOWN:
-        half = MOST_SHOWN // 2
-        return f"{one_line(text[:half])} [...] {one_line(text[-half:])}"
-    return one_line(text)
+def _lines(text: str) -> Iterator[str]:
+    """A text line by line, of a long one the beginning and the end."""
+    lines = [_cut(one_line(line)) for line in text.split("\n")]
+    hidden = len(lines) - MOST_LINES
+    if hidden > 0:
+        half = MOST_LINES // 2
+        lines[half:-half] = [f"... {hidden} lines ..."]
+    yield from (f"  | {line}" for line in lines)
+
+
+def _cut(line: str) -> str:
+    half = MOST_CHARACTERS // 2
+    return line if len(line) <= MOST_CHARACTERS else f"{line[:half]} [...] {line[-half:]}"

@@ -185,10 +185,10 @@ def _logging(config: Config) -> Iterator[str]:
     for key, values in (("trackers", logging.trackers), ("trace_steps", logging.trace_steps)):
         if len(set(values)) < len(values):
             yield f"logging.{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
-    if logging.trace and max(logging.trace_steps) > config.num_steps:
+    if (last := max(config.traced_steps, default=0)) > config.num_steps:
         nearest = [step for step in logging.trace_steps if step <= config.num_steps] or [config.num_steps]
         yield (
-            f"logging.trace_steps: step {max(logging.trace_steps)} is after the last one (num_steps = "
+            f"logging.trace_steps: step {last} is after the last one (num_steps = "
             f"{config.num_steps}). Nearest: {nearest}"
         )
 

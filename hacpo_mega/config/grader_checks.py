@@ -8,7 +8,7 @@ import difflib
 import importlib.machinery
 import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hacpo_mega.config.choices import REWARD_KINDS
@@ -48,10 +48,13 @@ def option_problem(kind: str, options: Iterable[str]) -> str | None:
     )
 
 
-def signature(kind: str) -> str:
-    """How a grader of the user's is written down, such as `(prompt, answer, gold, *, bonus=0.0)`; empty for others."""
+def shown_grader(kind: str, options: Mapping[str, object]) -> str:
+    """A grader as `check` shows it: its kind, the signature of the user's as it is written, options it has and gets."""
     found = _definition(kind)
-    return f"({ast.unparse(found.args)})" if isinstance(found, FUNCTIONS) else ""
+    has = ", ".join(REWARD_KINDS.get(kind, _parameters(found) or ())) or "none"
+    of = f"({ast.unparse(found.args)})" if isinstance(found, FUNCTIONS) else f" (options it has: {has})"
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in options.items()) or "none"
+    return f"{kind}{of}; options set: {given}"
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:

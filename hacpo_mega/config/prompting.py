@@ -4,10 +4,11 @@ Training and evaluation share this record, so an agent is asked in one way in bo
 which needs a tokenizer (samples/tokenizers.py).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from hacpo_mega.models.chat_template import names_in
 
 PLACE = "{prompt}"
 # What a template is tried with: two tasks, of which one is long, since a template may cut.
@@ -57,7 +58,7 @@ class Prompting:
 
         A template ignores in silence what it does not know: a misspelled argument, a system prompt, the task itself.
         """
-        if unread := sorted(self.template_kwargs.keys() - set(re.findall(r"\w+", template))):
+        if unread := sorted(self.template_kwargs.keys() - names_in(template)):
             return f"never reads {', '.join(unread)}; correct or remove it in chat_template_kwargs"
         if len(set(texts)) < len(TRIALS):
             return "makes one text of all prompts: it leaves the user's message out; give the template of a chat model"

@@ -203,7 +203,7 @@ class LoggingConfig(Section):
     trace: Flag = False
     """Write a Chrome trace of the trace_steps, one track per rank, to trace/ of the run folder."""
     trace_steps: Annotated[tuple[Count, ...], Field(min_length=1)] = (2,)
-    """Steps that `trace` is about, each once; the first step of a run also warms up."""
+    """Steps that `trace` is about, each once; the first step of a run also warms up, and is the one of a run of one."""
     rollout_tokens: Flag = False
     """Log every answer's tokens, their log-probs and own ratios, which makes rollouts/ several times larger."""
 
@@ -253,6 +253,13 @@ class Config(Section):
     """Trackers and traces."""
     slurm: SlurmConfig = SlurmConfig()
     """What `hacpo-mega slurm` asks a cluster for; it changes no result."""
+
+    @property
+    def traced_steps(self) -> tuple[int, ...]:
+        """The steps to be traced; none without logging.trace. A run of one step has no second."""
+        chosen = self.logging.trace_steps
+        is_default = chosen == type(self.logging).model_fields["trace_steps"].default
+        return ((1,) if is_default and self.num_steps == 1 else chosen) if self.logging.trace else ()
 
     @property
     def answers_per_prompt(self) -> int:

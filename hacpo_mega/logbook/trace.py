@@ -10,7 +10,7 @@ Not here: the recording (cluster/spans.py) and the picture (report/timeline.py).
 import gzip
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, Self
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.spans import Span
-from hacpo_mega.config import LoggingConfig
 
 FOLDER = "trace"
 MICROSECONDS = 1e6
@@ -55,14 +54,14 @@ class StepTrace:
 
     def __init__(
         self,
-        chosen: LoggingConfig,
+        steps: Collection[int],
         place: Place,
         run_dir: Path,
         say: Callable[[str], None],
         misplaced: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`misplaced` says why what stands at `run_dir` is not the run's folder; None when it is."""
-        self._steps = frozenset(chosen.trace_steps if chosen.trace else ())
+        """`steps` are recorded; `misplaced` says why what is at `run_dir` is not the run's folder, None when it is."""
+        self._steps = frozenset(steps)
         self._place, self._run_dir, self._say, self._misplaced = place, run_dir, say, misplaced
 
     @contextmanager

@@ -76,6 +76,11 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return made
 
 
+def names_in(template: str) -> set[str]:
+    """Every name that a template could read by, text and quoted words aside. For one that has been rendered."""
+    return {value for _, kind, value in environment().lex(template) if kind == "name"}
+
+
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What the process says of a request: the texts, or in one line what went wrong."""
     try:

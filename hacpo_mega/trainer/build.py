@@ -135,7 +135,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         skips=skips,
         view_rules=ViewRules.of(config.algorithm, config.rollout, codecs),
         report=report,
-        trace=StepTrace(config.logging, place, config.run_dir, console.say, folder.misplaced),
+        trace=StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced),
         disk=JointDisk(place, config, folder, console.say),
         observers=Observers(observers),
     )

@@ -216,8 +216,9 @@ def test_wording_that_nobody_reads_is_refused(tmp_path):
         Prompting(prompt_template="{problem}")
     tokenizer = make_tokenizer(tmp_path, CHARACTERS)
     tokenizer.chat_template = CHAT
-    with pytest.raises(ValueError, match="never reads enable_thinkin;"):
-        TextCodec(tokenizer, Prompting(True, {"enable_thinkin": False}))
+    for name in ("enable_thinkin", "system"):  # the second is a word of the template, and nothing that it reads
+        with pytest.raises(ValueError, match=f"never reads {name};"):
+            TextCodec(tokenizer, Prompting(True, {name: False}))
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match="leaves the system prompt out"):
         TextCodec(tokenizer, Prompting(True, system_prompt="7"))
