@@ -119,9 +119,7 @@ def check(
     shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
     say("\n" + "\n".join(shown))
     if "wandb" in config.logging.trackers and not has_tracker_login():
-        say(
-            "logging.trackers: wandb has no login: it would ask for one at the start. `wandb login`, or WANDB_MODE=offline"
-        )
+        say("logging.trackers: wandb has no login and would ask for one: `wandb login`, or WANDB_MODE=offline")
     if data:
         prepare_environment()
         from hacpo_mega.commands.check_prompts import check_prompts
