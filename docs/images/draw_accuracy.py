@@ -25,8 +25,9 @@ METHODS = {
 
 def curves_of(method: str) -> tuple[list[int], np.ndarray]:
     """The evaluated steps and, one row for each reported seed, the mean accuracy of all agents at them."""
-    results = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob(f"skills.{method}.lr-*.json"))]
-    reported = [result for result in results if result["stage"] == "reported"]
+    results = map(json.loads, (EVIDENCE / "runs.jsonl").read_text().splitlines())
+    of_method = [r for r in results if (r["regime"], r["method"]) == ("skills", method)]
+    reported = [result for result in of_method if result["stage"] == "reported"]
     by_agent = [list(result["curves"]["accuracy"].values()) for result in reported]
     return reported[0]["steps"], np.array(by_agent).mean(axis=1)
 

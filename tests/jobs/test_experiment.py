@@ -97,13 +97,16 @@ def test_killed_in_the_middle_and_started_again_it_shows_the_same(tmp_path, conf
     first.kill()
     # Its server holds the same pipes, and ends after the last rank: this would wait for anyone left over.
     first.communicate()
-    finished = {path: path.stat().st_mtime_ns for path in (folder / "results").glob("[!.]*.json")}
+    finished = [json.loads(path.read_text()) for path in (folder / "results").glob("[!.]*.json")]
     assert 1 <= len(finished) < 4
     second = start_command("experiment", file)
     out, errors = second.communicate()
     assert second.returncode == 0, errors[-4000:]
     assert f"{4 - len(finished)} runs made, 0 failed, 0 of the grid still missing" in out
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished, "what is finished is not run again"
+    (packed,) = (folder / "results").iterdir()
+    runs = [json.loads(line) for line in packed.read_text().splitlines()]
+    assert packed.name == "runs.jsonl" and len(runs) == 4, "a grid of which no run is missing is one file"
+    assert all(result in runs for result in finished), "what is finished is not run again: seconds are the same"
     assert shown(folder) == shown(undisturbed[0])
 
 

@@ -12,7 +12,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega.config import load_config
 from hacpo_mega.lab.experiments.grid import Cell, load_grid
 from hacpo_mega.lab.experiments.identity import folder_digest, identity_of
-from hacpo_mega.lab.experiments.result import diagnose, measure, read_result, write_result
+from hacpo_mega.lab.experiments.result import diagnose, measure, pack_results, read_packed, read_result, write_result
 from hacpo_mega.lab.experiments.trust import (
     check_cells,
     check_identities,
@@ -33,6 +33,20 @@ def run_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     agent = agent_table(folder, "qwen", "qwen3", CHARACTERS)
     return write_config(folder, [agent], evaluation={"num_prompts": 8, "every_steps": 1})
+
+
+def test_a_packed_folder_reads_as_its_files_did_and_a_broken_line_is_named(tmp_path):
+    results = [make_result(cell, (0.5,)) for cell in (CELL, OTHER)]
+    for result in results:
+        write_result(tmp_path, result)
+    packed = pack_results(tmp_path, results)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
+    assert sorted(read_packed(tmp_path), key=str) == sorted(results, key=str)
+    with packed.open("a") as file:
+        file.write('{"agents": 1}\n')
+    *_, problem = read_packed(tmp_path)
+    assert str(problem).startswith(f"{packed}:3: not the result of a run (")
+    assert not list(read_packed(tmp_path / "none"))
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path):

@@ -20,7 +20,7 @@ from hacpo_mega.jobs.forked import JobServer
 from hacpo_mega.lab.experiments.grid import Cell, Grid, config_of_cell, overrides_of
 from hacpo_mega.lab.experiments.identity import Identity
 from hacpo_mega.lab.experiments.order import EVERYTHING, Part, num_cells, num_done, pending_cells
-from hacpo_mega.lab.experiments.result import Measured, Result, measure, this_machine, write_result
+from hacpo_mega.lab.experiments.result import Measured, Result, measure, pack_results, this_machine, write_result
 from hacpo_mega.lab.experiments.trust import (
     Setting,
     check_cells,
@@ -99,7 +99,10 @@ class Queue:
             found = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
             whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid)}"
             say(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)")
-        return Outcome(num_made, tuple(failed), num_cells(self.grid) - num_done(self.grid, scores))
+        num_missing = num_cells(self.grid) - num_done(self.grid, scores)
+        if num_made and not num_missing:  # nobody writes here any more
+            pack_results(self.grid.results, read_results(self.grid)[0].values())
+        return Outcome(num_made, tuple(failed), num_missing)
 
     def scores(self) -> dict[Cell, float]:
         """What is finished, as it lies on disk: files of another machine may come at any time."""

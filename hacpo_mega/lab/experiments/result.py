@@ -1,7 +1,8 @@
 """One finished run as a small JSON file: who made it, from what, and what it measured.
 
 Small enough to be committed and copied between machines (below 20 kB for runs of a few hundred steps); the run folder
-itself may go. Everything but `seconds` and `machine` repeats exactly when the run is repeated.
+itself may go. Everything but `seconds` and `machine` repeats exactly when the run is repeated. A grid of which no run
+is missing is one file, runs.jsonl.
 """
 
 import json
@@ -9,7 +10,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -25,6 +26,7 @@ from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 # What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
 NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|num_[^/]*.*)")
 WINDOW = 10
+PACKED = "runs.jsonl"
 # Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
 MOST_VALUES = 600
 
@@ -155,28 +157,63 @@ def write_result(folder: Path, result: Result) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.cell.name}.json"
     table = result.model_dump(mode="json")
-    text = "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n"
+    _write(
+        path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n"
+    )
+    return path
+
+
+def pack_results(folder: Path, results: Iterable[Result]) -> Path:
+    """Puts results into FOLDER/runs.jsonl, one a line in order of name, in place of a file for each."""
+    ordered = sorted(results, key=lambda result: result.cell.name)
+    packed = folder / PACKED
+    _write(packed, "".join(f"{json.dumps(result.model_dump(mode='json'))}\n" for result in ordered))
+    for result in ordered:
+        (folder / f"{result.cell.name}.json").unlink(missing_ok=True)
+    return packed
+
+
+def _write(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with fresh.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    return path
+
+
+def read_packed(folder: Path) -> Iterator[Result | ValueError]:
+    """The results of FOLDER/runs.jsonl, none where there is no such file; a problem in place of a line that is none."""
+    path = folder / PACKED
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        yield ValueError(f"{path}: cannot be read ({error.strerror})")
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _parsed(line, f"{path}:{number}")
+        except ValueError as error:
+            yield error
+
+
+def _parsed(text: bytes, where: str) -> Result:
+    try:
+        return Result.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{where}: not the result of a run ({field or 'all'}: {first['msg']}); remove it, and its run is made again"
+        ) from error
 
 
 def read_result(path: Path) -> Result:
     """ValueError, one line, for a file that is no result or that is not called as its run is."""
     try:
-        result = Result.model_validate_json(path.read_bytes())
+        result = _parsed(path.read_bytes(), str(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{path}: not the result of a run ({where or 'file'}: {first['msg']}); remove it, and its run is made again"
-        ) from error
     if path.name != f"{result.cell.name}.json":
         raise ValueError(f"{path}: holds the run {result.cell.name}; expected it as {result.cell.name}.json")
     return result

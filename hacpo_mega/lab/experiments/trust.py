@@ -12,14 +12,24 @@ from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.lab.experiments.grid import Cell, Grid, config_of_cell
 from hacpo_mega.lab.experiments.identity import Identity, identity_of
 from hacpo_mega.lab.experiments.order import pending_cells
-from hacpo_mega.lab.experiments.result import Result, read_result
+from hacpo_mega.lab.experiments.result import Result, read_packed, read_result
 
 Setting = tuple[str, str]  # (regime, method)
 
 
 def read_results(grid: Grid) -> tuple[dict[Cell, Result], list[str]]:
-    """The grid's results by cell, and the names of files that belong to no run of it. ValueError for a broken file."""
+    """The grid's results by cell, packed or each in its file, and the names of files that belong to no run of it.
+
+    ValueError for a broken file or line.
+    """
     known, others, complaints = {}, [], []
+    for result in read_packed(grid.results):
+        if isinstance(result, ValueError):
+            complaints.append(str(result))
+        elif _is_of(grid, result.cell):
+            known[result.cell] = result
+        else:
+            others.append(result.cell.name)
     for path in sorted(grid.results.glob("[!.]*.json")):
         try:
             result = read_result(path)
