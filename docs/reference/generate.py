@@ -1,4 +1,4 @@
-"""Writes configuration.md, commands.md and metrics.md of this folder from the code: `make reference`.
+"""Writes configuration.md, commands.md, metrics.md and api.md of this folder from the code: `make reference`.
 
 tests/unit/test_reference.py holds the pages and the code equal. Nothing here loads torch.
 """
@@ -53,11 +53,52 @@ def metrics() -> str:
     return _page(["# Metrics", NOTE, more, *blocks])
 
 
+# What programs may import, by the file that has it; a name of a class brings its public methods.
+API = {
+    "hacpo_mega": {"config/load.py": ["load_config"], "jobs/from_python.py": ["train", "TrainedRun", "RunFailed"]},
+    "hacpo_mega, under torchrun or srun": {"trainer/trainer.py": ["Trainer"]},
+    "hacpo_mega.grading": {
+        "grading/grader_calls.py": ["Unjudged"],
+        "grading/graders.py": ["length_penalised", "requiring_format"],
+        "grading/judge.py": ["Judge"],
+    },
+}
+
+
+def api() -> str:
+    """Signatures and docstrings of what programs may import, and a program that a test runs."""
+    example = (HERE / "example.py").read_text(encoding="utf-8").strip()
+    parts = ["# Python", NOTE, f"```python\n{example}\n```"]
+    for module, files in API.items():
+        parts.append(f"## {module}")
+        for file, names in files.items():
+            tree = ast.parse((ROOT / "hacpo_mega" / file).read_text(encoding="utf-8"))
+            found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            parts += [_described(found[name], f"{name}") for name in names]
+    return _page(parts)
+
+
+def _described(node: ast.FunctionDef | ast.ClassDef, name: str) -> str:
+    methods = [n for n in node.body if isinstance(n, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
+    made = next((method for method in methods if method.name == "__init__"), node)
+    named = ast.unparse(made.args).removeprefix("self").removeprefix(", ") if hasattr(made, "args") else None
+    arguments = "" if named is None or _is_property(made) else f"({named})"
+    shown = [method for method in methods if not method.name.startswith("_")]
+    text = "\n\n".join(filter(None, (ast.get_docstring(node), made is not node and ast.get_docstring(made))))
+    below = [_described(method, f"{name}.{method.name}") for method in shown]
+    return "\n\n".join([f"### {name}", f"```\n{name}{arguments}\n\n{text}\n```", *below])
+
+
+def _is_property(node: ast.AST) -> bool:
+    return any(isinstance(mark, ast.Name) and mark.id == "property" for mark in getattr(node, "decorator_list", ()))
+
+
 Page = Callable[[], str]
 PAGES: dict[str, Page] = {
     "configuration.md": configuration,
     "commands.md": commands,
     "metrics.md": metrics,
+    "api.md": api,
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,20 @@ def test_ctrl_c_ends_the_ranks_and_raises_where_the_script_stands(config_file, t
     assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "interrupted"), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     assert not [process for process in Path("/proc").glob("[0-9]*") if marked["STARTED_BY"] in started_by(process)]
+
+
+def test_the_example_of_the_reference_runs(config_file):
+    program = f"""
+        import runpy, sys
+        sys.executable, sys.argv = {sys.executable!r}, ["example.py", {str(config_file)!r}, "num_steps=1"]
+        runpy.run_path("docs/reference/example.py", run_name="__main__")
+    """
+    command = [os.environ.get("PLAIN_PYTHON", sys.executable), "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = load_config(config_file).run_dir / "agents" / "a"
+    assert re.search(r"^1 a \d\.\d{3}$", done.stdout, re.MULTILINE) and "1 first answer: " in done.stdout
+    assert done.stdout.splitlines()[-1] == f"a is in {folder} and loads with transformers or vLLM"
 
 
 def started_by(process: Path) -> str:
