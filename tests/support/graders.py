@@ -1,5 +1,9 @@
 """A graded reward for trainer tests: a model with random weights can climb it within a few steps."""
 
+import os
+import time
+import zlib
+
 
 def share_of_ones(prompt: str, answer: str, gold: str) -> float | None:
     """How much of the answer is the digit 1; an empty answer is none."""
@@ -14,3 +18,25 @@ def odd_length(prompt: str, answer: str, gold: str) -> float:
 def text(prompt: str, answer: str, gold: str) -> str:
     """A broken grader: it returns its verdict as text."""
     return "correct"
+
+
+def hostile(prompt, answer, gold):
+    """Does to some answers what a reward of a user can do to its process; `fate_of` says to which."""
+    fate = "right" if answer == gold else fate_of(answer)
+    if fate == "sleeps":
+        time.sleep(3600)
+    while fate == "spins":
+        pass
+    if fate == "ends":
+        os._exit(3)
+    if fate == "raises":
+        raise LookupError("no such answer")
+    if fate == "forks" and os.fork() == 0:
+        time.sleep(3600)
+    return float(fate in ("right", "forks"))
+
+
+def fate_of(answer: str) -> str:
+    """A function of the text alone: one in 16 answers each sleeps, spins, ends, raises or forks."""
+    number = zlib.crc32(answer.encode()) % 16
+    return ("sleeps", "spins", "ends", "raises", "forks", "right")[number] if number < 6 else "wrong"
