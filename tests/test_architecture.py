@@ -86,7 +86,9 @@ ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections",
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 350
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
-LOADS_BY_NAME = ("hacpo_mega/grading/grader_calls.py", "hacpo_mega/logbook/trackers.py")
+LOADS_BY_NAME = (
+    *("hacpo_mega/grading/grader_calls.py", "hacpo_mega/logbook/trackers.py", "hacpo_mega/data/hub_sets.py"),
+)
 # Where `say` is, and what speaks to the process that started it alone.
 PRINTS = (
     *("hacpo_mega/models/visible.py", "hacpo_mega/models/chat_template.py", "hacpo_mega/grading/sandbox.py"),

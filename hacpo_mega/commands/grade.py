@@ -13,18 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.commands.inspect_data import Findings
-from hacpo_mega.data.files import (
-    GOLD_TYPES,
-    DataProblem,
-    absence,
-    describe,
-    gold_text,
-    quoted,
-    read_records,
-    refuse_overwriting,
-    replacing,
-    value_problem,
-)
+from hacpo_mega.data.files import DataProblem, absence, describe, read_records, refuse_overwriting, replacing
+from hacpo_mega.data.row_values import GOLD_TYPES, gold_text, quoted, value_problem
 from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
 from hacpo_mega.records import Judgement, Stop, Verdict
 

@@ -19,6 +19,7 @@ from hacpo_mega.models.folder import tokenizer_problem
 
 FIRST_BYTES = 1 << 20
 PARQUET_MAGIC = b"PAR1"
+SAVED_STATE = "state.json"
 
 
 def input_problems(config: Config) -> Iterator[str]:
@@ -98,6 +99,14 @@ def _prompt_files(config: Config) -> Iterator[str]:
 
 def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None:
     """What is wrong with a prompt file by its name and first bytes, or None."""
+    if str(file).startswith("hub:"):  # read where rows are (data/hub_sets.py)
+        missing = f"{file} needs the library datasets, which is not installed here; `pip install 'datasets>=4'`"
+        return missing if importlib.util.find_spec("datasets") is None else None
+    if (file / SAVED_STATE).is_file():  # by datasets.save_to_disk
+        return None
+    if (file / "dataset_dict.json").is_file():
+        found = sorted(state.parent for state in file.glob(f"*/{SAVED_STATE}"))
+        return f"{file} is a data set of splits; give one of them" + (f". Nearest: {found[0]}" if found else "")
     if file.is_dir():
         inside = sorted(path for path in file.iterdir() if path.suffix in (".jsonl", ".parquet"))
         return f"{file} is a folder; list its files" + (f". Nearest: {inside[0]}" if inside else "")

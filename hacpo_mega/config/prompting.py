@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hacpo_mega.config.chat_messages import messages_of
 from hacpo_mega.models.chat_template import names_in
 
 PLACE = "{prompt}"
@@ -19,7 +20,8 @@ TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count thes
 class Prompting:
     """The wording around a task. Of the defaults nothing is added: the task's text is the prompt.
 
-    chat_template     one user message in the tokenizer's chat template, the assistant's turn opened
+    chat_template     one user message, or the task's own messages, in the tokenizer's chat template, the assistant's
+                      turn opened
     template_kwargs   arguments of that template, such as enable_thinking = false
     system_prompt     the message before the user's
     prompt_template   text with `{prompt}` where the task goes: an instruction, or worked examples for a base model
@@ -48,10 +50,24 @@ class Prompting:
         """The task inside the prompt template. Other braces of the template are text, so LaTeX needs no escaping."""
         return text if self.prompt_template is None else self.prompt_template.replace(PLACE, text)
 
+    def without_template(self, text: str) -> str:
+        """What a model without a chat template reads. ValueError for a task that is chat messages."""
+        if messages_of(text) is not None:
+            raise ValueError(
+                f"the prompt {text[:80]!r} is chat messages, which need chat_template = true of every agent"
+            )
+        return self.filled(text)
+
     def messages(self, text: str) -> list[dict[str, str]]:
-        """The task as the messages of a chat."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
-        return [*system, {"role": "user", "content": self.filled(text)}]
+        """The task as the messages of a chat.
+
+        Of a task that is messages itself, the last is filled in, and a system message of its own comes before ours.
+        """
+        *before, last = messages_of(text) or [{"role": "user", "content": text}]
+        has_system = bool(before) and before[0]["role"] == "system"
+        if self.system_prompt is not None and not has_system:
+            before = [{"role": "system", "content": self.system_prompt}, *before]
+        return [*before, last | {"content": self.filled(last["content"])}]
 
     def template_problem(self, template: str, texts: Sequence[str]) -> str | None:
         """What a chat template loses, by the texts that it made of TRIALS; None when all is there.

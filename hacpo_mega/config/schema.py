@@ -26,7 +26,8 @@ class DataConfig(Section):
     """Where prompts come from: files (JSON Lines or Parquet) or a seeded generator of worked arithmetic."""
 
     files: tuple[FilePath, ...] = ()
-    """Files of training prompts, JSON Lines or Parquet, each once; relative to the current folder."""
+    """Files of training prompts, JSON Lines or Parquet, or folders that `datasets` has saved (one split), each once,
+    relative to the current folder; or hub:ORG/NAME@REVISION/CONFIG/SPLIT of the Hugging Face Hub."""
     generator: Literal["arithmetic"] | None = None
     """The built-in task in place of files: worked arithmetic, one in five prompts held out for evaluation."""
     skills: Annotated[tuple[Skill, ...], Field(min_length=1)] = ("add", "sub", "mul", "srt")

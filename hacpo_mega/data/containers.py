@@ -20,6 +20,7 @@ from hacpo_mega.data.files import (
     read_lines,
     read_records,
 )
+from hacpo_mega.data.saved_folders import is_saved
 from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json
 
 Record = dict[str, Any]
@@ -42,7 +43,7 @@ class Row(NamedTuple):
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Every row of a file, an archive or a folder."""
-    if path.is_dir():
+    if path.is_dir() and not is_saved(path):
         for file in sorted(path.rglob("*")):
             if file.is_file() and file.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
                 yield from _rows_of_file(file, str(file.relative_to(path)))

@@ -15,20 +15,8 @@ from pathlib import Path
 
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
 from hacpo_mega.data.containers import Record, Row, rows_of
-from hacpo_mega.data.files import (
-    GOLD_TYPES,
-    HALF_A_PAIR,
-    DataProblem,
-    PromptRow,
-    absence,
-    content_id,
-    field_names,
-    fields_text,
-    gold_text,
-    quoted,
-    replacing,
-    value_problem,
-)
+from hacpo_mega.data.files import DataProblem, PromptRow, absence, content_id, field_names, fields_text, replacing
+from hacpo_mega.data.row_values import HALF_A_PAIR, gold_problem, gold_text, prompt_problem, prompt_text, quoted
 
 
 @dataclass(frozen=True)
@@ -172,7 +160,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "answered": replace(_plain("problem", "answer"), gold=_competition_answer),
     "math": replace(_plain("problem", "solution"), gold=_boxed_solution),
     "plain": Layout(
-        lambda row: isinstance(row.get("prompt"), str) and row.get("answer") is not None,
+        lambda row: isinstance(row.get("prompt"), str | list) and row.get("answer") is not None,
         "prompt",
         "answer",
         lambda row: row["prompt"],
@@ -226,9 +214,10 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
         return DataProblem(row.file, row.line, None, what)
-    for field, value, types in ((layout.prompt_field, prompt, (str,)), (layout.gold_field, gold, GOLD_TYPES)):
-        if what := value_problem(value, types):
+    for field, what in ((layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))):
+        if what:
             return DataProblem(row.file, row.line, field, what)
+    text = prompt_text(prompt)
     own_id = record.get("unique_id", record.get("id", record.get("idx")))
     subject = record.get("type") or record.get("subject") or record.get("subfield")
     others = {"solution": solution, "id": own_id, "level": record.get("level"), "subject": subject}
@@ -236,8 +225,8 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
         if HALF_A_PAIR.search(str(value or "")):
             return DataProblem(row.file, row.line, field, "holds half a surrogate pair, which UTF-8 cannot hold")
     return Problem(
-        id=content_id(prompt),
-        prompt=prompt,
+        id=content_id(text),
+        prompt=text,
         gold=gold_text(gold).strip(),
         solution=solution if isinstance(solution, str) else "",
         level=str(record.get("level") or ""),

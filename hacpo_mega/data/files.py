@@ -1,4 +1,4 @@
-"""Prompt files: JSON Lines (also gzipped) or Parquet rows -> checked `PromptRow`s, or every problem of every file.
+"""Prompt files: JSON Lines (also gzipped), Parquet, saved folders -> checked `PromptRow`s, or every problem of them.
 
 A problem names file, line and field. Nothing here samples (prompts.py), judges (grading/) or imports torch, so that
 `hacpo-mega check` can read data files and still answer at once.
@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,21 @@ from typing import Any, BinaryIO, TextIO
 import pyarrow
 import pyarrow.parquet
 
+from hacpo_mega.data.hub_sets import HUB, HubSplit
+from hacpo_mega.data.row_values import (
+    NUM_CHARACTERS_SHOWN,
+    gold_problem,
+    gold_text,
+    prompt_problem,
+    prompt_text,
+    quoted,
+)
+from hacpo_mega.data.saved_folders import is_saved, saved_batches
 from hacpo_mega.models.documents import parse_json
 
 NUM_PROBLEMS_SHOWN = 20
-NUM_CHARACTERS_SHOWN = 80
 NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
-GOLD_TYPES = (str, int, float)
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 # Of a row, packed or not: a program's test cases take a few.
 MAX_LINE_BYTES = 16 * 2**20
 # Packed text takes a tenth of its size; what is hardly anything but its own repetition, a thousandth.
@@ -64,15 +70,6 @@ class DataProblem:
     def __str__(self) -> str:
         place = f"{self.file}" if self.line is None else f"{self.file}:{self.line}"
         return f"{place}: {self.what}" if self.field is None else f"{place}: field {self.field!r} {self.what}"
-
-
-def quoted(value: object) -> str:
-    """A value of a file as a message shows it: in quotes and on one line, at most 80 characters of it."""
-    # a long text is cut before it is escaped: a message about 5 MB must not build 5 MB
-    cut = value[:NUM_CHARACTERS_SHOWN] if isinstance(value, str) else value
-    shown = repr(cut)
-    is_whole = cut == value and len(shown) <= NUM_CHARACTERS_SHOWN + 2
-    return shown if is_whole else f"{shown[:NUM_CHARACTERS_SHOWN]}..."
 
 
 def content_id(text: str) -> str:
@@ -134,7 +131,7 @@ def read_prompts(
 
 
 def _row(record: dict[str, Any], prompt_field: str, gold_field: str) -> PromptRow:
-    text = record[prompt_field]
+    text = prompt_text(record[prompt_field])
     skill = record.get("skill")
     row = fields_text({name: value for name, value in record.items() if name != prompt_field})
     return PromptRow(
@@ -145,24 +142,6 @@ def _row(record: dict[str, Any], prompt_field: str, gold_field: str) -> PromptRo
 def fields_text(record: dict[str, Any]) -> str:
     """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text."""
     return json.dumps(record, default=str)
-
-
-def gold_text(answer: str | int | float) -> str:
-    """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap."""
-    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
-
-
-def value_problem(value: object, types: tuple[type, ...]) -> str | None:
-    """What keeps a value from being a prompt (`types` is str) or a gold answer (GOLD_TYPES); None when nothing does."""
-    if isinstance(value, bool) or not isinstance(value, types):
-        return f"is a {type(value).__name__}, needs {' or '.join(t.__name__ for t in types)} (found {quoted(value)})"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"is {value}, needs a finite number"
-    if isinstance(value, str) and not value.strip():
-        return "is empty"
-    if isinstance(value, str) and HALF_A_PAIR.search(value):
-        return "holds half a surrogate pair, which no tokenizer can encode"
-    return None
 
 
 def field_names(record: dict[str, Any]) -> str:
@@ -180,9 +159,9 @@ def absence(record: dict[str, Any], field: str) -> str:
 
 def _field_problems(file: Path, line: int, record: dict[str, Any], fields: tuple[str, str]) -> list[DataProblem]:
     problems = []
-    for field, types in zip(fields, ((str,), GOLD_TYPES)):
+    for field, problem_of in zip(fields, (prompt_problem, gold_problem)):
         value = record.get(field)
-        if what := absence(record, field) if value is None else value_problem(value, types):
+        if what := absence(record, field) if value is None else problem_of(value):
             problems.append(DataProblem(file, line, field, what))
     return problems
 
@@ -194,8 +173,10 @@ def _duplicate(file: Path, line: int, field: str, row: PromptRow, first_seen: di
 
 
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """(line from 1, record) of a JSON Lines or Parquet file; a DataProblem in place of what cannot be read."""
-    if not file.is_file():
+    """(line from 1, record) of a prompt file or a saved folder; a DataProblem in place of what cannot be read."""
+    if is_saved(file) or str(file).startswith(HUB):
+        yield from _read_batches(file)
+    elif not file.is_file():
         yield 0, DataProblem(file, None, None, "is a folder" if file.is_dir() else "does not exist")
     elif file.suffix == ".parquet":
         yield from _read_parquet(file)
@@ -261,19 +242,40 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
                 yield 1, DataProblem(file, None, None, f"{large}; nothing is read")
                 return
             for batch in table.iter_batches(batch_size=PARQUET_ROWS):
-                is_small = batch.nbytes <= MAX_LINE_BYTES
-                # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
-                for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
-                    if rows.nbytes > MAX_LINE_BYTES:
-                        line += 1
-                        yield line, DataProblem(file, line, None, f"has more than {MAX_LINE_BYTES:,} bytes")
-                        continue
-                    for record in rows.to_pylist():
-                        line += 1
-                        yield line, record
+                yield from _rows_of(batch, file, line)
+                line += len(batch)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
+
+
+def _read_batches(folder: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """The rows of a saved folder, or of a data set of the Hub."""
+    line = 0
+    try:
+        split = HubSplit.parse(folder)
+        for batch in saved_batches(folder, PARQUET_ROWS) if split is None else split.batches(PARQUET_ROWS):
+            yield from _rows_of(batch, folder, line)
+            line += len(batch)
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        yield line + 1, DataProblem(folder, line + 1, None, f"unreadable Arrow: {first}")
+    except ValueError as error:
+        yield 0, DataProblem(folder, None, None, str(error))
+
+
+def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """The rows of a batch, numbered from `line` + 1."""
+    is_small = batch.nbytes <= MAX_LINE_BYTES
+    # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
+    for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
+        if rows.nbytes > MAX_LINE_BYTES:
+            line += 1
+            yield line, DataProblem(file, line, None, f"has more than {MAX_LINE_BYTES:,} bytes")
+            continue
+        for record in rows.to_pylist():
+            line += 1
+            yield line, record
 
 
 def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:

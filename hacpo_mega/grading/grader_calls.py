@@ -162,15 +162,29 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
     fields = dict.fromkeys(name for one in asked for name in one.row)
     row = {name: [one.row.get(name) for one in asked] for name in fields}
     if signature.style == "trl":
-        texts = [one.answer for one in asked]
-        messages = [[{"role": "assistant", "content": text}] for text in texts]
-        given = {"prompts": [one.prompt for one in asked], "completions": messages if signature.has_messages else texts}
+        chats = [messages_in(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
+        talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
+        completions = [[{"role": "assistant", "content": one.answer}] if talks else one.answer for one in asked]
+        prompts = [one.prompt if chat is None else chat for one, chat in zip(asked, chats)]
+        given = {"prompts": prompts, "completions": completions}
     elif signature.style == "verl_batch":
         each = [_verl_values(one) for one in asked]
         return _by_name(signature, {f"{name}s": [one[name] for one in each] for name in VERL}, {})
     else:
         given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
     return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
+
+
+def messages_in(prompt: str) -> list[dict[str, str]] | None:
+    """The chat messages that a prompt's text stands for (config/chat_messages.py); None for plain text."""
+    if not prompt.startswith('[{"role":"'):
+        return None
+    try:
+        found = json.loads(prompt)
+    except ValueError:
+        return None
+    is_chat = all(isinstance(message, dict) and message.keys() == {"role", "content"} for message in found)
+    return found if is_chat else None
 
 
 def missing_field(name: str, row: Mapping[str, Any]) -> str:

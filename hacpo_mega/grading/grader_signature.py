@@ -30,7 +30,9 @@ class Signature:
     style      how it is called
     names      parameters that it is given by name, and whether it can do without each
     is_open    whether it takes every other field, too (**kwargs)
-    is_async, has_messages   it is awaited; completions are lists of chat messages instead of texts (TRL)
+    is_async   it is awaited
+    has_messages, has_texts   TRL's completions are annotated as chat messages, or as texts; else they are what the
+               prompts are
     """
 
     style: Literal["position", "names", "batch", "trl", "verl", "verl_batch"]
@@ -38,6 +40,7 @@ class Signature:
     is_open: bool = False
     is_async: bool = False
     has_messages: bool = False
+    has_texts: bool = False
 
     @property
     def takes_lists(self) -> bool:
@@ -79,7 +82,7 @@ class Signature:
         return name in self.names or f"{name}s" in self.names
 
     def __str__(self) -> str:
-        completions = "chat messages" if self.has_messages else "texts"
+        completions = "chat messages" if self.has_messages else "texts" if self.has_texts else "the prompts are"
         how = {
             "position": "by position, with (prompt, answer, gold)",
             "names": f"by name, with {', '.join(self.names)}",
@@ -107,7 +110,8 @@ def signature_of(grader: Callable) -> Signature:
     }
     if "completions" in names:
         notes = str(next(p.annotation for p in named if p.name == "completions"))
-        return Signature("trl", names, has_messages="dict" in notes, **common)
+        is_chat = "dict" in notes
+        return Signature("trl", names, has_messages=is_chat, has_texts="str" in notes and not is_chat, **common)
     if {"solution_str", "ground_truth"} <= names.keys():
         return Signature("verl", names, **common)
     if {"solution_strs", "ground_truths"} <= names.keys():

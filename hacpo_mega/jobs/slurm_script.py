@@ -186,7 +186,8 @@ def _seen_by_processes(config: Config) -> Iterator[Path]:
     for agent in config.agents:  # the files of a snapshot are links into the folder of all its model's snapshots
         model = HubModel.of_snapshot(agent.model)
         yield agent.model.absolute() if model is None else agent.model.parent.parent
-    yield from (file.absolute().parent for file in (*config.data.files, *config.evaluation.files))
+    files = (*config.data.files, *config.evaluation.files)
+    yield from (file.absolute().parent for file in files if not str(file).startswith("hub:"))
 
 
 def _directives(job: Job) -> Iterator[str]:

@@ -20,6 +20,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_mega.config import AgentConfig, Prompting
+from hacpo_mega.config.chat_messages import contents, lost_message
 from hacpo_mega.config.prompting import TRIALS
 from hacpo_mega.models.folder import read_config, read_json
 from hacpo_mega.models.tokenizer_files import PLAIN_CLASSES
@@ -234,9 +235,13 @@ class TextCodec:
     def _as_read(self, text: str) -> str:
         """A task's text inside the template of this agent."""
         if not self.prompting.chat_template:
-            return self.prompting.filled(text)
-        self._refuse_control_texts(text)
-        return _rendered(self.tokenizer, self.prompting, text)
+            return self.prompting.without_template(text)
+        for content in contents(text):
+            self._refuse_control_texts(content)
+        read = _rendered(self.tokenizer, self.prompting, text)
+        if lost := lost_message(text, read):
+            raise ValueError(f"the chat template of {self.tokenizer.name_or_path} {lost}")
+        return read
 
     @property
     def _prompt_options(self) -> dict[str, bool]:

@@ -248,6 +248,8 @@ BATCHES = [
 FILES = [
     with_files("missing", "files=['{here}/none.jsonl']", "data.files: {here}/none.jsonl does not exist"),
     with_files("a folder", "files=['{here}/folder']", "{here}/folder is a folder; list its files. Nearest: {here}/fol"),
+    with_files("a saved data set", "files=['{here}/saved']", "{here}/saved is a data set of splits; give one of them. "
+               "Nearest: {here}/saved/train"),
     with_files("an empty folder", "files=['{here}/nothing']", "{here}/nothing is a folder; list its files"),
     with_files("empty", "files=['{here}/empty.jsonl']", "data.files: {here}/empty.jsonl is empty"),
     with_files("white", "files=['{here}/white.jsonl']", "data.files: {here}/white.jsonl is empty"),
@@ -344,6 +346,8 @@ LOGGING = [
     one("a step twice", "logging.trace_steps=[2,1,2]", "logging.trace_steps: [2, 1, 2] names one twice. Nearest: [2,"),
     Case("a step too late", ("logging={trace=true,trace_steps=[1,9]}",),
          ("logging.trace_steps: step 9 is after the last one (num_steps = 2). Nearest: [1]",)),
+    Case("a step after the only one", ("num_steps=1", "logging={trace=true,trace_steps=[3]}"),
+         ("logging.trace_steps: step 3 is after the last one (num_steps = 1). Nearest: [1]",)),
     one("no step", "logging.trace_steps=[]", "logging.trace_steps: "),
 ]  # fmt: skip
 GROUPS = {

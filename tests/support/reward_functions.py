@@ -46,6 +46,12 @@ def of_trl(completions, solution, **kwargs):
     return [float(completion == right) if right else None for completion, right in zip(completions, solution)]
 
 
+def of_trl_either(prompts, completions, **kwargs):
+    """Without annotations: what completions are follows from the prompts."""
+    said = [c if isinstance(c, str) else c[0]["content"] + "!" for c in completions]
+    return [float(s == (p if isinstance(p, str) else p[-1]["content"] + "!")) for p, s in zip(prompts, said)]
+
+
 def of_trl_chat(prompts, completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
     """And for chats."""
     return [float(completion[0]["content"] == prompt) for prompt, completion in zip(prompts, completions)]

@@ -58,6 +58,9 @@ def write_prompt_files(folder: Path) -> None:
 
     (folder / "folder").mkdir()
     (folder / "nothing").mkdir()
+    (folder / "saved" / "train").mkdir(parents=True)
+    write("saved/dataset_dict.json", {"splits": ["train"]})
+    write("saved/train/state.json", {})
     write("good.jsonl", *ROWS)
     write("folder/x.jsonl", *ROWS)
     write("same.jsonl", ROWS[3])

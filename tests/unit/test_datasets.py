@@ -24,7 +24,8 @@ from hacpo_mega.data.dataset_checks import (
     without_overlap,
 )
 from hacpo_mega.data.datasets import Problem, read_dataset, write_dataset
-from hacpo_mega.data.files import content_id, load_prompts, quoted
+from hacpo_mega.data.files import content_id, load_prompts
+from hacpo_mega.data.row_values import quoted
 
 REAL = SHARED / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real mathematics files are not in {REAL}")
@@ -139,7 +140,7 @@ def test_defects_are_named_with_their_line_and_good_rows_still_come(tmp_path):
         (5, None, "is a row of layout 'gsm8k' in a file of 'math'"),
         (6, None, "fits no known layout"),
         (7, None, "invalid JSON"),
-        (8, "problem", "is a list, needs str"),
+        (8, "problem", "has a message 1 that is a str, needs role and content"),
         (9, None, "is malformed"),
         (10, "problem", "is empty"),
     ]

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from hacpo_mega.config import RewardConfig
+from hacpo_mega.config.chat_messages import messages_text
 from hacpo_mega.grading.grader_calls import GraderCall
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.weighted_judge import judge_of
@@ -92,12 +93,20 @@ def test_an_async_grader_waits_for_many_at_once_and_for_none_too_long():
     assert report.errors == {"the worker died (exit status 3)": 1, "Unjudged: nobody there": 1}
 
 
+def test_trl_s_completions_are_messages_where_the_prompts_are():
+    prompts = [messages_text([{"role": "user", "content": "p"}]), "p"]
+    with Judge(f"{HERE}:of_trl_either") as judge:
+        for prompt in prompts:
+            found = judge.judge([prompt] * 2, ["1"] * 2, ["p", "q"], [Stop.EOS] * 2)
+            assert [judgement.reward for judgement in found] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         ("by_name", "by name, with answer, level, gold"),
         ("in_lists", "with lists, of answers, golds"),
-        ("of_trl", "as TRL's, with completions as texts and the row's fields"),
+        ("of_trl", "as TRL's, with completions as the prompts are and the row's fields"),
         ("of_trl_chat", "as TRL's, with completions as chat messages and the row's fields"),
         ("of_verl", "as verl's, with data_source, solution_str, ground_truth, extra_info"),
         ("awaited", "by name, with answer, gold, many awaited at once"),

@@ -1,9 +1,11 @@
 """Prompt files and the sampler: every bad row is named, and a step's prompts depend on (seed, step) alone."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -11,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hacpo_mega.config.chat_messages import messages_of
+from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.files import PromptRow, check_data, content_id, load_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
 from hacpo_mega.data.tasks import SkillMix, WarmStartStream, training_examples
@@ -95,6 +99,138 @@ def test_a_damaged_parquet_file_is_a_problem_not_a_crash(tmp_path, keep):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 50, "answer": ["b"] * 50}), table)
     table.write_bytes(table.read_bytes()[:keep])
     assert "unreadable Parquet" in check_data([table])[0].what
+
+
+def save(folder, *shards, **state):
+    """As `datasets.save_to_disk` writes a split: https://huggingface.co/docs/datasets/process#save."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
+    for name, records in zip(names, shards):
+        table = pyarrow.Table.from_pylist(records)
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table, max_chunksize=7)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]} | state))
+    return folder
+
+
+RECORDS = [{"question": f"{i}+1=", "gold": i + 1} for i in range(40)]
+
+
+def test_a_saved_folder_has_the_rows_of_its_files_in_order(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", *RECORDS)
+    saved = save(tmp_path / "saved" / "train", RECORDS[:23], RECORDS[23:])
+    assert load_prompts([saved], "question", "gold") == load_prompts([lines], "question", "gold")
+    assert [problem.gold for problem in read_dataset(saved, layouts_of("question", "gold", only=True)).problems] == [
+        str(i + 1) for i in range(40)
+    ]
+    assert str(check_data([saved], "prompt", "gold")[3]) == (
+        f"{saved}:4: field 'prompt' is missing (the row has: gold, question)"
+    )
+
+
+def test_a_folder_that_is_no_split_is_a_line(tmp_path):
+    save(tmp_path / "all" / "test", RECORDS)
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    save(tmp_path / "chosen", RECORDS, _indices_data_files=[{"filename": "x.arrow"}])
+    save(tmp_path / "away", RECORDS, _data_files=[{"filename": "../all/test/data-00000-of-00001.arrow"}])
+    save(tmp_path / "empty", RECORDS, _data_files=None)
+    cut = save(tmp_path / "cut", RECORDS) / "data-00000-of-00001.arrow"
+    cut.write_bytes(cut.read_bytes()[:500])
+    says = {
+        "all": f"is a data set of splits (test); give one of them: {tmp_path}/all/test",
+        "chosen": "is a selection by indices",
+        "away": "names '../all/test/data-00000-of-00001.arrow'; the data files of a saved folder lie in it",
+        "empty": "has a state.json that names no data files (TypeError",
+        "cut": "unreadable Arrow: ",
+    }
+    for name, what in says.items():
+        (problem, *_) = check_data([tmp_path / name], "question", "gold")
+        assert what in str(problem), name
+
+
+def test_a_folder_that_datasets_has_saved(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the `datasets` library is not installed")
+    split = datasets.Dataset.from_list(RECORDS)
+    datasets.DatasetDict(train=split, test=split.select([3, 5])).save_to_disk(tmp_path / "saved")
+    assert [row.text for row in load_prompts([tmp_path / "saved" / "test"], "question", "gold")] == ["3+1=", "5+1="]
+    assert len(load_prompts([tmp_path / "saved" / "train"], "question", "gold")) == 40
+    assert "splits (test, train)" in str(check_data([tmp_path / "saved"])[0])
+
+
+def test_a_data_set_by_its_name(tmp_path, monkeypatch):
+    """The library's own reading of a repository's layout: a folder of that name stands for the Hub."""
+    datasets = pytest.importorskip("datasets", reason="the `datasets` library is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    files = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "test")]
+    card = f"---\nconfigs: {json.dumps([{'config_name': 'main', 'data_files': files}])}\n---\n"
+    (tmp_path / "org" / "name" / "README.md").write_text(card)
+    for split, records in (("train", RECORDS), ("test", RECORDS[:2])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / f"org/name/{split}.parquet")
+    monkeypatch.chdir(tmp_path)
+    lines = write_lines(tmp_path / "a.jsonl", *RECORDS)
+    named = load_prompts([Path("hub:org/name/main/train")], "question", "gold")
+    assert named == load_prompts([lines], "question", "gold")
+    says = {"main/no": 'Unknown split "no"', "other/test": "BuilderConfig 'other' not found", "test": None}
+    for name, what in says.items():
+        problems = check_data([Path("hub:org/name") / name], "question", "gold")
+        assert what in str(problems[0]) if what else not problems, problems
+
+
+@pytest.mark.parametrize("name", ["hub:gsm8k", "hub:openai/gsm8k", "hub:../x/main/train", "hub:a/b/c/d/e", "hub:"])
+def test_half_a_name_is_a_line(name):
+    (problem,) = check_data([Path(name)])
+    assert "is no data set of the Hub; write hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT" in str(problem)
+
+
+def test_a_name_needs_the_library(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = check_data([Path("hub:openai/gsm8k@main/main/train")])
+    assert "needs the library datasets, which is not installed here; `pip install 'datasets>=4'`" in str(problem)
+
+
+def said(*messages):
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+CHAT = said(("system", "Be brief \u00e9."), ("user", "1+1="), ("assistant", "2"), ("user", 'and "+1"?\n'))
+
+
+def test_messages_are_one_text_in_every_file(tmp_path):
+    rows = [{"prompt": CHAT, "answer": "3"}, {"prompt": said(("user", "2+2=")), "answer": "4"}]
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    shuffled = [[{"content": m["content"], "name": None, "role": m["role"]} for m in row["prompt"]] for row in rows]
+    table = pyarrow.Table.from_pylist([{"prompt": p, "answer": row["answer"]} for p, row in zip(shuffled, rows)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = load_prompts([lines])
+    assert [(row.id, row.text) for row in found] == [(r.id, r.text) for r in load_prompts([tmp_path / "a.parquet"])]
+    assert [messages_of(row.text) for row in found] == [row["prompt"] for row in rows]
+    assert [problem.prompt for problem in read_dataset(lines).problems] == [row.text for row in found]
+    assert found[1].text == '[{"role":"user","content":"2+2="}]'
+    assert messages_of(' [{"role":"user","content":"2+2="}]') is None and messages_of("2+2=") is None
+
+
+@pytest.mark.parametrize(
+    "prompt, what",
+    [
+        ([], "ends with a message of None"),
+        (["1+1="], "has a message 1 that is a str, needs role and content"),
+        (said(("user", "x"), ("assistant", "y")), "ends with a message of 'assistant'"),
+        (said(("tool", "x"), ("user", "y")), "has a message 1 of role 'tool'; roles are system, user, assistant"),
+        (said(("user", "x"), ("system", "y"), ("user", "z")), "has a message 2 of role 'system'"),
+        (said(("user", " ")), "has a message 1 whose content is no text, or empty"),
+        (said(("user", None)), "has a message 1 whose content is no text, or empty"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "with 'tool_calls': only role and content are"),
+        (said(("user", [{"type": "image_url"}, {"type": "text"}])), "in parts (image_url, text): images and the like"),
+        ('[{"role":"user","content":"x"}]', "is chat messages as JSON text; write them as a list"),
+        (said(("user", "\ud800")), "holds half a surrogate pair"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_named_with_their_row(tmp_path, prompt, what):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "fine", "answer": 1}, {"prompt": prompt, "answer": 1})
+    (problem,) = check_data([file])
+    assert str(problem).startswith(f"{file}:2: field 'prompt' ") and what in str(problem)
 
 
 def rows(num, skill=""):

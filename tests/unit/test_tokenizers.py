@@ -12,6 +12,7 @@ from repository import SHARED
 from transformers import AutoTokenizer
 
 from hacpo_mega.config import Prompting
+from hacpo_mega.config.chat_messages import messages_text
 from hacpo_mega.data.tasks import SKILLS
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
@@ -207,6 +208,29 @@ def test_a_prompt_is_worded_once_for_training_and_evaluation(tmp_path):
     codec = TextCodec(tokenizer, prompting)
     assert codec.shown_prompt("1+2") == "*7*7;s91+29;=0"
     assert tokenizer.decode(codec.encode_prompt("1+2")) == "*7*7;s91+29;=0"
+
+
+def test_messages_of_a_row_are_rendered_by_the_agents_own_template(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    tokenizer.chat_template = CHAT
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    last = {"role": "user", "content": "3+3"}
+    ours, own = ({"role": "system", "content": text} for text in ("7*7", "8*8"))
+    codec = TextCodec(tokenizer, Prompting(True, system_prompt="7*7", prompt_template="9{prompt}"))
+    for turns_given, asked in (([*turns, last], [ours, *turns]), ([own, *turns, last], [own, *turns])):
+        asked = [*asked, {"role": "user", "content": "93+3"}]
+        text = messages_text(turns_given)
+        assert codec.shown_prompt(text) == tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, tokenize=False
+        )
+        assert codec.prompt_lengths([text]) == [len(codec.encode_prompt(text))]
+    with pytest.raises(ValueError, match="is chat messages, which need chat_template = true"):
+        TextCodec(tokenizer).encode_prompt(messages_text([last]))
+    with pytest.raises(ValueError, match=r"the prompt '1<eos>' spells out <eos>"):
+        codec.encode_prompt(messages_text([{"role": "user", "content": "1<eos>"}, *turns[1:], last]))
+    tokenizer.chat_template = "s{{ messages[-1].content }}="
+    with pytest.raises(ValueError, match=r"leaves out or changes the message '1\+1' of user"):
+        TextCodec(tokenizer, Prompting(True)).encode_prompt(messages_text([*turns, last]))
 
 
 def test_wording_that_nobody_reads_is_refused(tmp_path):

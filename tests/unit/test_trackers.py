@@ -14,6 +14,7 @@ import pytest
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_mega.cli import app as cli
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import StepMetrics
 from hacpo_mega.logbook.trackers import Trackers
@@ -113,6 +114,40 @@ def test_an_absent_tracker_is_one_line_before_anything_is_loaded(tmp_path, monke
     says = f"{file}: logging.trackers: 'wandb' is not installed here; `pip install wandb`, or leave it out"
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         load_config(file, ['logging.trackers=["wandb"]'])
+
+
+@pytest.mark.parametrize(
+    "settings, netrc, is_told",
+    [
+        ({}, None, True),
+        ({"WANDB_MODE": "online"}, "machine example.org login u password p", True),
+        ({}, "machine api.wandb.ai login user password key", False),
+        ({"WANDB_BASE_URL": "https://wandb.here:8080/"}, "machine wandb.here login user password key", False),
+        ({"WANDB_BASE_URL": "https://wandb.here:8080/"}, "machine api.wandb.ai login user password key", True),
+        ({}, "no netrc at all", True),
+        ({"WANDB_API_KEY": "key"}, None, False),
+        ({"WANDB_MODE": "offline"}, None, False),
+    ],
+)
+def test_check_says_that_wandb_would_ask_for_a_login(config, tmp_path, monkeypatch, capsys, settings, netrc, is_told):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**settings, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    if netrc is not None:
+        (tmp_path / ".netrc").write_text(netrc)
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(tmp_path / "run.toml")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().out
+    assert not end.value.code and ("wandb has no login" in said) == is_told
+
+
+def test_a_run_of_one_step_traces_it(config, tmp_path) -> None:
+    chosen = {"logging.trace=true": (2,), "logging.trace=false": (), "logging.trace_steps=[1,2]": ()}
+    for override, steps in chosen.items():
+        assert load_config(tmp_path / "run.toml", [override]).traced_steps == steps
+    assert load_config(tmp_path / "run.toml", ["logging.trace=true", "num_steps=1"]).traced_steps == (1,)
 
 
 WITH_TRACKIO = """

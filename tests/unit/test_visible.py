@@ -173,6 +173,24 @@ def test_check_shows_a_prompt_as_every_agent_reads_it_and_the_gold(tmp_path, mon
     assert "reward: math (options it has: relative); options set: relative = 0.1\n" in shown
 
 
+def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(tmp_path, monkeypatch, capsys):
+    agents = [agent_table(tmp_path, "a", "qwen3", (*CHARACTERS, "\n"))]
+    agents[0]["prompt_template"] = "".join(f"{n}=\n" for n in range(10, 50)) + "{prompt}"
+    (tmp_path / "grader.py").write_text("def own(prompt, answer, gold, *, bonus=0.0):\n    return bonus\n")
+    rows = [{"prompt": f"{n}+{n}=", "answer": 2 * n} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = {"kind": f"{tmp_path}/grader.py:own", "options": {"bonus": 0.5}}
+    tables = {"reward": reward, "data": {"files": [str(tmp_path / "rows.jsonl")]}, "algorithm": {"method": "gspo"}}
+    write_config(tmp_path, agents, rollout={"max_prompt_tokens": 200, "max_answer_tokens": 12}, **tables)
+    capsys.readouterr()
+    code, shown, complaint = run(
+        monkeypatch, capsys, "check", "--data", tmp_path / "run.toml", "training.max_tokens_per_microbatch=256"
+    )
+    assert (code, complaint) == (0, "")
+    assert "  | 19=\n  | ... 21 lines ...\n  | 41=\n" in shown and "  | 49=\n  | 0+0=\n" in shown
+    assert f"reward: {tmp_path}/grader.py:own(prompt, answer, gold, *, bonus=0.0); options set: bonus = 0.5\n" in shown
+
+
 def test_say_prints_at_once(capsys):
     say(Path("a\x1bb"))
     assert capsys.readouterr().out == "a\\x1bb\n"

@@ -12,7 +12,10 @@ from typing import Any
 from hacpo_mega.config import Config, RewardConfig
 from hacpo_mega.config.effects import effect_of, flat
 from hacpo_mega.config.section import Section
+from hacpo_mega.data.files import read_records
+from hacpo_mega.data.hub_sets import HubSplit
 from hacpo_mega.data.prompt_sets import held_out_prompts
+from hacpo_mega.data.saved_folders import data_files
 
 
 class Identity(Section):
@@ -49,7 +52,15 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
         for key, value in flat(config.model_dump(mode="json"))
         if effect_of(key) == "results" and key != "seed" and not key.endswith(".optimizer.lr")
     }
-    return {**table, "training_files": [_file_digest(file) for file in config.data.files]}
+    return {**table, "training_files": [_digest(file) for file in config.data.files]}
+
+
+def _digest(path: Path) -> str:
+    """Of a data file; of a saved folder, of all its data files in order; of a data set of the Hub, of its rows."""
+    if HubSplit.parse(path) is not None:
+        return _digest_of([str(record) for _, record in read_records(path)])
+    digests = [_file_digest(file) for file in data_files(path)]
+    return _digest_of(digests) if len(digests) > 1 else digests[0]
 
 
 def _how_it_is_measured(config: Config) -> dict[str, Any]:
