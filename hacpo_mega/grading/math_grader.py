@@ -179,12 +179,12 @@ def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
 def _are_close(gold: Fraction, answer: Fraction, rules: MatchRules) -> bool:
     """Equal; or within the relative tolerance; or, for a gold that is no whole number, equal to so many decimals.
 
-    Below 0.1 as many significant digits count instead, or every small number would be 0. Two fractions that are no
-    decimals are not rounded.
+    Below 0.1 as many significant digits count instead, or every small number would be 0. Neither of two
+    fractions that are no decimals is a rounding of the other, nor is a whole number one of a fraction.
     """
     size = abs(gold)
     denominators = gold.denominator, answer.denominator
-    has_decimal = any(pow(10, denominator.bit_length(), denominator) == 0 for denominator in denominators)
+    has_decimal = any(d > 1 and pow(10, d.bit_length(), d) == 0 for d in denominators)
     is_rounded = gold.denominator > 1 and has_decimal
     rounding = min(10 * size, 1) / (2 * 10**rules.decimals) if is_rounded else 0
     return abs(gold - answer) <= max(rounding, size * Fraction(rules.relative))
