@@ -42,7 +42,7 @@ def make_paper_workplace(here: Path) -> None:
         write_smallest_tokenizer(folder)
         write_hollow_weights(folder, Architecture.from_folder(folder))
         (folder / "chat_template.jinja").write_text(
-            "{# enable_thinking #}{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% if enable_thinking %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
         )
     (here / "data").mkdir()
     for name in ("math_train", "math500"):
