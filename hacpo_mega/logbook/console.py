@@ -23,8 +23,9 @@ from hacpo_mega.models.visible import one_line, say
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 WIDTH = 120
 # What a line loses first when it is longer than WIDTH: numbers of agents, then groups of its end.
-LESS = ("in-band", "ratio", "phases", "tokens", "unjudged", "reward beside accuracy", "words")
+LESS = ("in-band", "shorter phases", "ratio", "phases", "tokens", "unjudged", "reward beside accuracy", "words")
 SHOWN_SHARE = 0.05  # of a step: shorter phases are not shown
+LONGEST = 2  # phases of a line with little room
 STEPS_AVERAGED = 8  # for the time that is left
 
 
@@ -146,6 +147,9 @@ def _pace(metrics: StepMetrics, less: Sequence[str]) -> list[str]:
     step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in agents), default=0.0)
     parts = []
     long = [(phase, s) for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"]
+    if "shorter phases" in less:
+        longest = sorted(s for _, s in long)[-LONGEST:]
+        long = [(phase, s) for phase, s in long if s in longest]
     if long and "phases" not in less:
         of_all = f" of {step_s:.1f}" if step_s else ""
         parts.append(" ".join(f"{phase.replace('_', ' ')} {s:.1f}" for phase, s in long) + f"{of_all} s")
