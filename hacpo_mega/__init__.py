@@ -18,6 +18,9 @@ def __getattr__(name: str) -> Any:
 
         return train
     if name == "Trainer":
+        from hacpo_mega.cluster.environment import prepare_environment
+
+        prepare_environment()  # vLLM and transformers read theirs when they are imported, which is now
         from hacpo_mega.trainer.trainer import Trainer
 
         return Trainer

@@ -98,6 +98,21 @@ def test_the_example_of_the_reference_runs(config_file):
     assert done.stdout.splitlines()[-1] == f"a is in {folder} and loads with transformers or vLLM"
 
 
+def test_a_rank_under_torchrun_needs_no_variable(config_file, tmp_path):
+    """With a real interpreter and torch's own launcher, as a user would; the ranks of a job take one each."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys\nfrom hacpo_mega import Trainer, load_config\n"
+        "with Trainer(load_config(sys.argv[1], ['num_steps=1'])) as trainer:\n    assert trainer.fit()\n"
+    )
+    plain = os.environ.get("PLAIN_PYTHON", sys.executable)
+    command = [plain, "-m", "torch.distributed.run", "--standalone", str(script), str(config_file)]
+    without = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "HF_"))}
+    done = subprocess.run(command, env=without, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "done: the models are in" in done.stdout
+
+
 def started_by(process: Path) -> str:
     try:
         return (process / "environ").read_text(errors="replace")
