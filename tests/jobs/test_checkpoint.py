@@ -145,7 +145,8 @@ def test_a_new_run_branches_off_with_only_num_steps_changed(undisturbed):
     expected = read_metrics(run / "metrics.jsonl")[3].values
     assert list(steps) == [3]
     assert {name: value for name, value in steps[3].values.items() if name in expected} == expected
-    assert {name.split("/")[2] for name in steps[3].values.keys() - expected.keys()} == {"accuracy", "num_evaluated"}
+    scored = {"accuracy", "accuracy_square", "num_evaluated"}
+    assert {name.split("/")[2] for name in steps[3].values.keys() - expected.keys()} == scored
     assert read_rollouts(branch, 3) == read_rollouts(run, 3)
     assert committed_steps(branch) == [3] and committed_steps(run) == [2, 4]
 

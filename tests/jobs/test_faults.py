@@ -40,7 +40,7 @@ def play(config: Path, num_ranks: int = 2) -> tuple[list[int], list[str], str]:
 
 def play_without_bounds(*arguments: str) -> None:
     """The command, in which a weight decay of 1000, the most that a file may say, is 1e300: it takes all weights."""
-    from hacpo_mega.cli import app
+    from hacpo_mega.cli import start
 
     def load(*given: Any, **how: Any) -> Config:
         config = load_config(*given, **how)
@@ -51,7 +51,7 @@ def play_without_bounds(*arguments: str) -> None:
         ]
         return config.model_copy(update={"agents": tuple(agents)})
 
-    app.load_config = load
+    start.load_config = load
     play_command(*arguments)
 
 
