@@ -8,21 +8,75 @@ import re
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are signs, not groups
 BARE = re.compile(r"[^\s$]+")
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-SAID = re.compile(r"\banswer(?: is:?|:)\s+(?=\S)", re.IGNORECASE)
+SAID = re.compile(r"\banswer(?: is:?|:| =)\s+(?=[^\s}])", re.IGNORECASE)
 
 # one pass over all commands, so that the second backslash of "\\" never starts one of its own; the space that only ends
-# a command ("\times 10") goes with it
-COMMAND = re.compile(r"\\(?:[a-zA-Z]+(?:\s+(?![a-zA-Z\s]))?|!\s*|[\s\S])")
-NOTHING = frozenset(("\\!", "\\limits", "\\nolimits"))
-SPACES = frozenset("\\" + name for name in (*",;:> \n$()[]", "quad", "qquad", "displaystyle", "textstyle"))
-SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*\.?")
-FRACTIONS = ("\\dfrac", "\\tfrac", "\\cfrac")
+# a command ("\times (") goes with it, but for the one before a letter or a digit
+COMMAND = re.compile(r"\\(?:[a-zA-Z]+(?:\s+(?![a-zA-Z0-9\s]))?|!\s*|[\s\S])")
+SWITCHES = (
+    *("bf", "it", "rm", "sf", "tt", "em", "boldmath", "limits", "nolimits", "strut", "mathstrut", "null"),
+    *("tiny", "small", "large", "Large", "LARGE", "huge", "Huge"),
+)
+NOTHING = frozenset("\\" + name for name in ("!", *SWITCHES))
+SPACE_NAMES = (*",;:> \n$()[]", "quad", "qquad", "displaystyle", "textstyle", "scriptstyle", "enspace", "thinspace")
+SPACES = frozenset("\\" + name for name in SPACE_NAMES)
+SIZES = re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?")
+SPELLED = {
+    **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac", "\\nicefrac", "\\sfrac"), "\\frac"),
+    "\\lbrack": "[", "\\rbrack": "]", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")",
+    "\\degree": "^\\circ", "\\leqslant": "\\le", "\\geqslant": "\\ge",
+}  # fmt: skip
+SIGNS = str.maketrans({
+    **{sign: f"\\{name} " for sign, name in zip("×·⋅÷π∞≤≥≠∪∩√", (
+        "times", "cdot", "cdot", "div", "pi", "infty", "le", "ge", "ne", "cup", "cap", "sqrt"
+    ))},
+    **{sign: f"^{power}" for power, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **dict.fromkeys("\u00a0\u2009\u202f~", " "), **dict.fromkeys("\u200b\ufeff\u2060"),
+    "°": "^\\circ ", "−": "-", "，": ",", "（": "(", "）": ")", "＝": "=",
+})  # fmt: skip
+INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"  # braces up to four deep
+GROUP = rf"\{{({INSIDE})\}}"
+LOOKS = re.compile(  # what only looks: hidden things and colours go, of what is set in a font the content stays
+    rf"\\(?:[hv]?phantom|color|hspace|vspace|label|tag)\*?\s*\{{{INSIDE}\}}"
+    r"|\\(?:color|text)?color(?:box)?\s*\{[^{}]*\}(?=\s*\{)"
+    r"|\\(?:begin|end)\{(?:aligned|align|gathered|gather|split|equation|center)\*?\}"
+    r"|\\(?:underline|boldsymbol|bm|pmb|mathit|mathsf|mathtt|mathop|mathord|ensuremath|emph|num)(?![a-zA-Z])"
+    r"|\\mathbf(?![a-zA-Z])(?!\s*\{\s*[a-zA-Z])|\\mathrm(?=\s*(?:\d|\{[^{}a-zA-Z\\]*\d))"
+)
+QUANTITY = re.compile(rf"\\(?:SI|qty)\s*{GROUP}\s*{GROUP}|\\ang\s*{GROUP}")
+SET_AS_TEXT = re.compile(
+    r"\\(?:text|mbox|hbox|mathbf|textbf)\s*\{([^{}$]*\d[^{}$]*)\}|\\(?:text|mbox|hbox)\s*\{\$([^$]*)\$\}"
+)
+SMALL_MATRIX = re.compile(r"\\(begin|end)\{([pbvVB]?)(?:small)?matrix\*?\}(?:\[[lcr]\])?")
+ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt(?=[\s({])|\\sqrt\s*(?=\()")
+ROOT_SIGN = re.compile(r"√\s*(\d+)")
+ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+OVER = re.compile(r"\{([^{}]*?)\s*\\over(?![a-zA-Z])\s*([^{}]*)\}")
+SAYS_NOT = r"(?![^{}]*\b(?:not?|never|neither|wrong|false|except|than|least|most)\b)"
+LEADING = re.compile(
+    r"\A\s*(?:\\(?:text|textbf|mbox|mathrm)\s*\{"
+    + SAYS_NOT
+    + r"[^{}\d]*(?:[:,=]|\b(?:is|are|so|thus|hence|therefore|answer))\s*\}\s*:?"
+    r"|\\(?:text|textbf|mbox)\s*\{" + SAYS_NOT + r"[^{}\d]*\}\s*:"
+    r"|\\(?:therefore|Rightarrow|implies|rightarrow|to|approx)(?![a-zA-Z])|=)\s*(?=\S)"
+)
+TRAILING = re.compile(
+    r"(?:\s|\\\\|[.,;✓✔]|\\(?:checkmark|blacksquare|square|qed|Box|,|;)(?![a-zA-Z])"
+    r"|\\(?:text|textbf)\s*\{[\s.]*(?:\((?:final )?answer\))?\s*\})+$"
+)
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|textnormal)\s*\{([^{}]*)\}")
+EN_DASH = re.compile(r"(?<![\w)}\]])[–—]\s*(?=[\d\\.])")
+THOUSANDS = re.compile(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))")  # 14,\!400 is no pair
+MARKDOWN = re.compile(r"^\s*(\*\*|`)(.*)\1\s*$", re.DOTALL)
+STAR = re.compile(r"(?<=\d)\s*\*\s*(?=[a-zA-Z\\])")  # 3+4*i
+PI = re.compile(r"(?<![a-zA-Z\\{])pi(?![a-zA-Z])|(?<=\{)pi(?=\})")
+COMMAND_SPACE = re.compile(r"(\\[a-zA-Z]+) (?=\d)")
 ONE_SIGN_POWER = re.compile(r"([\^_])\{(\w)\}")
 # "1 2" is not 12 and "\sin x" no command, so a space between two letters or digits stays; "1, 234" is a list
 LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 LIST_SPACE = re.compile(r"(?<=\d)\s*,\s+(?=\d{3}(?!\d))")
 LIST_MARK = "\x00"
+MAX_TYPED = 2000  # characters; rules for how people type look backward and forward
 
 
 def after_thinking(text: str) -> str:
@@ -64,15 +118,37 @@ def gold_answer(gold: str) -> str:
 
 
 def tidy(answer: str) -> str:
-    r"""An answer without typesetting: dollars, sizes, thin spaces, display fractions, a full stop, "the answer is".
+    r"""An answer without typesetting: dollars, sizes, fonts, spaces, display fractions, a full stop, "the answer is".
 
-    "\text{...}" stays, since a parser tells units by it. Linear in the text.
+    "\text{...}" stays, since a parser tells units by it. Linear in the text, of which more than MAX_TYPED characters
+    are left as they were typed.
     """
     said = [found.end() for found in SAID.finditer(answer)]
-    text = COMMAND.sub(_without_typesetting, answer[said[-1] if said else 0 :])
-    text = SIZES.sub("", text).replace("{,}", ",").replace("$", " ")
-    text = LIST_SPACE.sub("," + LIST_MARK, text.strip().rstrip(".").strip())
-    return LOOSE_SPACE.sub("", text).replace(LIST_MARK, " ")
+    text = answer[said[-1] if said else 0 :]
+    is_short = len(text) <= MAX_TYPED
+    text = COMMAND.sub(_without_typesetting, _as_latex(text) if is_short else text)
+    text = SIZES.sub("", text).replace("{,}", ",").replace("$", " ").strip()
+    text = _unwrapped(LEADING.sub("", TRAILING.sub("", text), count=1)) if is_short else text.rstrip(".").strip()
+    return LOOSE_SPACE.sub("", LIST_SPACE.sub("," + LIST_MARK, text)).replace(LIST_MARK, " ")
+
+
+def _as_latex(text: str) -> str:
+    r"""The same answer in the commands that a parser knows: no Unicode signs, fonts, colours, \SI, sqrt() or \over."""
+    text = EN_DASH.sub("-", ROOT_SIGN.sub(r"\\sqrt{\1}", THOUSANDS.sub("", text)).translate(SIGNS))
+    text = SET_AS_TEXT.sub(lambda found: found[1] or found[2] or "", LOOKS.sub(" ", text))
+    text = QUANTITY.sub(lambda found: found[1] or f"{found[3]}^\\circ", text)
+    text = OVER.sub(r"\\frac{\1}{\2}", SMALL_MATRIX.sub(r"\\\1{\2matrix}", text))
+    text = ROOT_IN_BRACKETS.sub(r"\\sqrt{\1}", ROOT.sub(r"\\sqrt", text))
+    text = STAR.sub("", text)
+    return PI.sub(r"\\pi ", MARKDOWN.sub(r"\2", text))
+
+
+def _unwrapped(text: str) -> str:
+    """A text without the braces around all of it."""
+    text = text.strip()
+    while text.startswith("{") and _closing_braces(text).get(0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
 
 
 def _without_typesetting(command: re.Match[str]) -> str:
@@ -81,9 +157,10 @@ def _without_typesetting(command: re.Match[str]) -> str:
         return ""
     if sign in SPACES:
         return " "
-    return "\\frac" if sign in FRACTIONS else sign
+    return SPELLED.get(sign, sign)
 
 
 def plain(answer: str) -> str:
     """What two spellings of one answer share: tidy, without text commands and braces round single signs."""
-    return ONE_SIGN_POWER.sub(r"\1\2", TEXT_COMMAND.sub(lambda found: found[1] or " ", tidy(answer)))
+    text = TEXT_COMMAND.sub(lambda found: found[1] or " ", tidy(answer))
+    return ONE_SIGN_POWER.sub(r"\1\2", COMMAND_SPACE.sub(r"\1", text))

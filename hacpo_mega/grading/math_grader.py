@@ -18,18 +18,26 @@ from typing import Any
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import FiniteSet, Interval
 
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_mega.grading.answer_limits import too_large
 from hacpo_mega.grading.answer_values import are_far_apart, is_out_of_bounds
-from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
+from hacpo_mega.grading.number_text import (
+    as_power_of_ten,
+    is_of_another_value,
+    read_decimal_comma,
+    read_number,
+    read_numeral,
+    value_text,
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-MARKED = re.compile(r"(?<!\\)\$|\\[\[(]")  # where formulas stand between words
+MARKED = re.compile(r"(?<!\\)\$[^$]+\$|\\[\[(]")  # where formulas stand between words; "$255" is money
 WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
 
@@ -112,6 +120,8 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
     if decision is not None:
         return decision
     gold = box_of(gold_answer(gold))
+    if is_same_text(plain(gold), plain(text)):
+        return Decision(True, "the same text", gold, text)
     has_words = WORD.search(text)
     if not has_words or not MARKED.search(text):
         decision = decide(gold, text, rules)
@@ -135,11 +145,14 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
         return Decision(True, "the same text", gold, answer)
     if reason := too_large(tidy_answer, tidy_gold):
         return Decision(False, f"refused: {reason}", gold, answer)
-    numbers = _numbers(plain_gold, plain_answer)
+    if is_of_another_value(tidy_answer) and not is_of_another_value(tidy_gold):
+        return Decision(False, "words that change the value", gold, answer)
+    values = value_text(tidy_gold, tidy_answer), value_text(tidy_answer, tidy_gold)
+    numbers = _numbers(*map(plain, values))
     if None not in numbers:
         return Decision(_are_close(*numbers, rules), "numbers", gold, answer, *map(str, numbers))
     numerals = read_numeral(plain_gold), read_numeral(plain_answer)
-    if None not in numerals:
+    if None not in numerals and any(base for _, base in numerals):  # "5 N" is no numeral
         (digits, base), (answer_digits, answer_base) = numerals
         equal = digits == answer_digits and None in (base, answer_base)
         return Decision(equal, "numerals in a base", gold, answer, *map(str, numerals))
@@ -196,12 +209,13 @@ def _parsed_gold(gold: str) -> tuple:
 
 
 def _parsed(answer: str) -> tuple:
-    return tuple(_extracted(f"\\boxed{{{answer}}}", (LATEX,)))
+    return tuple(_extracted(f"\\boxed{{{as_power_of_ten(answer)}}}", (LATEX,), "first_match"))
 
 
-def _extracted(text: str, targets: tuple) -> list:
+def _extracted(text: str, targets: tuple, mode: str = "any_match") -> list:
+    """What math-verify reads; with "first_match" a box is read whole, never a fraction inside one it cannot read."""
     try:
-        return parse(text, targets, parsing_timeout=None, raise_on_error=True)
+        return parse(text, targets, extraction_mode=mode, parsing_timeout=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:
@@ -234,6 +248,8 @@ def _is_equal(gold: Any, answer: Any, rules: MatchRules) -> bool:
     """Whether math-verify finds two readings equal, asked only where its algebra holds."""
     if is_out_of_bounds(gold, answer) or are_far_apart(gold, answer, rules.decimals):
         return False
+    if any(isinstance(a, Interval) and isinstance(b, FiniteSet) for a, b in ((gold, answer), (answer, gold))):
+        return False  # (1, 2) is no set of two
     return verify(
         gold,
         answer,

@@ -19,6 +19,42 @@ NUMERAL = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+)\})")
 BARE_NUMERAL = re.compile(r"-?[0-9A-Z]*[0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?")
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,(?:\d\d|\d{4,})")
 
+E_NOTATION = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]\+?(-?\d+)")
+# words set as text, with powers, \text{m}/\text{s}^2, or a bare word behind a digit
+UNIT = re.compile(
+    r"(?:(?:/|\\cdot)?\s*\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+    r"(?:\^(?:\{[-\d]+\}|\d))?)+\Z|(?<=\d) (?!(?:sin|cos|tan|sec|cot|csc|log|exp|sqrt|or)\b)[a-z]{4,}(?: [a-z]+)*\Z"
+)
+NO_UNIT = re.compile(r"(?i)(?<![a-z])(?:and|no|per ?cent\w*|pct|mod|base|i|e)(?![a-z])|[%=<>,]")
+OTHER_VALUE = re.compile(
+    r"(?i)(?<![a-z])(?:or|not?|twice|thrice|wrong|false|incorrect|except|than|least|most|more|less|hundred|thousand|[mbtr]+illion|dozen)s?(?![a-z])"
+)
+# words between two values, which a parser of formulas would drop with all that follows: "5 apples and 6 pears"
+BETWEEN = re.compile(
+    r"\d.*\\(?:text|textbf|textit|mbox|mathrm)\s*\{(?!\s*(?:and|or)\s*\})[^{}]*[a-zA-Z][^{}]*\}\s*[-(]?\s*\d", re.DOTALL
+)
+LAST_SIDE = re.compile(r"(?:[a-zA-Z](?:_\w)?|(?=.*\\)(?:[\d .+\-{}()]|\\(?:bmod|cdot|times|div|frac))+)=([^=]+)")
+
+
+def value_text(text: str, other: str) -> str:
+    r"""What of a tidy answer may be a number: without its unit, and of "17 \bmod 5 = 2" beside no equation the 2."""
+    unit = UNIT.search(text)
+    if unit and unit.start() > 0 and not NO_UNIT.search(unit[0]) and not OTHER_VALUE.search(unit[0]):
+        text = text[: unit.start()]
+    side = None if "=" in other else LAST_SIDE.fullmatch(text)
+    return side[1] if side else text
+
+
+def is_of_another_value(text: str) -> bool:
+    """Whether words make a tidy answer another one: "5 million", "5 or more", "5 apples and 6 pears"."""
+    unit = UNIT.search(text)
+    return BETWEEN.search(text) is not None or (unit is not None and OTHER_VALUE.search(unit[0]) is not None)
+
+
+def as_power_of_ten(text: str) -> str:
+    r"""4.5 \times 10^{33} for "4.5e33", which a parser of formulas takes for a product with Euler's number."""
+    return E_NOTATION.sub(r"\1\\times 10^{\2}", text) if E_NOTATION.fullmatch(text) else text
+
 
 def read_number(text: str) -> Fraction | None:
     r"""The value of "7,000", "27.0", "(073)", "-\frac{1}{2}", "2 1/2", "4.5e33" or "4.5\times10^{33}", else None."""

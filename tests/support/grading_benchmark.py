@@ -1,16 +1,19 @@
 """Graders measured on labelled pairs, on rewritten golds, on labelled GSM8K answers and on hostile answers.
 
-    python tests/support/grading_benchmark.py labelled --data DATA [--other verl=FILE.py:function]
+    python tests/support/grading_benchmark.py labelled --data DATA [--half held-out] [--other NAME=FILE.py:function]
     python tests/support/grading_benchmark.py mutations --data DATA [--golds 200] [--plain]
     python tests/support/grading_benchmark.py gsm8k --data DATA/example_model_solutions.jsonl
     python tests/support/grading_benchmark.py ablation --data DATA [--golds 150]
     python tests/support/grading_benchmark.py hostile [--answers 2000]
 
-prints the tables of docs/measurements/grading.md. A grader is (prompt, answer, gold) -> reward or None, as everywhere.
+prints the tables of docs/measurements/grading.md. --half: of the pairs those whose hash falls into it; rules are made
+with the seen half alone, and what they are worth is read off the held-out one (and see spelling_benchmark.py).
+A grader is (prompt, answer, gold) -> reward or None, as everywhere.
 """
 
 import argparse
 import functools
+import hashlib
 import json
 import random
 import re
@@ -37,6 +40,7 @@ from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 
 Grader = Callable[[str, str, str], float | None]
+FORMS = ("bare", "gold boxed", "bare, loose", "gold boxed, loose")
 MARKED = ("$", "\\[", "\\(", "\\boxed")
 GOLD_FILES = (
     "math/MATH_original_train.tar.gz", "math/MATH_original_test.tar.gz", "math500/test.jsonl",
@@ -55,6 +59,12 @@ RULES: dict[str, dict[str, Callable]] = {
     "numbers that are no values": {GRADER + "is_out_of_bounds": lambda gold, answer: False},
     "boxes that stand together": {GRADER + "box_of": lambda text: last_boxed(text) or text},
 }
+
+
+def in_half(half: str | None, *texts: str) -> bool:
+    """Whether what is told by these texts belongs to a half ("seen" or "held-out"); all belongs to None."""
+    is_held_out = hashlib.sha256("\0".join(texts).encode()).digest()[0] % 2 == 1
+    return half is None or is_held_out == (half == "held-out")
 
 
 class OutOfTime(BaseException):
@@ -126,11 +136,20 @@ class Tally:
         return 1000 * self.cpu_s / max(1, self.total.total())
 
 
-def labelled_cases(data: Path) -> list[tuple[str, str, str, bool]]:
-    """(source, answer, gold, whether they are equal) of the public labelled pairs; bare answers boxed."""
+def math_verify_form(form: str, prompt: str, answer: str, gold: str) -> float:
+    """math-verify with texts as they are ("bare"), or gold in a box ("gold boxed"), strictly or not ("loose")."""
+    gold_read = _parsed(gold) if "boxed" in form else parse(gold, parsing_timeout=None)
+    return float(
+        verify(list(gold_read), parse(answer, parsing_timeout=None), strict="loose" not in form, timeout_seconds=None)
+    )
+
+
+def labelled_cases(data: Path, half: str | None = None) -> list[tuple[str, str, str, bool]]:
+    """(source, answer, gold, whether they are equal) of the public labelled pairs; one pair is in one half only."""
     cases = [json.loads(line) for line in (data / "grader_cases.jsonl").open()]
     as_text = lambda value: "" if value is None else str(value)  # noqa: E731
-    return [(case["source"], as_text(case["pred"]), as_text(case["gold"]), case["equal"]) for case in cases]
+    pairs = [(case["source"], as_text(case["pred"]), as_text(case["gold"]), case["equal"]) for case in cases]
+    return [pair for pair in pairs if in_half(half, pair[2], pair[1])]
 
 
 def labelled(grader: Grader, cases: Iterable[tuple[str, str, str, bool]]) -> Tally:
@@ -268,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command; prints tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("labelled", "mutations", "gsm8k", "ablation", "hostile"))
+    parser.add_argument("--half", choices=("seen", "held-out"), help="of the labelled pairs; all without it")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--golds", type=int, help="how many golds to sample; all without it (ablation: 150)")
     parser.add_argument("--answers", type=int, default=2000)
@@ -279,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.what == "labelled":
         graders = {"ours": math_grader.anywhere, "math-verify": plain_math_verify}
         graders |= {name: in_a_box(grader) for name, grader in others.items()}
-        cases = labelled_cases(options.data)
+        cases = labelled_cases(options.data, options.half)
+        graders |= {f"math-verify {form}": functools.partial(math_verify_form, form) for form in FORMS}
         tallies = {name: labelled(grader, cases) for name, grader in graders.items()}
         print_by_group(tallies)
         for example in tallies["ours"].examples:

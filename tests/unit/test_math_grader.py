@@ -100,6 +100,44 @@ DIFFERENT = [
 ]
 
 
+# as people type them (N2 to N5 of a review, and kinds that it did not have)
+TYPED = [
+    ("5", r"5 \text{ N}"), ("0.5", r"0.5\text{ L}"), (r"\$2", r"2 \text{ USD}"), ("23.40", "23.40 dollars"),
+    ("4.5e33", r"4.5 \times 10^{33} \text{ erg/s}"), ("4.5e33", r"n = 4.5 \cdot 10^{33} \mathrm{~cm}"),
+    ("5", r"{\bf 5}"), ("5", r"\mathbf 5"), ("5", r"\color{red} 5"), (r"\frac12", r"\textcolor{blue}{\frac{1}{2}}"),
+    ("2", r"17 \bmod 5 = 2"), ("5", r"5~\text{cm}"), ("(5,6)", "(5,~6)"), (r"54^\circ", "54°"), ("5", r"\SI{5}{m}"),
+    (r"\sqrt{15}", "√15"), (r"2\pi", "2 pi"), ("3+4i", "3+4*i"), ("(1,8)", "{(1,8)}"), ("x^2-5", "x²-5"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{psmallmatrix}1\\2\end{psmallmatrix}"),
+    ("5", r"\text{The answer is } 5"), ("5", r"5 \checkmark"), ("(-3,7)", r"\text{Therefore, } (-3,7)"),
+]  # fmt: skip
+# no value, several values, or another one
+GUESSES = [
+    r"5 \text{ apples and } 6 \text{ pears}", r"5 \text{ (or } 977 \text{)}", r"5 \text{ or more}",
+    r"5 \text{ million}",
+    r"\{4, 5, 6\}", "5, 6", "5 or 6", r"x = 5 \lor x = 6", r"\phantom{5}", r"977\phantom{5}", r"\SI{977}{5}",
+    r"\overset{5}{977}", r"\neq 5", r"\text{not } 5", r"\checkmark", r"\text{N}", "5√2", "5²",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gold, answer", TYPED)
+def test_answers_as_people_type_them(gold, answer):
+    assert boxed("", f"so $\\boxed{{{answer}}}$.", gold) == 1.0
+
+
+@pytest.mark.parametrize("answer", GUESSES)
+def test_lists_of_guesses_and_words_that_change_a_value_are_wrong(answer):
+    assert boxed("", f"\\boxed{{{answer}}}", "5") == 0.0
+
+
+def test_a_box_that_cannot_be_read_is_not_searched_for_a_fraction():
+    assert boxed("", r"\boxed{\overset{\frac{10}{9}}{977}}", r"\frac{10}{9}") == 0.0
+
+
+def test_anywhere_takes_the_gold_itself_and_knows_money():
+    assert anywhere("", "The box has $5 and it is red", "The box has $5 and it is red") == 1.0
+    assert anywhere("", "it costs $255 each", "255") == 1.0
+
+
 @pytest.mark.parametrize("gold, answer", EQUAL)
 def test_equal(gold, answer):
     assert boxed("", f"so $\\boxed{{{answer}}}$.", gold) == 1.0
@@ -228,6 +266,7 @@ def test_numerals_and_decimal_commas():
         ("1 2", "1 2"),
         (r"\sin x", r"\sin x"),
         (r"\$ 5", "5"),
+        (r"\times 10", r"\times 10"),
         (r"2\$3", "2 3"),
         ("The final answer is: 18.", "18"),
         (r"\Bigl( x \Bigr)", "(x)"),
