@@ -88,6 +88,7 @@ MAX_FILE_LINES = 350
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = (
     *("hacpo_mega/grading/grader_calls.py", "hacpo_mega/logbook/trackers.py", "hacpo_mega/data/hub_sets.py"),
+    "hacpo_mega/config/named_function.py",
 )
 # Where `say` is, and what speaks to the process that started it alone.
 PRINTS = (

@@ -13,7 +13,14 @@ import torch
 from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
-from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, scale_gradient, token_objective
+from hacpo_mega.algorithm import (
+    kl_penalty,
+    mean_logprobs,
+    named_objective,
+    objective_bounds,
+    scale_gradient,
+    token_objective,
+)
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, Sample, Score, UpdateStats
 
@@ -109,6 +116,9 @@ class PolicyLoss:
         if self.config.is_token_level:
             old_R = self._old(token_logprob_R, batch.sequences)
             return token_objective(token_logprob_R, old_R, samples.advantage_B, batch.row_cu_seqlens_B, self.config)
+        if self.config.objective is not None:
+            rows = token_logprob_R, batch.row_cu_seqlens_B
+            return named_objective(*rows, *samples, self.update_index, self.config)
         loss_B, _, terms = packed_objective(
             token_logprob_R,
             batch.row_cu_seqlens_B,

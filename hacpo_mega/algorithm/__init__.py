@@ -7,6 +7,7 @@ from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
 from hacpo_mega.algorithm.learning import learning_of
 from hacpo_mega.algorithm.methods import advantages_of
+from hacpo_mega.algorithm.named import named_objective
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
     mean_logprobs,
@@ -26,6 +27,7 @@ __all__ = [
     "kl_penalty",
     "learning_of",
     "mean_logprobs",
+    "named_objective",
     "objective_bounds",
     "reward_tally",
     "sample_weight",

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from hacpo_mega.algorithm.advantage import checked_rewards, hacpo_advantages
+from hacpo_mega.algorithm.named import named_advantages
 from hacpo_mega.algorithm.rivals import f_tis_advantages, sgt_advantages
 from hacpo_mega.config import AlgorithmConfig
 
@@ -14,6 +15,8 @@ def advantages_of(rewards_PNG: Tensor, capability_N: Tensor, learner: int, confi
     capability_N  [N], P_hat > 0; only hacpo reads it
     Returns float64 [P, N, G]. Raises ValueError for shapes that do not fit.
     """
+    if config.advantages is not None:
+        return named_advantages(rewards_PNG, capability_N, learner, config)
     if config.method == "sgt":
         return sgt_advantages(checked_rewards(rewards_PNG, capability_N, learner), learner, config)
     if config.method == "f_tis":

@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hacpo_mega.config.methods import METHODS, MethodName, unread_options
-from hacpo_mega.config.section import Count, Factor, Flag, Positive, PositiveOrZero, Section, Share, ShareBelowOne
+from hacpo_mega.config.section import (
+    Count,
+    Factor,
+    Flag,
+    OwnFunction,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    ShareBelowOne,
+)
 
 # What a preset sets otherwise than the defaults, which are the paper's text.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -36,6 +46,12 @@ class AlgorithmConfig(Section):
     refused."""
     preset: Literal["paper", "authors"] = "paper"
     """Whose choices hold for the options of this table that are not given: the paper's text or its authors' code."""
+    advantages: OwnFunction | None = None
+    """FILE.py:function or module:function of your own in place of the method's advantages: (rewards_PNG, capability_N,
+    learner) to a tensor [P, N, G]."""
+    objective: OwnFunction | None = None
+    """FILE.py:function or module:function of your own in place of the method's objective, of own and of others'
+    answers: (log_ratio_B, advantage_B, is_self_B, update_index) to the loss of each answer."""
 
     # Capability (eq. 9) and advantage (eq. 10)
     cross_baseline: Literal["source", "learner"] = "source"
@@ -133,6 +149,12 @@ class AlgorithmConfig(Section):
                 f'band = "calibrated" says where the band begins, cross_clip = "{self.cross_clip}" that there is none: '
                 "leave one of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _an_own_objective_is_of_answers(self) -> Self:
+        if self.objective is not None and self.is_token_level:
+            raise ValueError("objective is a function of one ratio per answer, and method 'grpo' has one per token")
         return self
 
     @model_validator(mode="after")

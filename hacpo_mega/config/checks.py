@@ -182,7 +182,11 @@ def _generator(config: Config) -> Iterator[str]:
 def _logging(config: Config) -> Iterator[str]:
     """Whether every tracker and traced step is named once, and each traced step comes."""
     logging = config.logging
-    for key, values in (("trackers", logging.trackers), ("trace_steps", logging.trace_steps)):
+    for key, values in (
+        ("trackers", logging.trackers),
+        ("metrics", [name.rpartition(":")[2] for name in logging.metrics]),
+        ("trace_steps", logging.trace_steps),
+    ):
         if len(set(values)) < len(values):
             yield f"logging.{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
     if (last := max(config.traced_steps, default=0)) > config.num_steps:

@@ -30,10 +30,26 @@ def grader_problem(kind: str) -> str | None:
         )
     if not place or not name.isidentifier():
         return f"{kind!r} is no grader; write module:function or file.py:function"
+    return own_code_problem(kind)
+
+
+def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
+    """Why "module:function" or "file.py:function" cannot be called with so many arguments, or None."""
+    place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         file = Path(place)
-        return _source_problem(file, name) if file.is_file() else f"{kind!r}: the file {place} does not exist"
-    return code_problem(place, name)
+        found = (
+            _source_problem(file, attribute, what) if file.is_file() else f"{name!r}: the file {place} does not exist"
+        )
+    else:
+        found = code_problem(place, attribute, what)
+    made = None if found or num_arguments is None else _definition(name)
+    if not isinstance(made, FUNCTIONS) or made.args.vararg:
+        return found
+    takes = [*made.args.posonlyargs, *made.args.args]
+    if not len(takes) - len(made.args.defaults) <= num_arguments <= len(takes):
+        return f"{name!r} takes {len(takes)} arguments, and is given {num_arguments}"
+    return None
 
 
 def option_problem(kind: str, options: Iterable[str]) -> str | None:

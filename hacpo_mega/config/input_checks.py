@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
-from hacpo_mega.config.grader_checks import grader_problem, option_problem
+from hacpo_mega.config.grader_checks import grader_problem, option_problem, own_code_problem
 from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import one_line, parse_json
@@ -33,12 +33,10 @@ def input_problems(config: Config) -> Iterator[str]:
             yield f"{key}.options: {problem}"
         if grader.kind == "arithmetic" and config.data.generator != "arithmetic":
             yield f"{key}.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use kind = 'math' for files"
+    yield from _own_code(config)
     for agent in config.agents:
         if problem := _tokenizer_problem(agent):
             yield f"agents.{agent.name}: {problem}"
-    for tracker in config.logging.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"
 
 
 def missing_models(config: Config) -> list[str]:
@@ -48,6 +46,23 @@ def missing_models(config: Config) -> list[str]:
         for agent in config.agents
         if agent.init is not None and not (agent.model / "config.json").is_file()
     ]
+
+
+def _own_code(config: Config) -> Iterator[str]:
+    """What is wrong with functions and trackers that are named, the user's or packages."""
+    algorithm = config.algorithm
+    for key, name, num_arguments in (("advantages", algorithm.advantages, 3), ("objective", algorithm.objective, 4)):
+        if name is not None and (problem := own_code_problem(name, num_arguments)):
+            yield f"algorithm.{key}: {problem}"
+    for name in config.logging.metrics:
+        if problem := own_code_problem(name):
+            yield f"logging.metrics: {problem}"
+    for tracker in config.logging.trackers:
+        if ":" in tracker:
+            if problem := own_code_problem(tracker, what="class"):
+                yield f"logging.trackers: {problem}"
+        elif importlib.util.find_spec(tracker) is None:
+            yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"
 
 
 def _run_folder(config: Config) -> Iterator[str]:

@@ -20,7 +20,7 @@ MethodName = Literal["grpo", "gspo", "gspo_x2", "naive", "sgt", "f_tis", "hacpo"
 # Options that every method reads.
 COMMON = frozenset(
     {"method", "preset", "eps_low", "eps_high", "log_ratio_clamp", "eos_in_loss", "kl_coef", "advantage_eps"}
-    | {"uniform_group_is_zero", "aggregation"}
+    | {"uniform_group_is_zero", "aggregation", "advantages", "objective"}
 )
 # Options of every method that trains on others' answers.
 SHARING = frozenset({"ratio_length", "kl_on"})

@@ -14,7 +14,7 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import BINARY_KINDS, Skill
 from hacpo_mega.config.methods import METHODS
-from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, Positive, Seconds, Section
+from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, OwnFunction, Positive, Seconds, Section
 from hacpo_mega.config.slurm import SlurmConfig
 
 RewardEnd = Annotated[float, Field(strict=True)]
@@ -197,8 +197,14 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """Where a run's numbers go beside its own folder, and which of its steps are traced; changes no result."""
 
-    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
-    """Experiment trackers that also get every number; the packages must be installed (docs/guide/monitoring.md)."""
+    metrics: tuple[OwnFunction, ...] = ()
+    """Numbers of your own: FILE.py:function or module:function, called for every answer of a step with what its
+    parameters name; the mean is logged as agent/NAME/own/FUNCTION (docs/guide/monitoring.md)."""
+    trackers: tuple[Literal["wandb", "trackio", "swanlab", "mlflow", "comet_ml"] | OwnFunction, ...] = ()
+    """Experiment trackers that also get every number, tables of answers and histograms: installed packages, or a class
+    of your own as FILE.py:CLASS or module:CLASS (docs/guide/monitoring.md)."""
+    tracked_prompts: CountOrZero = 1
+    """Prompts of a step of which trackers get all agents' answers as a table; 0: none."""
     project: str = Field(default="hacpo_mega", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """Project that the trackers file the run under: letters, digits, - and _."""
     trace: Flag = False

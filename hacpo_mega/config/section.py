@@ -46,6 +46,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
+# "FILE.py:function" or "module:function"; whether there is one is looked up in its source (grader_checks.py)
+OwnFunction = Annotated[str, Field(pattern=r"^[^:\x00\n]+:[A-Za-z_]\w*$")]
 PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 

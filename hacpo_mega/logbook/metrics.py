@@ -8,6 +8,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/reward/<part>             named rewards of its answers, and other numbers that a grader returned
+    agent/<name>/own/<function>            what logging.metrics says of its answers
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/accuracy_square [/<skill>]    mean squared reward there, of graders that may give a part of a reward
     agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way

@@ -18,6 +18,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
+from hacpo_mega.config.named_function import require_named_functions
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
@@ -32,6 +33,7 @@ from hacpo_mega.logbook.trackers import Trackers
 from hacpo_mega.models.hub import model_name
 from hacpo_mega.samples.learner_view import ViewRules
 from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
+from hacpo_mega.trainer.answer_observers import OwnMetrics, TrackedAnswers
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
 from hacpo_mega.trainer.observers import (
@@ -92,6 +94,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     names = tuple(agent.name for agent in config.agents)
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     _say_begin(console, config, start)
+    require_named_functions(config)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in handed.observers])
     phase.step = steps_done + 1
@@ -118,7 +121,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     skips = _skips(config, agent)
     band = BandTracker(len(names), config.algorithm) if config.algorithm.band == "calibrated" else None
     evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
-    observers = [Skips(skips), *_examiners(config, agent, band, metrics, phase), evaluation, *handed.observers]
+    examiners = *_examiners(config, agent, band, metrics, phase), *_onlookers(config, trackers)
+    observers = [Skips(skips), *examiners, evaluation, *handed.observers]
     for observer in observers:
         observer.joins(agent, metrics)
     return Built(
@@ -194,6 +198,14 @@ def _examiners(
         yield Diagnosis(config.training.diagnose_every, agent, band, metrics, phase, names)
     if band is not None:
         yield Calibration(band, agent.place, metrics, phase, names)
+
+
+def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
+    """What looks at a step's answers for the user's own numbers and trackers."""
+    if config.logging.metrics:
+        yield OwnMetrics(config.logging.metrics)
+    if trackers:
+        yield TrackedAnswers(trackers, config.logging.tracked_prompts, [agent.name for agent in config.agents])
 
 
 def _skips(config: Config, agent: Agent) -> SkippedUpdates:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from job import run_here, start_ranks
+from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from told_job import told_at_call
@@ -27,6 +28,7 @@ from hacpo_mega.samples.tokenizers import load_tokenizer
 
 NAMES = ("wide", "single")
 NUM_RANKS = 3
+OWN = ROOT / "tests" / "support" / "own_code.py"
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,11 @@ def walk(tmp_path_factory) -> Path:
         folder,
         agents,
         num_steps=3,
+        # its own metric and tracker, which a rank loads by their names
         algorithm={"delta": 0.9, "kl_coef": 0.01, "band": "calibrated"},
         checkpoint={"every_steps": 1, "keep_every": 1},
-        logging={"trace": True, "trace_steps": [2], "rollout_tokens": True},
+        logging={"trace": True, "trace_steps": [2], "rollout_tokens": True}
+        | {"metrics": [f"{OWN}:length_of", f"{OWN}:fails"], "trackers": [f"{OWN}:Notes"]},
     )
     logs = folder / "logs"
     logs.mkdir()
@@ -116,6 +120,24 @@ def test_what_a_run_leaves_is_what_its_last_checkpoint_exports(walk, name, tmp_p
     assert exported.keys() == left.keys() == before.keys()
     assert all(torch.equal(exported[tensor], left[tensor]) for tensor in left)
     assert not any(torch.equal(left[tensor], before[tensor]) for tensor in left)
+
+
+def test_own_numbers_and_trackers_see_every_answer(walk, steps):
+    """The mean of a number over the answers of each agent, and a tracker that goes on with its run."""
+    for name in NAMES:
+        answers = [a for prompt in read_rollouts(walk / "run", 3) for a in prompt["answers"] if a["agent"] == name]
+        mean = sum(len(answer["text"]) for answer in answers) / len(answers)
+        assert steps[3].values[f"agent/{name}/own/length_of"] == pytest.approx(mean, rel=1e-12)
+        assert f"agent/{name}/own/fails" not in steps[3].values
+    notes = [json.loads(line) for line in (walk / "run" / "notes.jsonl").read_text().splitlines()]
+    begins = [told["goes_on"] for step, told in notes if "begins" in told]
+    assert begins == [False, True]
+    (table,) = [told for step, told in notes if step == 3 and "table" in told]
+    asked = read_rollouts(walk / "run", 3)[0]
+    assert [row["answer"] for row in table["table"]] == [answer["text"] for answer in asked["answers"]]
+    assert sorted(table["spread"]) == sorted(f"agent/{n}/{w}" for n in NAMES for w in ("rewards", "answer_tokens"))
+    (numbers,) = [told for step, told in notes if step == 3 and "table" not in told]
+    assert numbers["agent/wide/reward_mean"] == steps[3].values["agent/wide/reward_mean"]
 
 
 def test_the_traced_step_and_the_report_are_there(walk, steps):

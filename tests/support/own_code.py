@@ -1,0 +1,62 @@
+"""Code of a user's own, as a configuration names it: advantages, an objective, a metric, a tracker."""
+
+import json
+from pathlib import Path
+
+
+def own_mean(rewards_PNG, capability_N, learner):
+    """Each answer against the mean of its author's answers."""
+    return rewards_PNG - rewards_PNG.nanmean(dim=2, keepdim=True)
+
+
+def clipped(log_ratio_B, advantage_B, is_self_B, update_index):
+    """GSPO's objective with its default clip."""
+    ratio_B = log_ratio_B.exp()
+    return -(ratio_B * advantage_B).minimum(ratio_B.clamp(1 - 3e-4, 1 + 4e-4) * advantage_B)
+
+
+def flat(log_ratio_B, advantage_B, is_self_B, update_index):
+    """A loss that does not depend on the policy."""
+    return advantage_B
+
+
+def too_short(rewards_PNG, capability_N, learner):
+    """Advantages of one prompt less than there are."""
+    return rewards_PNG[1:]
+
+
+def infinite(rewards_PNG, capability_N, learner):
+    """No numbers."""
+    return rewards_PNG / 0.0
+
+
+def length_of(answer, num_tokens, gold="", colour="none"):
+    """Characters of the answer; `colour` is a field of no row."""
+    return len(answer)
+
+
+def fails(answer):
+    """A number that cannot be had."""
+    raise RuntimeError("no number")
+
+
+class Notes:
+    """A tracker that writes what it is told into a file of the run."""
+
+    def __init__(self, run):
+        self._file = Path(run.run_dir) / "notes.jsonl"
+        self.log(0, {"begins": run.project, "goes_on": run.goes_on})
+
+    def log(self, step, numbers):
+        """One line."""
+        with self._file.open("a") as file:
+            file.write(json.dumps([step, dict(numbers)]) + "\n")
+
+    def show(self, step, columns, rows, spread):
+        """One line."""
+        table = [dict(zip(columns, row)) for row in rows]
+        self.log(step, {"table": table, "spread": {name: list(values) for name, values in spread.items()}})
+
+    def finish(self):
+        """One line."""
+        self.log(-1, {})
