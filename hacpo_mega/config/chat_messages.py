@@ -1,45 +1,87 @@
 """Chat messages as a prompt's text: a canonical JSON list, so that hashes, logs and resumed runs see one string.
 
     [{"role":"system","content":"Be brief."},{"role":"user","content":"1+1="}]
+Schemas of tools that a template shows the model come first, as the content of the role "tools".
 A text is messages exactly if writing them again gives the same text; a task that only looks so is refused when rows are
 read. Not here: whose template renders them (prompting.py, samples/tokenizers.py).
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 ROLES = ("system", "user", "assistant")
+TOOLS = "tools"  # no role of a row: schemas have a field of their own
 START = '[{"role":"'
 
 
-def messages_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """The text that stands for messages in which `messages_problem` found nothing."""
-    said = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
+def messages_text(messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text that stands for messages and tools in which `messages_problem` and `tools_problem` found nothing."""
+    said = [{"role": TOOLS, "content": _compact(tools)}] if tools else []
+    said += [{"role": message["role"], "content": message["content"]} for message in messages]
+    return _compact(said)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def messages_of(text: str) -> list[dict[str, str]] | None:
-    """The inverse of `messages_text`; None for any other text."""
+    """The messages of a `messages_text`; None for any other text."""
+    found = _chat_of(text)
+    return None if found is None else found[0]
+
+
+def tools_of(text: str) -> list[dict[str, Any]]:
+    """The schemas of tools of a `messages_text`; none for any other text."""
+    found = _chat_of(text)
+    return [] if found is None else found[1]
+
+
+def _chat_of(text: str) -> tuple[list[dict[str, str]], list[dict[str, Any]]] | None:
     if not text.startswith(START):
         return None
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
+        tools = json.loads(found.pop(0)["content"]) if found[0]["role"] == TOOLS else []
+        is_chat = messages_problem(found) is None and tools_problem(tools) is None
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError):
         return None
-    return found if messages_problem(found) is None and messages_text(found) == text else None
+    return (found, tools) if is_chat and messages_text(found, tools) == text else None
 
 
 def contents(text: str) -> list[str]:
-    """The text itself, or of messages what each of them says."""
-    found = messages_of(text)
-    return [text] if found is None else [message["content"] for message in found]
+    """The text itself, or of messages what each of them says, and the schemas of tools as text."""
+    found, tools = messages_of(text), tools_of(text)
+    said = [text] if found is None else [message["content"] for message in found]
+    return [*said, _compact(tools)] if tools else said
+
+
+def tools_problem(found: object) -> str | None:
+    """What keeps a value from being the schemas of a prompt's tools, or None. Nothing here ever runs a tool."""
+    if not isinstance(found, list):
+        return f"is a {type(found).__name__}, needs a list of JSON schemas of functions, or its JSON text"
+    names = [_tool_name(tool) for tool in found]
+    if None in names:
+        return f"has a tool {names.index(None) + 1} without a name: each is {{type, function: {{name, ...}}}}"
+    return None if len(set(names)) == len(names) else "names one tool twice"
+
+
+def _tool_name(tool: object) -> str | None:
+    """The name of a tool, as OpenAI nests it or flat."""
+    described = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = described.get("name") if isinstance(described, dict) else None
+    return name if isinstance(name, str) and name else None
 
 
 def lost_message(text: str, read: str) -> str | None:
-    """Which message of `text` is not in what a template made of them; None when all are, the assistant's aside.
+    """Which message or tool of `text` is not in what a template made of it; None when all are, the assistant's aside.
 
-    Templates take the thinking out of earlier answers.
+    Templates take the thinking out of earlier answers, and one that knows no tools ignores them in silence.
     """
+    for name in map(_tool_name, tools_of(text)):
+        if name not in read:
+            return f"leaves out the tool {name!r}: it is of no model that calls tools; leave data.tools_field out"
     for message in messages_of(text) or ():
         if message["role"] != "assistant" and message["content"].strip() not in read:
             return f"leaves out or changes the message {message['content'][:80]!r} of {message['role']}"

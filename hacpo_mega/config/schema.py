@@ -36,6 +36,8 @@ class DataConfig(Section):
     """Field of a row that holds the task's text, in data.files and evaluation.files."""
     gold_field: str = "answer"
     """Field of a row that holds the gold answer, in data.files and evaluation.files."""
+    tools_field: str | None = None
+    """Field of a row that holds the JSON schemas of tools for the agents' chat templates; nothing calls a tool."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

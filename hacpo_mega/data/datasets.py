@@ -16,7 +16,15 @@ from pathlib import Path
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
 from hacpo_mega.data.containers import Record, Row, rows_of
 from hacpo_mega.data.files import DataProblem, PromptRow, absence, content_id, field_names, fields_text, replacing
-from hacpo_mega.data.row_values import HALF_A_PAIR, gold_problem, gold_text, prompt_problem, prompt_text, quoted
+from hacpo_mega.data.row_values import (
+    HALF_A_PAIR,
+    gold_problem,
+    gold_text,
+    prompt_problem,
+    prompt_text,
+    quoted,
+    row_tools_problem,
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,10 @@ class Layout:
     prompt: Callable[[Record], object]
     gold: Callable[[Record], object]
     solution: Callable[[Record], object] = lambda row: row.get("solution")
+    tools_field: str | None = None
 
 
-def _plain(prompt_field: str, gold_field: str) -> Layout:
+def _plain(prompt_field: str, gold_field: str, tools_field: str | None = None) -> Layout:
     """The layout of rows that hold the problem in one field and the gold answer in another."""
     return Layout(
         lambda row: row.get(prompt_field) is not None and row.get(gold_field) is not None,
@@ -79,6 +88,7 @@ def _plain(prompt_field: str, gold_field: str) -> Layout:
         gold_field,
         lambda row: row[prompt_field],
         lambda row: row[gold_field],
+        tools_field=tools_field,
     )
 
 
@@ -170,9 +180,11 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def layouts_of(prompt_field: str, gold_field: str, *, only: bool) -> Mapping[str, Layout]:
+def layouts_of(
+    prompt_field: str, gold_field: str, *, only: bool, tools_field: str | None = None
+) -> Mapping[str, Layout]:
     """Rows with these two fields, before the known layouts or, with `only`, in place of them."""
-    return {"own": _plain(prompt_field, gold_field)} | ({} if only else LAYOUTS)
+    return {"own": _plain(prompt_field, gold_field, tools_field)} | ({} if only else LAYOUTS)
 
 
 def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
@@ -214,10 +226,11 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
         return DataProblem(row.file, row.line, None, what)
-    for field, what in ((layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))):
+    checked = (layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))
+    for field, what in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field))):
         if what:
             return DataProblem(row.file, row.line, field, what)
-    text = prompt_text(prompt)
+    text = prompt_text(prompt, record, layout.tools_field)
     own_id = record.get("unique_id", record.get("id", record.get("idx")))
     subject = record.get("type") or record.get("subject") or record.get("subfield")
     others = {"solution": solution, "id": own_id, "level": record.get("level"), "subject": subject}

@@ -27,6 +27,7 @@ from hacpo_mega.data.row_values import (
     prompt_problem,
     prompt_text,
     quoted,
+    row_tools_problem,
 )
 from hacpo_mega.data.saved_folders import is_saved, saved_batches
 from hacpo_mega.models.documents import parse_json
@@ -83,10 +84,10 @@ def check_data(files: Sequence[Path], prompt_field: str = "prompt", gold_field: 
 
 
 def load_prompts(
-    files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer"
+    files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer", tools_field: str | None = None
 ) -> tuple[PromptRow, ...]:
     """The rows of the files, in order. One ValueError names all bad rows (the first 20, and how many there are)."""
-    rows, problems = read_prompts(files, prompt_field, gold_field)
+    rows, problems = read_prompts(files, prompt_field, gold_field, tools_field=tools_field)
     if problems:
         raise ValueError(describe(problems))
     return tuple(rows)
@@ -100,7 +101,11 @@ def describe(problems: Sequence[DataProblem]) -> str:
 
 
 def read_prompts(
-    files: Sequence[Path], prompt_field: str, gold_field: str, first_seen: dict[str, str] | None = None
+    files: Sequence[Path],
+    prompt_field: str,
+    gold_field: str,
+    first_seen: dict[str, str] | None = None,
+    tools_field: str | None = None,
 ) -> tuple[list[PromptRow], list[DataProblem]]:
     """The good rows of the files and every problem of the others, both in file and line order.
 
@@ -114,9 +119,9 @@ def read_prompts(
         for line, record in read_records(file):
             num_records += 1
             found = [record] if isinstance(record, DataProblem) else []
-            found += [] if found else _field_problems(file, line, record, (prompt_field, gold_field))
+            found += [] if found else _field_problems(file, line, record, (prompt_field, gold_field), tools_field)
             if not found:
-                row = _row(record, prompt_field, gold_field)
+                row = _row(record, prompt_field, gold_field, tools_field)
                 found = _duplicate(file, line, prompt_field, row, first_seen)
                 rows.append(row)
             problems += found
@@ -130,8 +135,8 @@ def read_prompts(
     return rows, problems
 
 
-def _row(record: dict[str, Any], prompt_field: str, gold_field: str) -> PromptRow:
-    text = prompt_text(record[prompt_field])
+def _row(record: dict[str, Any], prompt_field: str, gold_field: str, tools_field: str | None) -> PromptRow:
+    text = prompt_text(record[prompt_field], record, tools_field)
     skill = record.get("skill")
     row = fields_text({name: value for name, value in record.items() if name != prompt_field})
     return PromptRow(
@@ -157,12 +162,16 @@ def absence(record: dict[str, Any], field: str) -> str:
     return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
 
 
-def _field_problems(file: Path, line: int, record: dict[str, Any], fields: tuple[str, str]) -> list[DataProblem]:
+def _field_problems(
+    file: Path, line: int, record: dict[str, Any], fields: tuple[str, str], tools_field: str | None
+) -> list[DataProblem]:
     problems = []
     for field, problem_of in zip(fields, (prompt_problem, gold_problem)):
         value = record.get(field)
         if what := absence(record, field) if value is None else problem_of(value):
             problems.append(DataProblem(file, line, field, what))
+    if what := row_tools_problem(record, tools_field):
+        problems.append(DataProblem(file, line, tools_field, what))
     return problems
 
 

@@ -12,9 +12,9 @@ def require_good_files(config: Config) -> None:
 
     A prompt that is in two files, also in one to train on and one to evaluate on, is a bad row.
     """
-    prompt_field, gold_field, first_seen = config.data.prompt_field, config.data.gold_field, {}
-    rows, problems = read_prompts(config.data.files, prompt_field, gold_field, first_seen)
-    problems += read_prompts(config.evaluation.files, prompt_field, gold_field, first_seen)[1]
+    fields = config.data.prompt_field, config.data.gold_field, {}, config.data.tools_field  # {}: where each was met
+    rows, problems = read_prompts(config.data.files, *fields)
+    problems += read_prompts(config.evaluation.files, *fields)[1]
     if problems:
         raise ValueError(describe(problems))
     if config.data.files and config.training.prompts_per_step > len(rows):

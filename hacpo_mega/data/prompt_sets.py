@@ -22,8 +22,9 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
 
     ValueError when the rest is too few for a step.
     """
+    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
     if config.data.files:
-        rows = load_prompts(config.data.files, config.data.prompt_field, config.data.gold_field)
+        rows = load_prompts(config.data.files, *fields)
     else:
         rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
     kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
@@ -42,8 +43,9 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...
 
     ValueError when there are prompts, but not one that every agent can read.
     """
+    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
     if config.evaluation.files:
-        rows = load_prompts(config.evaluation.files, config.data.prompt_field, config.data.gold_field)
+        rows = load_prompts(config.evaluation.files, *fields)
     elif config.data.generator is not None:
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])

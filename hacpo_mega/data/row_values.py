@@ -3,10 +3,14 @@
 Not here: where rows are (files.py) and which of their fields are read (datasets.py).
 """
 
+import json
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from hacpo_mega.config.chat_messages import messages_of, messages_problem, messages_text
+from hacpo_mega.config.chat_messages import messages_of, messages_problem, messages_text, tools_problem
+from hacpo_mega.models.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
@@ -53,6 +57,25 @@ def prompt_problem(value: object) -> str | None:
     return "is chat messages as JSON text; write them as a list" if is_read_as_other else value_problem(value, (str,))
 
 
-def prompt_text(value: str | list[dict[str, str]]) -> str:
-    """A prompt in which `prompt_problem` found nothing as the text that stands for it everywhere."""
-    return value if isinstance(value, str) else messages_text(value)
+def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:
+    """What keeps a row's field from being schemas of tools; None when nothing does, and for a row without."""
+    try:
+        tools = _tools(row, field)
+    except ValueError as error:
+        return f"is no JSON text: {error}"
+    if tools is None:
+        return None
+    return tools_problem(tools) or value_problem(json.dumps(tools, ensure_ascii=False), (str,))
+
+
+def _tools(row: Mapping[str, Any], field: str | None) -> Any:
+    value = row.get(field) if field else None
+    return parse_json(value) if isinstance(value, str) else value
+
+
+def prompt_text(value: str | list[dict[str, str]], row: Mapping[str, Any], tools_field: str | None) -> str:
+    """A prompt and tools in which no problem was found as the text that stands for them everywhere."""
+    tools = _tools(row, tools_field) or ()
+    if isinstance(value, str) and not tools:
+        return value
+    return messages_text([{"role": "user", "content": value}] if isinstance(value, str) else value, tools)

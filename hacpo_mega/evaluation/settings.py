@@ -154,7 +154,8 @@ def _layouts_for(model: Path | None, prompt_field: str | None, gold_field: str |
     if config is None and not is_asked:
         return LAYOUTS
     data = DataConfig(generator="arithmetic") if config is None else config.data
-    return layouts_of(prompt_field or data.prompt_field, gold_field or data.gold_field, only=is_asked)
+    fields = prompt_field or data.prompt_field, gold_field or data.gold_field
+    return layouts_of(*fields, only=is_asked, tools_field=data.tools_field)
 
 
 def benchmarks_of(

@@ -184,7 +184,7 @@ def messages_in(prompt: str) -> list[dict[str, str]] | None:
     except ValueError:
         return None
     is_chat = all(isinstance(message, dict) and message.keys() == {"role", "content"} for message in found)
-    return found if is_chat else None
+    return [message for message in found if message["role"] != "tools"] if is_chat else None
 
 
 def missing_field(name: str, row: Mapping[str, Any]) -> str:

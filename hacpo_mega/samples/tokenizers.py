@@ -20,7 +20,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.chat_messages import contents, lost_message
+from hacpo_mega.config.chat_messages import contents, lost_message, tools_of
 from hacpo_mega.config.prompting import TRIALS
 from hacpo_mega.models.folder import read_config, read_json
 from hacpo_mega.models.tokenizer_files import PLAIN_CLASSES
@@ -302,9 +302,10 @@ class TextCodec:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
+    given = {**prompting.template_kwargs, **({"tools": tools} if (tools := tools_of(text)) else {})}
     try:
         return tokenizer.apply_chat_template(
-            prompting.messages(text), add_generation_prompt=True, tokenize=False, **prompting.template_kwargs
+            prompting.messages(text), add_generation_prompt=True, tokenize=False, **given
         )
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error

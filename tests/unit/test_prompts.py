@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacpo_mega.config.chat_messages import messages_of
+from hacpo_mega.config.chat_messages import messages_of, tools_of
 from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.files import PromptRow, check_data, content_id, load_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
 from hacpo_mega.data.tasks import SkillMix, WarmStartStream, training_examples
+from hacpo_mega.grading.grader_calls import messages_in
 
 
 def write_lines(path, *lines):
@@ -135,6 +137,11 @@ def test_a_folder_that_is_no_split_is_a_line(tmp_path):
     save(tmp_path / "chosen", RECORDS, _indices_data_files=[{"filename": "x.arrow"}])
     save(tmp_path / "away", RECORDS, _data_files=[{"filename": "../all/test/data-00000-of-00001.arrow"}])
     save(tmp_path / "empty", RECORDS, _data_files=None)
+    packed = save(tmp_path / "packed", RECORDS) / "data-00000-of-00001.arrow"
+    table = pyarrow.Table.from_pylist([{"question": "1" * 10**6, "gold": 1}])
+    with pyarrow.ipc.new_stream(packed, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write_table(table)
+    assert packed.stat().st_size < 10**4
     cut = save(tmp_path / "cut", RECORDS) / "data-00000-of-00001.arrow"
     cut.write_bytes(cut.read_bytes()[:500])
     says = {
@@ -143,6 +150,7 @@ def test_a_folder_that_is_no_split_is_a_line(tmp_path):
         "away": "names '../all/test/data-00000-of-00001.arrow'; the data files of a saved folder lie in it",
         "empty": "has a state.json that names no data files (TypeError",
         "cut": "unreadable Arrow: ",
+        "packed": "holds compressed Arrow data, which save_to_disk does not write",
     }
     for name, what in says.items():
         (problem, *_) = check_data([tmp_path / name], "question", "gold")
@@ -172,16 +180,22 @@ def test_a_data_set_by_its_name(tmp_path, monkeypatch):
     lines = write_lines(tmp_path / "a.jsonl", *RECORDS)
     named = load_prompts([Path("hub:org/name/main/train")], "question", "gold")
     assert named == load_prompts([lines], "question", "gold")
+    first = load_prompts([Path("hub:org/name/main/train[:3]")], "question", "gold")
+    assert first == named[:3]
     says = {"main/no": 'Unknown split "no"', "other/test": "BuilderConfig 'other' not found", "test": None}
     for name, what in says.items():
         problems = check_data([Path("hub:org/name") / name], "question", "gold")
         assert what in str(problems[0]) if what else not problems, problems
+    (tmp_path / "org/name/train.parquet").unlink()  # ranks are offline: the launcher has left them what it streamed
+    assert load_prompts([Path("hub:org/name/main/train[:3]")], "question", "gold") == first
 
 
-@pytest.mark.parametrize("name", ["hub:gsm8k", "hub:openai/gsm8k", "hub:../x/main/train", "hub:a/b/c/d/e", "hub:"])
+@pytest.mark.parametrize(
+    "name", ["hub:gsm8k", "hub:openai/gsm8k", "hub:../x/main/train", "hub:a/b/c/d/e", "hub:", "hub:a/b/c[3:]"]
+)
 def test_half_a_name_is_a_line(name):
     (problem,) = check_data([Path(name)])
-    assert "is no data set of the Hub; write hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT" in str(problem)
+    assert "is no data set of the Hub; write hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, and [:N]" in str(problem)
 
 
 def test_a_name_needs_the_library(monkeypatch):
@@ -231,6 +245,37 @@ def test_messages_that_cannot_be_read_are_named_with_their_row(tmp_path, prompt,
     file = write_lines(tmp_path / "a.jsonl", {"prompt": "fine", "answer": 1}, {"prompt": prompt, "answer": 1})
     (problem,) = check_data([file])
     assert str(problem).startswith(f"{file}:2: field 'prompt' ") and what in str(problem)
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("written", [[TOOL], json.dumps([TOOL])])
+def test_tools_of_a_row_are_part_of_its_prompt(tmp_path, written):
+    rows = [{"prompt": "1+1=", "answer": 2, "tools": written}, {"prompt": CHAT, "answer": 3, "tools": written}]
+    lines = write_lines(tmp_path / "a.jsonl", *rows, {"prompt": "2+2=", "answer": 4, "tools": None})
+    one, chat, none = load_prompts([lines], tools_field="tools")
+    assert [tools_of(row.text) for row in (one, chat, none)] == [[TOOL], [TOOL], []]
+    assert messages_of(one.text) == said(("user", "1+1=")) and messages_of(chat.text) == CHAT == messages_in(chat.text)
+    assert none.text == "2+2=" and {one.text, chat.text}.isdisjoint(r.text for r in load_prompts([lines]))
+    layouts = layouts_of("prompt", "answer", only=False, tools_field="tools")
+    assert [problem.prompt for problem in read_dataset(lines, layouts).problems] == [one.text, chat.text, none.text]
+
+
+@pytest.mark.parametrize(
+    "tools, what",
+    [
+        ({"name": "f"}, "is a dict, needs a list of JSON schemas of functions"),
+        ("{", "is no JSON text"),
+        ([{"type": "function"}], "has a tool 1 without a name"),
+        ([TOOL, TOOL], "names one tool twice"),
+        ([{"name": "\ud800"}], "half a surrogate pair"),
+    ],
+)
+def test_tools_that_are_none_are_named_with_their_row(tmp_path, tools, what):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "x", "answer": 1, "tools": tools})
+    with pytest.raises(ValueError, match=rf"a.jsonl:1: field 'tools' .*{re.escape(what)}"):
+        load_prompts([file], tools_field="tools")
 
 
 def rows(num, skill=""):

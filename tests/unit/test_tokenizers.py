@@ -228,6 +228,10 @@ def test_messages_of_a_row_are_rendered_by_the_agents_own_template(tmp_path):
         TextCodec(tokenizer).encode_prompt(messages_text([last]))
     with pytest.raises(ValueError, match=r"the prompt '1<eos>' spells out <eos>"):
         codec.encode_prompt(messages_text([{"role": "user", "content": "1<eos>"}, *turns[1:], last]))
+    with pytest.raises(ValueError, match="leaves out the tool 'look_up'"):
+        codec.encode_prompt(messages_text([last], [{"name": "look_up"}]))
+    tokenizer.chat_template = CHAT + "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+    assert TextCodec(tokenizer, Prompting(True)).shown_prompt(messages_text([last], [{"name": "8-8"}])) == "s3+3;=8-8"
     tokenizer.chat_template = "s{{ messages[-1].content }}="
     with pytest.raises(ValueError, match=r"leaves out or changes the message '1\+1' of user"):
         TextCodec(tokenizer, Prompting(True)).encode_prompt(messages_text([*turns, last]))
