@@ -55,7 +55,8 @@ setup(
         "cuda": ["vllm>=0.25.1"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # what megatron-core 0.16.1 takes
         "datasets": ["datasets>=4"],  # data sets by their name on the Hub; 4 is the first that runs no loading script
-        "test-trackers": ["trackio>=0.43"],  # in no lock file: it asks for an older pillow than the locks have
+        # in no lock file: some ask for older versions than the locks have
+        "trackers": ["wandb", "trackio>=0.43", "swanlab", "mlflow", "comet_ml"],
         "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "ruff"],
     },
 )

@@ -58,7 +58,6 @@ class Sampler:
             # At no cost: what the trainer says of the same tokens is held against them, or they are the scores.
             return_logprobs=True,
             lengths=self.lengths(places[self._share], step),
-            cut_after=self._rollout.biased_cut_after,
         )
 
     def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> Requests:

@@ -119,9 +119,6 @@ class RolloutConfig(Section):
     """Tokens of the longest prompt, template included; a prompt that is longer for any agent is left out, not cut."""
     max_answer_tokens: Count = 4096
     """Tokens at which an answer is cut in training."""
-    biased_cut_after: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
-    """Share of an engine's answers of a step after whose end the others are cut where they are, which favours short
-    answers; a cut answer is judged as it is, or counts as none with reward.require_stop; 1 cuts none."""
     one_step_off: Flag = False
     """Whether the answers of the next step are generated while this one is judged, exchanged and learnt, by the weights
     of before, and learnt with the ratio against the policy that wrote them; needs engine_tp = 1."""

@@ -4,7 +4,6 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
 
     agent/<name>/reward_mean, answer_tokens_mean, truncated, verdict/<verdict>, logprob_mean  about its answers
     agent/<name>/num_answers, num_unjudged, answer_tokens_max                                 about its answers
-    agent/<name>/num_cut                                              of them, with biased_cut_after alone
     agent/<name>/engine_gap_mean, engine_gap_max, engine_kl                                   trainer minus engine
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/reward/<part>             named rewards of its answers, and other numbers that a grader returned

@@ -42,8 +42,6 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
         if trajectory.num_scored:
             metrics.add(f"{prefix}/logprob_mean", trajectory.mean_logprob, 1)
     metrics.count(f"{prefix}/num_answers", len(trajectories))
-    if num_cut := sum(trajectory.rollout.stop is Stop.CUT for trajectory in trajectories):
-        metrics.count(f"{prefix}/num_cut", num_cut)
     metrics.count(f"{prefix}/num_unjudged", sum(not trajectory.is_judged for trajectory in trajectories))
     metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
 

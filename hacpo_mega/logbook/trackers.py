@@ -123,7 +123,7 @@ class _Comet:
         for name, values in spread.items():
             self._experiment.log_histogram_3d(values, name=name, step=step)
         if rows:
-            self._experiment.log_table(f"answers_{step:06d}.json", [dict(zip(columns, row)) for row in rows])
+            self._experiment.log_table(f"answers_{step:06d}.csv", [list(row) for row in rows], headers=list(columns))
 
     def finish(self) -> None:
         self._experiment.end()

@@ -150,7 +150,6 @@ class Engine:
         temperature: float = 1.0,
         return_logprobs: bool = False,
         lengths: Sequence[int] | None = None,
-        cut_after: float = 1.0,
         on_answer: OnAnswer | None = None,
         is_unwanted: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
@@ -158,8 +157,7 @@ class Engine:
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
         With `lengths` every answer has so many tokens, of which the last one ends it, whatever was drawn there.
-        Once a share `cut_after` of them has ended the others are cut where they are, with Stop.CUT; which ones these
-        are depends on the other requests. `on_answer` is told each as it ends; all are cut when `is_unwanted`.
+        `on_answer` is told each as it ends; all that run are cut where they are, with Stop.CUT, when `is_unwanted`.
         Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
@@ -185,7 +183,7 @@ class Engine:
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
         with self._door.open() as llm:
-            running = RunningAnswers(llm, len(prompts), on_answer, cut_after, *ends, is_unwanted)
+            running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted)
             self._running = running
             try:
                 outputs = _answers(llm, prompts, sampling)

@@ -1,9 +1,8 @@
-"""The answers of one call of the engine while it generates: who is told that one has ended, and when the rest is cut.
+"""The answers of one call of the engine while it generates: who is told that one has ended, and when all are cut.
 
 What it needs of vLLM is handed in; only engine.py imports vllm.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ class RunningAnswers:
         llm: Any,
         num_asked: int,
         on_answer: OnAnswer | None,
-        cut_after: float,
         cut_reason: Any,
         eos_id: int | None,
         is_unwanted: Callable[[], bool] = lambda: False,
@@ -31,23 +29,20 @@ class RunningAnswers:
         """Of `num_asked` requests that `llm` is about to be given.
 
         on_answer    told of an answer as soon as it has ended
-        cut_after    share of the answers after whose end the others are cut where they are; 1: none is
-        cut_reason   how vLLM says that
+        cut_reason   how vLLM says that an answer was cut
         eos_id       ends every answer that is not cut, whatever was drawn there; None: it ended by itself
         is_unwanted  asked after every step whether all that run are cut now
         """
         self._llm, self._on_answer, self._cut_reason, self._eos_id = llm, on_answer, cut_reason, eos_id
         self._is_unwanted = is_unwanted
         self._first = llm.request_counter.counter
-        # Less what rounding may add to a share of a count.
-        num_awaited = math.ceil(cut_after * num_asked - 1e-9)
-        self._num_running, self._num_left = num_asked, num_asked - num_awaited
+        self._num_running = num_asked
         self._was_cut: frozenset[str] = frozenset()
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
         """What a step has finished, and with it what is cut after it."""
         self._num_running -= len(outputs)
-        if self._num_running > 0 and (self._num_running <= self._num_left or self._is_unwanted()):
+        if self._num_running > 0 and self._is_unwanted():
             outputs = [*outputs, *self._cut()]
         if self._on_answer is not None:
             for output in outputs:

@@ -158,8 +158,8 @@ def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_late_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw, agent):
-    """When 3 of 41 (a share of .05) have ended, on both ranks: the whole answers' beginnings, with their log-probs."""
+def test_unwanted_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw, agent):
+    """When 3 of 41 have ended, on both ranks: the whole answers' beginnings, with their log-probs."""
     seen, neighbour = saw[agent, 0], saw[agent, 1]
     ended = [stop is not Stop.CUT for _, stop, _ in seen["cut"]]
     assert len(seen["cut"]) == 41 and 3 <= sum(ended) < 41

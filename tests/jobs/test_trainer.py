@@ -260,7 +260,7 @@ def two_agents(tmp_path_factory) -> Path:
         ("grpo", ()),
         ("gspo_x2", ()),
         ("sgt", ("algorithm.success_reward=0.15",)),
-        ("hacpo", ("algorithm.band=calibrated", "rollout.biased_cut_after=0.2")),
+        ("hacpo", ("algorithm.band=calibrated",)),
     ],
 )
 def test_a_method_trains_by_the_same_loop(method, options, two_agents):
@@ -276,10 +276,7 @@ def test_a_method_trains_by_the_same_loop(method, options, two_agents):
         assert learned == (method == "hacpo") or method == "sgt"  # sgt: where a random agent happens to be rescued
         low = f"agent/{name}/from/{other}/band_low"
         assert (first.get(low), low in last) == ((0.8, True) if method == "hacpo" else (None, False))
-        assert (f"agent/{name}/num_cut" in first) == (method == "hacpo")
-        if method == "hacpo":
-            assert last[low] != 0.8
-            assert 0 < first[f"agent/{name}/num_cut"] <= 32 - 7, "of the 32 answers 7 had ended before"
+        assert method != "hacpo" or last[low] != 0.8
 
 
 def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):

@@ -109,7 +109,8 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["answers"] = draw(engine, everyone)
     told: list[tuple[int, tuple]] = []
     seen["told"] = told
-    seen["cut"] = draw(engine, everyone, cut_after=0.05, on_answer=lambda *answer: told.append(answer))
+    watched = {"on_answer": lambda *answer: told.append(answer), "is_unwanted": lambda: len(told) >= 3}
+    seen["cut"] = draw(engine, everyone, **watched)
     told[:] = [(place, plain(answer)) for place, answer in told]
     seen["again"] = draw(engine, everyone)
     seen["unasked"] = draw(engine, everyone, return_logprobs=False)

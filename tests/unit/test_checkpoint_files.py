@@ -387,10 +387,10 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path):
 
 
 def test_keys_that_are_newer_than_a_checkpoint_are_no_change_at_their_defaults():
-    config = config_in(Path("run"), "rollout.biased_cut_after=0.9")
+    config = config_in(Path("run"), "rollout.temperature=0.9")
     now, before = plain(config), plain(config)
-    del before["rollout"]["biased_cut_after"], before["training"]["pack_by"], before["agents"][0]["offload"]
-    assert [str(change) for change in changes(completed(before), now)] == ["rollout.biased_cut_after was 1.0, is 0.9"]
+    del before["rollout"]["temperature"], before["training"]["pack_by"], before["agents"][0]["offload"]
+    assert [str(change) for change in changes(completed(before), now)] == ["rollout.temperature was 1.0, is 0.9"]
     assert completed(now) == now
     gone = plain(config) | {"a_key_of_before": 1}
     assert [str(change) for change in changes(completed(gone), now)] == ["a_key_of_before was 1, is not given"]

@@ -32,7 +32,8 @@ def test_only_what_was_cut_here_is_called_cut():
     engine = TwoRequests()
     llm = SimpleNamespace(llm_engine=engine, request_counter=SimpleNamespace(counter=0))
     seen = {}
-    answers = RunningAnswers(llm, 4, lambda place, answer: seen.update({place: answer.stop}), 0.5, "abort", None)
+    tell = lambda place, answer: seen.update({place: answer.stop})  # noqa: E731
+    answers = RunningAnswers(llm, 4, tell, "abort", None, lambda: len(seen) == 1)
     assert len(answers.after_step([ended(0, "abort")])) == 1, "vLLM gave it up by itself"
     assert len(answers.after_step([ended(3, "length")])) == 3
     assert engine.aborted == ["1", "2"]
@@ -42,5 +43,5 @@ def test_only_what_was_cut_here_is_called_cut():
 @pytest.mark.parametrize(("reason", "stop"), [("stop", Stop.EOS), ("length", Stop.LENGTH), ("error", Stop.ABORT)])
 def test_how_an_answer_ended_by_itself(reason, stop):
     llm = SimpleNamespace(request_counter=SimpleNamespace(counter=0))
-    answers = RunningAnswers(llm, 1, None, 1.0, "abort", None)
+    answers = RunningAnswers(llm, 1, None, "abort", None)
     assert answers.completion(ended(0, reason)).stop is stop

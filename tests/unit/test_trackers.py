@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,6 +149,49 @@ def test_a_run_of_one_step_traces_it(config, tmp_path) -> None:
     for override, steps in chosen.items():
         assert load_config(tmp_path / "run.toml", [override]).traced_steps == steps
     assert load_config(tmp_path / "run.toml", ["logging.trace=true", "num_steps=1"]).traced_steps == (1,)
+
+
+WITH_A_PACKAGE = """
+import sys
+from pathlib import Path
+from hacpo_mega.logbook.trackers import TrackedRun, Trackers, _begun
+
+here, package = Path(sys.argv[1]), sys.argv[2]
+for goes_on in (False, True):
+    run = TrackedRun("pairs", "run-abcd1234", goes_on, here / "run", {"seed": 1, "agents": [{"name": "a"}]})
+    tracker = _begun(package, run)
+    tracker.log(1 + goes_on, {"agent/a/reward_mean": 0.25})
+    rows = [["1+1=", "2", 1.0], ["2+2=", "a needle", 0.5]]
+    tracker.show(1 + goes_on, ("prompt", "answer", "reward"), rows, {"agent/a/rewards": [0.0, 1.0, 0.5]})
+    tracker.finish()
+"""
+OFFLINE = {
+    "wandb": {"WANDB_MODE": "offline"},
+    "trackio": {"TRACKIO_DIR": "tracked"},
+    "swanlab": {"SWANLAB_MODE": "offline"},
+    "mlflow": {"MLFLOW_TRACKING_URI": "sqlite:///tracked.db"},
+    "comet_ml": {"COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": "comet", "COMET_API_KEY": "none"},
+}
+
+
+@pytest.mark.parametrize("package", OFFLINE)
+def test_a_package_takes_numbers_tables_and_histograms(tmp_path: Path, package: str) -> None:
+    """Each by its own code, without a network, and again when the run goes on."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install {package}")
+    (tmp_path / "run").mkdir()
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | OFFLINE[package] | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-c", WITH_A_PACKAGE, str(tmp_path), package]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    packed = [zipfile.ZipFile(path).read(name) for path in files if path.suffix == ".zip" for name in _names(path)]
+    assert any(b"needle" in content for content in (*packed, *(path.read_bytes() for path in files)))
+
+
+def _names(path: Path) -> list[str]:
+    return zipfile.ZipFile(path).namelist()
 
 
 WITH_TRACKIO = """
