@@ -18,7 +18,7 @@ REWARD_KINDS: Mapping[str, tuple[str, ...]] = {
     "program": ("graded", "isolated", "cpu_s", "memory_mb", "num_processes", "output_kb"),
     "exact": (),
     "arithmetic": (),
-    "model": ("url", "model", "template", "max_tokens", "attempts", "request_s", "api_key_env", "cache"),
+    "model": ("url", "model", "template", "max_tokens", "attempts", "request_s", "api_key_env", "cache", "extra_body"),
 }
 # Of them those whose reward is 0 or 1.
 BINARY_KINDS = ("math", "math_any", "choice", "exact", "arithmetic")

@@ -19,6 +19,7 @@ import random
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -41,6 +42,7 @@ SCORE = re.compile(r"score[*_:=\s]{1,8}([01](?:\.\d+)?|\.\d+)(?![\d.]*\d)", re.I
 FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
 MOST_SHOWN = 200  # characters of a reply that an error quotes
+DECIDED = {"model", "messages", "max_tokens", "stream", "n"}  # of a request, by the judge itself
 AGAIN = (408, 425, 429)  # and 500 and above: statuses after which another attempt may succeed
 
 
@@ -55,6 +57,7 @@ class ModelJudge:
     request_s     seconds of one attempt
     api_key_env   environment variable that holds the key; none: no key is sent
     cache         folder of replies by content: the same question is asked once by all ranks and runs that share it
+    extra_body    more fields of every request, as JSON text: what a server knows beyond the standard
     """
 
     def __init__(
@@ -67,8 +70,9 @@ class ModelJudge:
         request_s: float = 60.0,
         api_key_env: str = "",
         cache: str = "",
+        extra_body: str = "",
     ) -> None:
-        """ValueError for a URL, a template or a key that cannot be used; the server is not asked yet."""
+        """ValueError for an option that cannot be used; the server is not asked yet."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(
                 f"url must begin with http:// or https://, found {url!r}; give the server's, ending in /v1"
@@ -89,6 +93,7 @@ class ModelJudge:
         self._attempts, self._request_s, self._headers = attempts, request_s, headers
         self._cache = Path(cache) if cache else None
         self._known: dict[str, float] = {}
+        self._extra_body = _fields_of(extra_body) if extra_body else {}
 
     async def __call__(self, prompt: str, answer: str, gold: str) -> float:
         """The score of an answer. Unjudged where the server gives none."""
@@ -99,6 +104,7 @@ class ModelJudge:
             "messages": [{"role": "user", "content": content}],
             "temperature": 0.0,
             "max_tokens": self._max_tokens,
+            **self._extra_body,
         }
         key = hashlib.sha256(json.dumps([self._url, asked]).encode()).hexdigest()
         if (score := self._kept(key)) is None:
@@ -150,6 +156,19 @@ def score_of(reply: str) -> float:
     if not found or not 0.0 <= float(found[-1]) <= 1.0:
         raise Unjudged(f"the reply has no score from 0 to 1: {reply[-MOST_SHOWN:]!r}")
     return float(found[-1])
+
+
+def _fields_of(extra_body: str) -> dict[str, Any]:
+    """The fields that JSON text adds to a request. ValueError for no object, and for what the judge itself decides."""
+    try:
+        found = json.loads(extra_body)
+    except ValueError as error:
+        raise ValueError(f"extra_body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"extra_body must be a JSON object of request fields, found {extra_body[:MOST_SHOWN]!r}")
+    if decided := sorted(found.keys() & DECIDED):
+        raise ValueError(f"extra_body has {', '.join(decided)}, which the judge decides or has an option for")
+    return found
 
 
 def _content(response: httpx.Response) -> str:

@@ -136,6 +136,9 @@ def test_what_is_no_score_is_not_taken_for_one(reply):
         ({"template": "{prompt}"}, "template does not hold {answer}"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "the environment variable NOT_SET_ANYWHERE is not set"),
         ({"attempts": 0}, "must be above 0"),
+        ({"extra_body": "top_p=1"}, "extra_body is no JSON: Expecting value"),
+        ({"extra_body": "[1]"}, "must be a JSON object of request fields, found '\\[1\\]'"),
+        ({"extra_body": '{"n": 4, "model": "m"}'}, "extra_body has model, n, which the judge decides"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, said):
