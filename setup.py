@@ -56,6 +56,15 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # what megatron-core 0.16.1 takes
         "datasets": ["datasets>=4"],  # data sets by their name on the Hub; 4 is the first that runs no loading script
         "test-trackers": ["trackio>=0.43"],  # in no lock file: it asks for an older pillow than the locks have
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "ruff"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist>=3.6",
+            "hypothesis",
+            "ruff",
+            "nbclient",
+            "nbformat",
+            "ipykernel",
+        ],
     },
 )
