@@ -57,6 +57,15 @@ setup(
         "datasets": ["datasets>=4"],  # data sets by their name on the Hub; 4 is the first that runs no loading script
         # in no lock file: some ask for older versions than the locks have
         "trackers": ["wandb", "trackio>=0.43", "swanlab", "mlflow", "comet_ml"],
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "ruff"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist>=3.6",
+            "hypothesis",
+            "ruff",
+            "nbclient",
+            "nbformat",
+            "ipykernel",
+        ],
     },
 )

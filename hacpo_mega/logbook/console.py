@@ -55,11 +55,16 @@ class Console:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._rich,
-            disable=quiet or not self._rich.is_terminal,  # a bar needs a terminal
+            disable=quiet or not self._has_terminal,
             transient=True,
         )
         self._run = self._bar.add_task("run", total=num_steps, completed=steps_done, phase="")
         self._step = self._bar.add_task(f"step {steps_done + 1}", total=len(PHASES), phase="")
+
+    @property
+    def _has_terminal(self) -> bool:
+        """Whether a bar can be drawn; rich believes FORCE_COLOR, which Jupyter sets for a pipe into a cell's output."""
+        return self._rich.is_terminal and self._rich.file.isatty()
 
     def phase(self, phase: str) -> None:
         """Shows the phase that begins now; the six of a step move its bar, others (evaluate, save) only show."""

@@ -1,5 +1,6 @@
 """`hacpo_mega.train`: a job from a Python process, what its callbacks are shown, and what ends it."""
 
+import asyncio
 import json
 import os
 import re
@@ -9,8 +10,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import nbformat
 import pytest
 from job import interpreter
+from nbclient import NotebookClient
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
@@ -82,6 +85,52 @@ def test_ctrl_c_ends_the_ranks_and_raises_where_the_script_stands(config_file, t
     assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "interrupted"), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     assert not [process for process in Path("/proc").glob("[0-9]*") if marked["STARTED_BY"] in started_by(process)]
+
+
+def test_a_notebook_gets_its_results_and_interrupting_the_kernel_ends_the_ranks(config_file, tmp_path, monkeypatch):
+    """nbclient runs it as Jupyter would, and interrupts the kernel, as its button does, once step 1 is shown."""
+    shown = tmp_path / "step 1 is shown"
+    first = f"""
+        import sys
+        from pathlib import Path
+        sys.executable = {sys.executable!r}
+        import hacpo_mega
+        done = hacpo_mega.train({str(config_file)!r}, "num_steps=1")
+        assert done.is_finished and (done.agents["a"] / "config.json").is_file()
+        done.metrics[1]["agent/a/reward_mean"]
+    """
+    second = f"""
+        try:
+            hacpo_mega.train({str(config_file)!r}, "num_steps=500", fresh=True,
+                             on_step=lambda step, _: Path({str(shown)!r}).touch())
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in (first, second)]
+    client = NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=600)
+    # ipykernel shows what other processes write, such as ranks, but not under pytest
+    marked = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    marked["STARTED_BY"] = str(tmp_path)
+    monkeypatch.setattr(sys, "executable", os.environ.get("PLAIN_PYTHON", sys.executable))  # of the kernel
+
+    async def play() -> None:
+        playing = asyncio.create_task(client.async_execute(env=marked, cwd=str(ROOT)))
+        while not shown.exists() and not playing.done():
+            await asyncio.sleep(0.1)
+        if not playing.done():
+            await client.km.interrupt_kernel()
+        await playing
+
+    asyncio.run(play())
+    trained, interrupted = (cell.outputs for cell in client.nb.cells)
+    metrics = read_metrics(next(tmp_path.glob("run.*/metrics.jsonl")))  # the second cell has put it aside
+    assert [output.data["text/plain"] for output in trained if output.output_type == "execute_result"] == [
+        repr(metrics[1].values["agent/a/reward_mean"])
+    ]
+    written, told = ("".join(output.get("text", "") for output in outputs) for outputs in (trained, interrupted))
+    assert "\nstep 1/1 | a held-out" in written and "\ndone: the models are in" in written and "\x1b" not in written
+    assert "interrupted" in told.splitlines() and "was told to end (SIGINT)" in told
+    assert not [process for process in Path("/proc").glob("[0-9]*") if str(tmp_path) in started_by(process)]
 
 
 def test_the_example_of_the_reference_runs(config_file):

@@ -208,7 +208,9 @@ STEP = StepMetrics(
 )
 
 
-def test_console_prints_one_plain_line_per_step_into_a_log() -> None:
+@pytest.mark.parametrize("forced", [False, True])  # as Jupyter does, and some that build in the cloud
+def test_console_prints_one_plain_line_per_step_into_a_log(monkeypatch, forced) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1" if forced else "")
     log = io.StringIO()
     with Console(40, file=log) as console:
         console.phase("learn")
