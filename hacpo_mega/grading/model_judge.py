@@ -42,6 +42,7 @@ SCORE = re.compile(r"score[*_:=\s]{1,8}([01](?:\.\d+)?|\.\d+)(?![\d.]*\d)", re.I
 FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
 MOST_SHOWN = 200  # characters of a reply that an error quotes
+MOST_REPLY_BYTES, MOST_AT_ONCE = 4 * 2**20, 2**16
 DECIDED = {"model", "messages", "max_tokens", "stream", "n"}  # of a request, by the judge itself
 AGAIN = (408, 425, 429)  # and 500 and above: statuses after which another attempt may succeed
 
@@ -93,6 +94,7 @@ class ModelJudge:
         self._attempts, self._request_s, self._headers = attempts, request_s, headers
         self._cache = Path(cache) if cache else None
         self._known: dict[str, float] = {}
+        self._tls = httpx.create_ssl_context(trust_env=False)  # once: 64 of them take seconds
         self._extra_body = _fields_of(extra_body) if extra_body else {}
 
     async def __call__(self, prompt: str, answer: str, gold: str) -> float:
@@ -116,21 +118,32 @@ class ModelJudge:
     async def _reply(self, asked: dict) -> str:
         problem = ""
         # trust_env: a proxy or a .netrc of this machine is not where the user said that answers go
-        async with httpx.AsyncClient(timeout=self._request_s, headers=self._headers, trust_env=False) as client:
+        given = {"timeout": self._request_s, "headers": self._headers, "verify": self._tls, "trust_env": False}
+        async with httpx.AsyncClient(**given) as client:
             for attempt in range(self._attempts):
                 if attempt:  # apart from each other, or all would come again at once
                     await asyncio.sleep(FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0))
                 try:
-                    response = await client.post(self._url, json=asked)
-                except httpx.HTTPError as error:
+                    status, text = await asyncio.wait_for(self._response(client, asked), self._request_s)
+                except (httpx.HTTPError, TimeoutError) as error:
                     problem = f"{type(error).__name__} {error}".strip()
                     continue
-                if response.status_code == httpx.codes.OK:
-                    return _content(response)
-                problem = f"status {response.status_code}: {response.text[:MOST_SHOWN]}"
-                if response.status_code < 500 and response.status_code not in AGAIN:
+                if status == httpx.codes.OK:
+                    return _content(text)
+                problem = f"status {status}: {text[:MOST_SHOWN]}"
+                if status < 500 and status not in AGAIN:
                     break
         raise Unjudged(f"{self._url} gave no reply ({problem})")
+
+    async def _response(self, client: httpx.AsyncClient, asked: dict) -> tuple[int, str]:
+        """Status and text of one attempt. Unjudged for more text than a reply has: no server is read without end."""
+        async with client.stream("POST", self._url, json=asked) as response:
+            found = b""
+            async for part in response.aiter_bytes(MOST_AT_ONCE):  # unpacked, where it was packed
+                found += part
+                if len(found) > MOST_REPLY_BYTES:
+                    raise Unjudged(f"{self._url} replied with more than {MOST_REPLY_BYTES:,} bytes")
+            return response.status_code, found.decode(errors="replace")
 
     def _kept(self, key: str) -> float | None:
         if self._cache is not None and key not in self._known:
@@ -145,8 +158,9 @@ class ModelJudge:
         if self._cache is not None:
             with suppress(OSError):  # asked again another time
                 self._cache.mkdir(parents=True, exist_ok=True)
-                part = self._cache / f"{key}.{os.getpid()}.part"
-                part.write_text(json.dumps({"score": score, "reply": reply}))
+                part = self._cache / f"{key}.{os.getpid()}.{random.randrange(2**32):08x}.part"
+                with part.open("x") as file:  # never through a link that somebody has put there
+                    file.write(json.dumps({"score": score, "reply": reply}))
                 part.replace(self._cache / f"{key}.json")
 
 
@@ -171,11 +185,11 @@ def _fields_of(extra_body: str) -> dict[str, Any]:
     return found
 
 
-def _content(response: httpx.Response) -> str:
+def _content(text: str) -> str:
     try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        content = json.loads(text)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
-        raise Unjudged(f"this is no reply of a chat completion: {response.text[:MOST_SHOWN]!r}")
+        raise Unjudged(f"this is no reply of a chat completion: {text[:MOST_SHOWN]!r}")
     return content

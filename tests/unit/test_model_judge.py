@@ -1,10 +1,13 @@
 """A judge behind a server: what it says is the reward, and what it does not say is learnt from by nobody."""
 
+import contextlib
+import gzip
 import json
 import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -44,6 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.open -= 1
         status = 503 if "busy at first" in text and is_first else 404 if "unknown" in text else 200
+        if hostile := next((self.HOSTILE[word] for word in self.HOSTILE if word in text), None):
+            return hostile(self)
         words = "I cannot say." if "nonsense" in text else f"Good. Score: {0.0 if 'wrong' in text else 1.0}"
         reply = {"choices": [{"message": {"content": words}}]} if "no chat" not in text else {"detail": "no"}
         body = json.dumps(reply).encode()
@@ -51,6 +56,50 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _endless(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" " * 2**16)
+
+    def _drop_by_drop(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.3)
+
+    def _bomb(self) -> None:
+        body = gzip.compress(b" " * 2**28)
+        self.send_response(200)
+        self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _elsewhere(self) -> None:
+        self.send_response(307)
+        self.send_header("Location", self.server.url + "/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _deep(self) -> None:
+        body = b"[" * 10**6
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    HOSTILE: ClassVar = {
+        "endless": _endless,
+        "drop by drop": _drop_by_drop,
+        "bomb": _bomb,
+        "elsewhere": _elsewhere,
+        "deep": _deep,
+    }
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -88,7 +137,7 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
     assert [judgement.verdict for judgement in found[60:]] == [Verdict.ERROR] * 4
     assert all(math.isnan(judgement.reward) for judgement in found[60:])
     assert server.most_open > 32 and server.keys == {"Bearer secret"}
-    for part in ("no score from 0 to 1: 'I cannot say.'", "status 404", "no reply of a chat", "ReadTimeout"):
+    for part in ("no score from 0 to 1: 'I cannot say.'", "status 404", "no reply of a chat", "(TimeoutError"):
         assert sum(part in error for error in errors) == 1, (part, errors)
     assert server.seen.count("p g answer 0") == 1 and server.seen.count("p g busy at first") == 2
     asked = len(server.seen)
@@ -97,6 +146,20 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
             0.0
         ]
     assert len(server.seen) == asked
+
+
+def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server, monkeypatch):
+    """Text without end, fast and slow, packed text of 256 MiB, another address, brackets a million deep."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    texts = ["endless", "drop by drop", "bomb", "elsewhere", "deep"]
+    with judge_of(server, attempts=1, api_key_env="JUDGE_KEY") as judge:
+        found = judge.judge(["p"] * 5, ["g"] * 5, texts, [Stop.EOS] * 5)
+        errors = judge.take_report().errors
+    assert all(math.isnan(judgement.reward) for judgement in found)
+    parts = ("more than 4,194,304 bytes", "gave no reply (TimeoutError", "status 307", "no reply of a chat")
+    for part, number in zip(parts, (2, 1, 1, 1), strict=True):
+        assert sum(count for error, count in errors.items() if part in error) == number, (part, errors)
+    assert len(server.seen) == 5, "nobody followed it elsewhere, where the key would have gone"
 
 
 def test_a_server_that_is_not_there_leaves_all_unjudged():
