@@ -33,7 +33,7 @@ def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
     problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        found = list(_agent(agent, longest, try_templates))
+        found = list(_agent(agent, longest, try_templates, config.data.tools_field))
         if found and (model := HubModel.of_snapshot(agent.model)):
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
         found = found or memory_problems(config, agent, architecture_of(agent))
@@ -230,7 +230,7 @@ def _skills(config: Config) -> Iterator[str]:
         )
 
 
-def _agent(agent: AgentConfig, longest: int, try_template: bool) -> Iterator[str]:
+def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: str | None) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
@@ -252,7 +252,7 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool) -> Iterator[str
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
-        yield from tokenizer_problems(agent, architecture.vocab_size, try_template)
+        yield from tokenizer_problems(agent, architecture.vocab_size, try_template, tools_field)
 
 
 def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:

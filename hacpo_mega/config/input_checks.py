@@ -37,6 +37,9 @@ def input_problems(config: Config) -> Iterator[str]:
     for agent in config.agents:
         if problem := _tokenizer_problem(agent):
             yield f"agents.{agent.name}: {problem}"
+    without = [agent.name for agent in config.agents if not agent.chat_template]
+    if config.data.tools_field and without:
+        yield f"data.tools_field: tools are read by chat templates; set chat_template = true of {', '.join(without)}"
 
 
 def missing_models(config: Config) -> list[str]:

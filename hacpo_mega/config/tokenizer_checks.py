@@ -7,22 +7,24 @@ from collections.abc import Iterator
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.prompting import TRIALS
-from hacpo_mega.models.chat_template import render
+from hacpo_mega.models.chat_template import names_in, render
 from hacpo_mega.models.folder import tokenizer_problem
 from hacpo_mega.models.tokenizer_files import chat_template, special_tokens, token_problems
 
 
-def tokenizer_problems(agent: AgentConfig, vocab_size: int, try_template: bool) -> Iterator[str]:
+def tokenizer_problems(
+    agent: AgentConfig, vocab_size: int, try_template: bool, tools_field: str | None
+) -> Iterator[str]:
     """What is wrong with the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
     if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # which is said where inputs are checked
         return
     problems = token_problems(agent.model, vocab_size)
     yield from problems
     if agent.chat_template and try_template and not problems:
-        yield from _template_problems(agent)
+        yield from _template_problems(agent, tools_field)
 
 
-def _template_problems(agent: AgentConfig) -> Iterator[str]:
+def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[str]:
     prompting = agent.prompting
     try:
         found = chat_template(agent.model)
@@ -36,6 +38,8 @@ def _template_problems(agent: AgentConfig) -> Iterator[str]:
     try:
         texts = render(template, [prompting.messages(probe) for probe in TRIALS], variables)
         problem = prompting.template_problem(template, texts)
+        if tools_field and "tools" not in names_in(template):
+            problem = problem or f"never reads tools; leave data.tools_field ({tools_field!r}) out for this model"
     except ValueError as error:
         problem = str(error)
     if problem:

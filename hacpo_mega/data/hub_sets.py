@@ -1,35 +1,32 @@
 """Data sets by their name on the Hugging Face Hub, hub:ORG/NAME@REVISION/CONFIG/SPLIT, by the library `datasets`.
 
-SPLIT[:N] streams the first N rows, so that a part of a huge set is not a download of all of it.
-
-The launcher downloads a set into the library's cache, from which all ranks read it: they are offline. Read by builders
-of plain files alone: no script, no image, nothing that is unpickled. The library is an extra and imported only here.
+The launcher downloads one into the library's cache, from which all ranks read it: they are offline. Of SPLIT[:ROWS] the
+first rows are streamed, and the cache keeps these alone. Read by builders of plain files alone: no script, no image,
+nothing that is unpickled. The library is an extra and imported only here.
 """
 
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 
 import pyarrow
+import pyarrow.parquet
 
-from hacpo_mega.data.saved_folders import is_saved, saved_batches
 from hacpo_mega.models.documents import one_line
 
 HUB = "hub:"
-SPELLING = "hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, and [:N] behind it for its first N rows"
+SPELLING = "hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, or SPLIT[:ROWS] for its first rows"
 PART = r"\w[\w.-]{0,95}"
 NAME = re.compile(
-    rf"hub:(?P<repo>{PART}/{PART})(?:@(?P<revision>{PART}))?(?:/(?P<config>{PART}))?"
-    r"/(?P<split>\w+)(?:\[:(?P<first>[1-9]\d{0,8})\])?",
-    re.A,
+    rf"hub:(?P<repo>{PART}/{PART})(?:@(?P<revision>{PART}))?(?:/(?P<config>{PART}))?/(?P<split>\w+)"
+    r"(?:\[:(?P<num_first>[1-9]\d{0,8})\])?",
+    re.ASCII,
 )
 KINDS = ("parquet", "json", "csv", "arrow", "text", "cache")  # the last: what one of the others has written
 BUILDERS = frozenset(f"datasets.packaged_modules.{kind}.{kind}" for kind in KINDS)
@@ -39,14 +36,14 @@ BUILDERS = frozenset(f"datasets.packaged_modules.{kind}.{kind}" for kind in KIND
 class HubSplit:
     """One split of a data set; `revision` is a commit, tag or branch, None the newest, `config` None the only one.
 
-    `first` of its rows, None: all.
+    `num_first` limits it to so many rows from its start; None: all.
     """
 
     repo: str
     split: str
     config: str | None = None
     revision: str | None = None
-    first: int | None = None
+    num_first: int | None = None
 
     @classmethod
     def parse(cls, path: Path) -> Self | None:
@@ -56,8 +53,8 @@ class HubSplit:
         found = NAME.fullmatch(str(path))
         if found is None or ".." in str(path):
             raise ValueError(f"is no data set of the Hub; write {SPELLING}, such as hub:openai/gsm8k/main/train")
-        parts = found.groupdict()
-        return cls(**parts | {"first": int(parts["first"]) if parts["first"] else None})
+        num_first = found["num_first"] and int(found["num_first"])
+        return cls(found["repo"], found["split"], found["config"], found["revision"], num_first)
 
     def require_library(self) -> None:
         """ValueError, one line, where `datasets` is not installed."""
@@ -69,41 +66,52 @@ class HubSplit:
         self.require_library()
         library = importlib.import_module("datasets")
         library.disable_progress_bars()
-        folder = Path(library.config.HF_DATASETS_CACHE) / "first_rows" / self._hash
         try:
-            if self.first is None:
+            if self.num_first is None:
                 builder = self._builder(library)
                 builder.download_and_prepare()
-                rows = builder.as_dataset(self.split)
-            elif not is_saved(folder):
-                _save_first(library, self._builder(library).as_streaming_dataset(self.split), self.first, folder)
+                tables = builder.as_dataset(self.split).with_format("arrow").iter(num_rows)
+            else:
+                tables = pyarrow.parquet.ParquetFile(self._first_rows(library, num_rows)).iter_batches(num_rows)
         except Exception as error:  # whatever the library, the network and its file formats raise
             said = one_line(str(error).partition("\n")[0]) or type(error).__name__
             hint = "`hacpo-mega check CONFIG --data` downloads it, on a machine with network and the same HF_HOME"
             raise ValueError(f"cannot be loaded ({said}); {hint}") from error
-        if self.first is not None:
-            yield from saved_batches(folder, num_rows)
-            return
-        for table in rows.with_format("arrow").iter(num_rows):
-            yield from table.to_batches()
+        for table in tables:
+            yield from table.to_batches() if self.num_first is None else (table,)
 
-    def _builder(self, library: ModuleType) -> Any:
+    def _builder(self, library: Any) -> Any:
+        """What reads it: one of BUILDERS, or ValueError."""
         builder = library.load_dataset_builder(self.repo, self.config, revision=self.revision)
-        kinds = {kind.__module__ for kind in type(builder).__mro__}  # a set with configurations derives its own
-        if not kinds & BUILDERS:
+        # a data set with configurations derives its own
+        if not {kind.__module__ for kind in type(builder).__mro__} & BUILDERS:
             raise ValueError(f"{type(builder).__name__} is no reader of tables or lines")
         return builder
 
-    @property
-    def _hash(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+    def _first_rows(self, library: Any, num_rows: int) -> Path:
+        """The file of its first rows in the library's cache, the newest without a network; made where it is not there.
 
-
-def _save_first(library: ModuleType, rows: Any, number: int, folder: Path) -> None:
-    """Streams so many rows into a folder that ranks read, whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as part:
-        found = list(rows.take(number))
-        library.Dataset.from_list(found).save_to_disk(Path(part) / "rows")
-        with suppress(OSError):  # another process was faster, with the same rows
-            (Path(part) / "rows").rename(folder)
+        Every commit has its own, so that ranks which cannot ask for the newest read what their launcher has read.
+        """
+        folder = Path(library.config.HF_DATASETS_CACHE, "hacpo_mega", hashlib.sha256(repr(self).encode()).hexdigest())
+        kept = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
+        try:
+            builder = self._builder(library)
+        except Exception:  # as for a whole data set, what is kept serves
+            if not kept:
+                raise
+            return kept[-1]
+        file = folder / f"{builder.hash}.parquet"
+        if not file.is_file():
+            tables, num_read = [], 0
+            for table in builder.as_streaming_dataset(self.split).with_format("arrow").iter(num_rows):
+                tables.append(table)
+                num_read += len(table)
+                if num_read >= self.num_first:
+                    break
+            rows = pyarrow.concat_tables(tables, promote_options="permissive").slice(0, self.num_first)
+            folder.mkdir(parents=True, exist_ok=True)
+            part = folder / f"{os.getpid()}.part"
+            pyarrow.parquet.write_table(rows, part)
+            part.replace(file)
+        return file

@@ -70,7 +70,14 @@ def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:
 
 def _tools(row: Mapping[str, Any], field: str | None) -> Any:
     value = row.get(field) if field else None
-    return parse_json(value) if isinstance(value, str) else value
+    return (parse_json(value) if value.strip() else None) if isinstance(value, str) else _given(value)
+
+
+def _given(value: Any) -> Any:
+    """A value of a table without the empty keys that Parquet gives every row."""
+    if isinstance(value, dict):
+        return {key: _given(inside) for key, inside in value.items() if inside is not None}
+    return [_given(inside) for inside in value] if isinstance(value, list) else value
 
 
 def prompt_text(value: str | list[dict[str, str]], row: Mapping[str, Any], tools_field: str | None) -> str:

@@ -300,6 +300,11 @@ ROW_CASES = [
 ]  # fmt: skip
 TOKENIZERS = [
     one("no tokenizer", "agents.a.model='{here}/bare'", "agents.a: model folder {here}/bare has no tokenizer (one of "),
+    one(
+        "tools",
+        "data.tools_field='t'",
+        "data.tools_field: tools are read by chat templates; set chat_template = true of a, b",
+    ),
     one("no JSON", "agents.a.model='{here}/torn'", "agents.a: {here}/torn/tokenizer_config.json: not valid JSON: "),
     one("a list", "agents.a.model='{here}/listed'", "tokenizer_config.json: must hold a JSON object, found a list"),
     one(

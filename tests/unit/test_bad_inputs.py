@@ -163,6 +163,13 @@ def test_a_chat_template_that_loses_the_prompt_names_its_folder(template, sound,
     assert f"agents.a: the chat template of {model}/chat_template.jinja" in line and TEMPLATES[template] in line
 
 
+def test_tools_that_a_chat_template_never_reads_are_refused(sound, model, monkeypatch, capsys):
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    given = (f"agents.a.model={model}", "agents.a.chat_template=true", "data.tools_field=tools")
+    (line,) = complaint(monkeypatch, capsys, sound, *given).splitlines()
+    assert f"the chat template of {model}/chat_template.jinja never reads tools; leave data.tools_field" in line
+
+
 @pytest.mark.parametrize("rank", [{"LOCAL_RANK": "1"}, {"SLURM_LOCALID": "1"}, {"HACPO_MEGA_LAUNCHER_PID": "1"}, {}])
 def test_a_chat_template_is_tried_once_on_a_node(rank, sound, model, monkeypatch, capsys):
     """By the first process that reads it: no rank of a large job starts a process of its own."""

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -180,22 +181,40 @@ def test_a_data_set_by_its_name(tmp_path, monkeypatch):
     lines = write_lines(tmp_path / "a.jsonl", *RECORDS)
     named = load_prompts([Path("hub:org/name/main/train")], "question", "gold")
     assert named == load_prompts([lines], "question", "gold")
-    first = load_prompts([Path("hub:org/name/main/train[:3]")], "question", "gold")
-    assert first == named[:3]
     says = {"main/no": 'Unknown split "no"', "other/test": "BuilderConfig 'other' not found", "test": None}
     for name, what in says.items():
         problems = check_data([Path("hub:org/name") / name], "question", "gold")
         assert what in str(problems[0]) if what else not problems, problems
-    (tmp_path / "org/name/train.parquet").unlink()  # ranks are offline: the launcher has left them what it streamed
-    assert load_prompts([Path("hub:org/name/main/train[:3]")], "question", "gold") == first
+
+
+def test_the_first_rows_of_a_data_set_are_streamed_once_and_read_without_it(tmp_path, monkeypatch):
+    """The second file cannot be read: whoever opens it fails."""
+    datasets = pytest.importorskip("datasets", reason="the `datasets` library is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "org" / "name"
+    folder.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), folder / "train-0.parquet")
+    (folder / "train-1.parquet").write_bytes(b"PAR1")
+    monkeypatch.chdir(tmp_path)
+    expected = load_prompts([write_lines(tmp_path / "a.jsonl", *RECORDS)], "question", "gold")
+    for num_first in (17, 32):
+        assert load_prompts([Path(f"hub:org/name/train[:{num_first}]")], "question", "gold") == expected[:num_first]
+    for name, what in (("train[:41]", "Could not open Parquet"), ("no[:1]", "cannot be loaded (Bad split: no")):
+        (problem,) = check_data([Path(f"hub:org/name/{name}")], "question", "gold")
+        assert what in str(problem) and "`hacpo-mega check CONFIG --data` downloads it" in str(problem)
+    shutil.rmtree(folder)  # as for ranks, which cannot ask
+    assert load_prompts([Path("hub:org/name/train[:17]")], "question", "gold") == expected[:17]
+    (problem,) = check_data([Path("hub:org/name/train[:18]")], "question", "gold")
+    assert "org/name" in str(problem) and "on a machine with network" in str(problem)
 
 
 @pytest.mark.parametrize(
-    "name", ["hub:gsm8k", "hub:openai/gsm8k", "hub:../x/main/train", "hub:a/b/c/d/e", "hub:", "hub:a/b/c[3:]"]
+    "name",
+    ["hub:gsm8k", "hub:openai/gsm8k", "hub:../x/main/train", "hub:a/b/c/d/e", "hub:", "hub:a/b/c[3:]", "hub:a/b/c[:0]"],
 )
 def test_half_a_name_is_a_line(name):
     (problem,) = check_data([Path(name)])
-    assert "is no data set of the Hub; write hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, and [:N]" in str(problem)
+    assert "is no data set of the Hub; write hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, or SPLIT[:ROWS]" in str(problem)
 
 
 def test_a_name_needs_the_library(monkeypatch):
@@ -247,7 +266,7 @@ def test_messages_that_cannot_be_read_are_named_with_their_row(tmp_path, prompt,
     assert str(problem).startswith(f"{file}:2: field 'prompt' ") and what in str(problem)
 
 
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 
 
 @pytest.mark.parametrize("written", [[TOOL], json.dumps([TOOL])])
@@ -257,6 +276,9 @@ def test_tools_of_a_row_are_part_of_its_prompt(tmp_path, written):
     one, chat, none = load_prompts([lines], tools_field="tools")
     assert [tools_of(row.text) for row in (one, chat, none)] == [[TOOL], [TOOL], []]
     assert messages_of(one.text) == said(("user", "1+1=")) and messages_of(chat.text) == CHAT == messages_in(chat.text)
+    table = pyarrow.Table.from_pylist([rows[0] | {"tools": [TOOL]}, {"tools": [{"other": 1}]}]).slice(0, 1)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")  # where every tool has every key
+    assert load_prompts([tmp_path / "a.parquet"], tools_field="tools")[0].text == one.text
     assert none.text == "2+2=" and {one.text, chat.text}.isdisjoint(r.text for r in load_prompts([lines]))
     layouts = layouts_of("prompt", "answer", only=False, tools_field="tools")
     assert [problem.prompt for problem in read_dataset(lines, layouts).problems] == [one.text, chat.text, none.text]
