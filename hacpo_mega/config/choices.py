@@ -23,6 +23,8 @@ REWARD_KINDS: Mapping[str, tuple[str, ...]] = {
 # Of them those whose reward is 0 or 1.
 BINARY_KINDS = ("math", "math_any", "choice", "exact", "arithmetic")
 
+TRACKERS = ("wandb", "trackio", "swanlab", "mlflow", "comet_ml")
+
 Skill = Literal["add", "sub", "mul", "srt", "sum"]
 
 

@@ -8,11 +8,11 @@ Not here: anything that acts on a configuration. Functions elsewhere get the num
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
-from hacpo_mega.config.choices import BINARY_KINDS, Skill
+from hacpo_mega.config.choices import BINARY_KINDS, TRACKERS, Skill
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, OwnFunction, Positive, Seconds, Section
 from hacpo_mega.config.slurm import SlurmConfig
@@ -193,13 +193,19 @@ class CheckpointConfig(Section):
     """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 
 
+def _tracker(name: str) -> str:
+    if name not in TRACKERS and ":" not in name:
+        raise ValueError(f"must be one of {', '.join(TRACKERS)}, or FILE.py:CLASS of your own, found {name!r}")
+    return name
+
+
 class LoggingConfig(Section):
     """Where a run's numbers go beside its own folder, and which of its steps are traced; changes no result."""
 
     metrics: tuple[OwnFunction, ...] = ()
     """Numbers of your own: FILE.py:function or module:function, called for every answer of a step with what its
     parameters name; the mean is logged as agent/NAME/own/FUNCTION (docs/guide/monitoring.md)."""
-    trackers: tuple[Literal["wandb", "trackio", "swanlab", "mlflow", "comet_ml"] | OwnFunction, ...] = ()
+    trackers: tuple[Annotated[str, AfterValidator(_tracker)], ...] = ()
     """Experiment trackers that also get every number, tables of answers and histograms: installed packages, or a class
     of your own as FILE.py:CLASS or module:CLASS (docs/guide/monitoring.md)."""
     tracked_prompts: CountOrZero = 1

@@ -46,8 +46,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# "FILE.py:function" or "module:function"; whether there is one is looked up in its source (grader_checks.py)
-OwnFunction = Annotated[str, Field(pattern=r"^[^:\x00\n]+:[A-Za-z_]\w*$")]
+def _own_function(name: str) -> str:
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute.isidentifier() or not place.isprintable():
+        raise ValueError(f"needs FILE.py:name or module:name, found {name!r}")
+    return name
+
+
+# of the user's own; whether there is one is looked up in its source (grader_checks.py)
+OwnFunction = Annotated[str, AfterValidator(_own_function)]
 PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 

@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--peer", type=Path, default=Path("build/peers-env/bin/python"), help="a Python that has TRL")
     parser.add_argument("--answer-tokens", type=int, help="of every answer; half of the longest if not given")
+    parser.add_argument("--lengths", type=Path, metavar="RUN", help="draw every answer's tokens from those of a run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="measured in a turn, after one of warm-up")
     parser.add_argument("--out", type=Path, default=Path("build/peers"), help="folder of peers.md")
@@ -127,17 +128,22 @@ class Machine:
         for place, process in zip(places, processes, strict=True):
             if process.returncode:
                 raise RuntimeError(f"TRL failed: {(folder / f'{place}/err').read_text()[-2000:]}")
-        step = self.config.training.prompts_per_step * self.config.answers_per_prompt * self.workload.tokens
         return [
             read_turn(
                 folder / f"{place}/measured.json",
                 num_steps=self.asked.steps,
-                tokens_per_step=step,
+                tokens=[sum(self._lengths(place, WARM_UP + step)) for step in range(self.asked.steps)],
                 prompt_tokens=sum(self._codecs[place].prompt_lengths(self._prompts)),
                 threads=threads,
             )
             for place in places
         ]
+
+    def _lengths(self, place: int, step: int) -> list[int]:
+        """Tokens of an agent's answers in a step: prompt after prompt, each with all of its answers."""
+        name, num_answers = self.config.agents[place].name, self.config.answers_per_prompt
+        places = [(p, g) for p in range(self.config.training.prompts_per_step) for g in range(num_answers)]
+        return [self.workload.answer(name, step, p, g)[0] for p, g in places]
 
     def _peer_process(self, place: int, folder: Path, threads: int) -> subprocess.Popen:
         mine = folder / str(place)
@@ -161,6 +167,7 @@ class Machine:
             "warm_up": WARM_UP,
             "steps": self.asked.steps,
             "answer_tokens": self.workload.tokens,
+            "lengths": [self._lengths(place, step) for step in range(WARM_UP + self.asked.steps)],
             "answers_per_prompt": config.answers_per_prompt,
             "answers_per_update": config.prompts_per_update * config.answers_per_prompt,
             "updates_per_step": config.updates_per_step,
@@ -174,10 +181,10 @@ class Machine:
 def measured_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
     """What a rank of hacpo_mega does, in a process forked from the server: the steps, and a note of what they took."""
     imported_bytes = resident("VmRSS")
-    from hacpo_mega.lab.throughput.measured_trainer import MeasuredTrainer
+    from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
 
     config, marks = load_config(config_file), []
-    with MeasuredTrainer(config, workload) as trainer:
+    with measured_trainer(config, workload) as trainer:
         for _ in range(num_steps):
             trainer.step()
             marks.append(time.process_time())
@@ -209,14 +216,24 @@ def measure(machine: Machine, work: Path) -> dict[tuple[str, str], list[Turn]]:
     return turns
 
 
+def _described(workload: "Workload") -> str:
+    lengths = [tokens for step in workload.steps for group in step.values() for tokens, _ in group]
+    if not lengths:
+        return f"answers of {workload.tokens} tokens"
+    return f"answers of {sum(lengths) / len(lengths):.1f} tokens in the mean, at most {max(lengths)}"
+
+
 def main() -> None:
     """Measures, prints and writes the table. Exit 2 with a line per problem in the input, 1 when a trainer fails."""
     asked = arguments()
     try:
         config, peer_versions = checked(asked)
-        from hacpo_mega.lab.throughput.workload import fixed
+        from hacpo_mega.lab.throughput.workload import drawn, fixed
 
-        workload = fixed(config, asked.answer_tokens)
+        if asked.lengths is not None and asked.answer_tokens is not None:
+            raise ValueError("--lengths and --answer-tokens both say how long answers are; give one")
+        of_run = asked.lengths and drawn(config, asked.lengths, WARM_UP + asked.steps)
+        workload = of_run or fixed(config, asked.answer_tokens)
     except ValueError as error:
         sys.exit(print(error, file=sys.stderr) or 2)
     # The user's, less PYTHONPATH: the folder `kernels` of this repository would shadow a package of theirs.
@@ -236,7 +253,7 @@ def main() -> None:
         "commit": source_commit() or "unknown",
         "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
         "TRL": peer_versions,
-        "work": f"answers of {workload.tokens} tokens; rounds: {asked.rounds}, steps: {asked.steps} after {WARM_UP}",
+        "work": f"{_described(workload)}; rounds: {asked.rounds}, steps: {asked.steps} after {WARM_UP}",
         "threads": f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set: all cores, shared')}",
     }
     markdown = "\n".join(f"- {name}: {fact}" for name, fact in facts.items()) + "\n\n" + to_markdown(turns)

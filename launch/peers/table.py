@@ -52,26 +52,25 @@ def _joined(turns: Sequence[Turn], wall_s: float, memory: type[max] | type[sum])
     )
 
 
-def read_turn(file: Path, *, num_steps: int, tokens_per_step: int, prompt_tokens: int, threads: int) -> Turn:
-    """What trl_gspo.py wrote. ValueError when it is not whole, or not the work that hacpo_mega did."""
+def read_turn(file: Path, *, tokens: Sequence[int], prompt_tokens: int, threads: int) -> Turn:
+    """What trl_gspo.py wrote of steps of so many `tokens`. ValueError when it is not whole, or other work than ours."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         steps, memory = found["steps"], (int(found["peak_bytes"]), int(found["imported_bytes"]))
         wall_s, cpu_s = (sum(step[name] for step in steps) for name in MEASURED[:2])
-        tokens = {step[name] for step in steps for name in MEASURED[2:]}
+        generated, trained = ([step[name] for step in steps] for name in MEASURED[2:])
         other = {name: found[name] for name in ("prompt_tokens", "threads", "dtype")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: not what trl_gspo.py writes ({type(error).__name__}: {error})") from error
-    if len(steps) != num_steps or tokens != {tokens_per_step}:
+    if not generated == trained == list(tokens):
         raise ValueError(
-            f"{file}: TRL measured {len(steps)} steps of {sorted(tokens)} tokens, asked were {num_steps} of "
-            f"{tokens_per_step}: these are not the same work"
+            f"{file}: TRL generated {generated} and trained {trained} tokens in its steps, asked were {list(tokens)}: "
+            "these are not the same work"
         )
     wanted = {"prompt_tokens": prompt_tokens, "threads": threads, "dtype": "float32"}
     if other != wanted:
         raise ValueError(f"{file}: TRL had {other}, hacpo_mega {wanted}: these are not the same work")
-    total = num_steps * tokens_per_step
-    return Turn(num_steps, wall_s, cpu_s, total, total, *memory)
+    return Turn(len(steps), wall_s, cpu_s, sum(tokens), sum(tokens), *memory)
 
 
 def resident(field: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from table import MEASURED, resident
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -28,6 +28,32 @@ class MeasuredTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         self.trained += int(inputs["completion_mask"].sum())
         return super()._compute_loss(model, inputs)
+
+
+class EndsAt(LogitsProcessor):
+    """Ends every answer of a generation after its own number of tokens, and none before."""
+
+    def __init__(self, lengths: Sequence[int], num_prompt_tokens: int, eos_id: int) -> None:
+        self._length_B, self._start, self._eos_id = torch.tensor(lengths), num_prompt_tokens, eos_id
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Before the next token of all answers is drawn."""
+        is_last_B = self._length_B == input_ids.shape[1] - self._start + 1
+        end_B = scores[:, self._eos_id].clone()
+        scores = scores.masked_fill(is_last_B[:, None], -torch.inf)
+        scores[:, self._eos_id] = torch.where(is_last_B, end_B, -torch.inf)
+        return scores
+
+
+def end_at(model: Any, steps: Sequence[Sequence[int]], eos_id: int) -> None:
+    """Has every generation of the model, one per step, end its answers after these tokens."""
+    generate, lengths = model.generate, iter(steps)
+
+    def generate_so_long(*, input_ids: torch.Tensor, **given: Any) -> Any:
+        ends = EndsAt(next(lengths), input_ids.shape[1], eos_id)
+        return generate(input_ids=input_ids, logits_processor=[ends], **given)
+
+    model.generate = generate_so_long
 
 
 class Clock(TrainerCallback):
@@ -58,7 +84,6 @@ def settings(work: dict[str, Any], folder: Path) -> GRPOConfig:
         steps_per_generation=work["updates_per_step"],
         num_generations=work["answers_per_prompt"],
         max_completion_length=work["answer_tokens"],
-        generation_kwargs={"min_new_tokens": work["answer_tokens"]},
         temperature=work["temperature"],
         importance_sampling_level="sequence",
         loss_type="grpo",
@@ -102,6 +127,7 @@ def train(work: dict[str, Any], folder: Path) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[clock],
     )
+    end_at(clock.trainer.model, work["lengths"], tokenizer.eos_token_id)
     clock.trainer.train()
     return {
         "steps": [

@@ -346,7 +346,7 @@ WARM_STARTS = [
         "num_examples (571) is more than there are. Nearest: 570"),
 ]  # fmt: skip
 LOGGING = [
-    one("an unknown tracker", "logging.trackers=['mlflow']", "logging.trackers.0: must be 'wandb' or 'trackio', found"),
+    one("an unknown tracker", "logging.trackers=['mlflo']", "logging.trackers.0: must be one of wandb, trackio"),
     one("a project's name", "logging.project='a/b'", "logging.project: needs letters, digits, - and _, a letter or"),
     one("a step twice", "logging.trace_steps=[2,1,2]", "logging.trace_steps: [2, 1, 2] names one twice. Nearest: [2,"),
     Case("a step too late", ("logging={trace=true,trace_steps=[1,9]}",),

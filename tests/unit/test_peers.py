@@ -26,7 +26,7 @@ FOUND = {
 
 def read(tmp_path, text: str) -> Turn:
     (tmp_path / "measured.json").write_text(text)
-    asked = {"num_steps": 2, "tokens_per_step": 40, "prompt_tokens": 12, "threads": 2}
+    asked = {"tokens": [40, 40], "prompt_tokens": 12, "threads": 2}
     return TABLE["read_turn"](tmp_path / "measured.json", **asked)
 
 
@@ -39,8 +39,11 @@ def test_a_turn_is_the_sum_of_its_steps(tmp_path):
     [
         ("", "not what trl_gspo.py writes .JSONDecodeError"),
         (json.dumps({**FOUND, "steps": [{"wall_s": 1.0}]}), "not what trl_gspo.py writes .KeyError: 'cpu_s'"),
-        (json.dumps({**FOUND, "steps": [STEP]}), r"1 steps of \[40\] tokens, asked were 2 of 40"),
-        (json.dumps({**FOUND, "steps": [STEP, {**STEP, "trained_tokens": 38}]}), r"2 steps of \[38, 40\] tokens"),
+        (
+            json.dumps({**FOUND, "steps": [STEP]}),
+            r"generated \[40\] and trained .*, asked were \[40, 40\]",
+        ),
+        (json.dumps({**FOUND, "steps": [STEP, {**STEP, "trained_tokens": 38}]}), r"trained \[40, 38\] tokens"),
         (json.dumps({**FOUND, "prompt_tokens": 13}), "TRL had .'prompt_tokens': 13.*hacpo_mega .'prompt_tokens': 12"),
         (json.dumps({**FOUND, "threads": 1}), "not the same work"),
         (json.dumps({**FOUND, "dtype": "bfloat16"}), "not the same work"),

@@ -115,10 +115,15 @@ class WorkloadJudge(RolloutJudge):
         return Judgement(Verdict.CORRECT if reward > 0 else Verdict.WRONG, reward)
 
 
-def take_steps(config: Config, workload: Workload, num_steps: int) -> None:
-    """What one rank of a benchmark does. Collective over the job."""
+def measured_trainer(config: Config, workload: Workload) -> Trainer:
+    """The trainer of one rank of a benchmark. Collective over the job."""
     seen = Measurement(config)
     judge, sampler = partial(WorkloadJudge, workload, seen), partial(WorkloadSampler, workload)
-    with Trainer(config, sampler=sampler, judge=judge, observers=[seen]) as trainer:
+    return Trainer(config, sampler=sampler, judge=judge, observers=[seen])
+
+
+def take_steps(config: Config, workload: Workload, num_steps: int) -> None:
+    """What one rank of a benchmark does. Collective over the job."""
+    with measured_trainer(config, workload) as trainer:
         for _ in range(num_steps):
             trainer.step()

@@ -3,6 +3,7 @@
 Every answer is really sampled, judged, exchanged and trained; only where it ends and what it earns is fixed.
 """
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,30 @@ def fixed(config: Config, num_tokens: int | None) -> Workload:
     if num_tokens is not None and not 1 <= num_tokens <= longest:
         raise ValueError(f"--answer-tokens ({num_tokens}) must be 1 to rollout.max_answer_tokens ({longest})")
     return Workload(num_tokens or -(-longest // 2))
+
+
+def drawn(config: Config, run_dir: Path, num_steps: int) -> Workload:
+    """Lengths drawn from all that a run recorded, of whatever models; every second answer is right.
+
+    A pure function of the run, the seed and an answer's place. ValueError where the run has none that is allowed.
+    """
+    groups = (group for step in logged_steps(run_dir) for group in _answers_of(run_dir, step).values())
+    lengths = sorted(tokens for group in groups for tokens, _ in group)
+    if not lengths:
+        raise ValueError(f"--lengths {run_dir}: no rollouts are there; give the folder of a run")
+    if lengths[-1] > config.rollout.max_answer_tokens:
+        raise ValueError(
+            f"--lengths {run_dir}: its longest answer has {lengths[-1]} tokens, rollout.max_answer_tokens is "
+            f"{config.rollout.max_answer_tokens}: give rollout.max_answer_tokens={lengths[-1]}"
+        )
+
+    def answers(step: int, agent: str, prompt: int) -> tuple[tuple[int, float], ...]:
+        found = random.Random(f"{config.seed} {step} {agent} {prompt}").choices(lengths, k=config.answers_per_prompt)
+        return tuple((tokens, float(g % 2)) for g, tokens in enumerate(found))
+
+    prompts, names = range(config.training.prompts_per_step), [agent.name for agent in config.agents]
+    steps = ({(name, p): answers(step, name, p) for name in names for p in prompts} for step in range(num_steps))
+    return Workload(lengths[-1], tuple(steps))
 
 
 def replayed(config: Config, run_dir: Path) -> Workload:
