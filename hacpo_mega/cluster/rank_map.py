@@ -32,9 +32,10 @@ class AgentShape:
         if min(self.tp, self.pp, self.cells_per_lane, self.engine_tp) < 1:
             raise ValueError(f"agent {self.name}: tp, pp, cells_per_lane and engine_tp must be at least 1, got {self}")
         if self.cell_size % self.engine_tp:
+            nearest = max(size for size in range(1, self.engine_tp + 1) if self.cell_size % size == 0)
             raise ValueError(
                 f"agent {self.name}: a cell has tp {self.tp} x pp {self.pp} = {self.cell_size} ranks, which engines of "
-                f"engine_tp {self.engine_tp} do not fill. Choose a divisor of {self.cell_size}."
+                f"engine_tp {self.engine_tp} do not fill. Nearest: {nearest}"
             )
 
     @property
