@@ -8,6 +8,7 @@ import difflib
 import importlib.machinery
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -38,9 +39,8 @@ def own_code_problem(name: str, num_arguments: int | None = None, what: str = "f
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         file = Path(place)
-        found = (
-            _source_problem(file, attribute, what) if file.is_file() else f"{name!r}: the file {place} does not exist"
-        )
+        missing = f"{name[-200:]!r}: the file {place[-200:]} does not exist"
+        found = _source_problem(file, attribute, what) if os.path.isfile(file) else missing  # also for too long a name
     else:
         found = code_problem(place, attribute, what)
     made = None if found or num_arguments is None else _definition(name)

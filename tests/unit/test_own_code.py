@@ -73,6 +73,7 @@ def test_an_objective_that_the_policy_does_not_enter_is_refused():
         ({"algorithm": {"advantages": f"{FILE}:own_meen"}}, "has no function 'own_meen'; did you mean 'own_mean'?"),
         ({"algorithm": {"advantages": f"{FILE}:clipped"}}, "takes 4 arguments, and is given 3"),
         ({"algorithm": {"objective": "absent.py:f"}}, "the file absent.py does not exist"),
+        ({"algorithm": {"objective": f"{'x' * 5000}.py:f"}}, "xxx.py does not exist"),
         ({"algorithm": {"objective": "no_such_module:f"}}, "there is no module 'no_such_module'"),
         ({"algorithm": {"method": "grpo", "objective": f"{FILE}:clipped"}}, "one ratio per answer"),
         ({"logging": {"metrics": [f"{FILE}:fails", "else.py:fails"]}}, "names one twice"),

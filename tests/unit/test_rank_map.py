@@ -94,9 +94,7 @@ def test_a_hundred_thousand_ranks_cost_nothing():
 
 
 def test_errors_say_what_was_asked_and_what_to_do():
-    with pytest.raises(
-        ValueError, match=r"agent A: a cell has tp 2 x pp 3 = 6 ranks.*engine_tp 4 do not fill. Nearest: 3"
-    ):
+    with pytest.raises(ValueError, match=r"agent A: a cell has tp 2 x pp 3 = 6 ranks.* 4 do not fill. Nearest: 3"):
         AgentShape("A", tp=2, pp=3, engine_tp=4)
     with pytest.raises(ValueError, match="rank 98304 is outside this job of 98304 ranks: small: 4096 lanes x 4 cells"):
         HUGE.coordinate(98_304)
