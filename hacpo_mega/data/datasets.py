@@ -214,7 +214,9 @@ def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset
 def _without_layout(row: Row, record: Record, layouts: Mapping[str, Layout]) -> DataProblem:
     if (own := layouts.get("own")) is None or len(layouts) > 1:
         asked = f"has not {own.prompt_field!r} and {own.gold_field!r}, and " if own else ""
-        what = f"{asked}fits no known layout (the row has: {field_names(record)})"
+        empty = field_names({name: None for name, value in record.items() if value is None})
+        null = "" if empty == field_names({}) else f"; null: {empty}"
+        what = f"{asked}fits no known layout (the row has: {field_names(record)}{null})"
         return DataProblem(row.file, row.line, None, what)
     field = own.prompt_field if record.get(own.prompt_field) is None else own.gold_field
     return DataProblem(row.file, row.line, field, absence(record, field))
