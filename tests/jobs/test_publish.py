@@ -18,7 +18,7 @@ from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Score, Stop
 
-MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
+MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False), "phi3": ("phi3", False)}
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
