@@ -1,6 +1,6 @@
 """Rotary frequencies of a model, and what its cosines and sines are multiplied with.
 
-Sources: transformers, modeling_rope_utils.py; vllm/model_executor/layers/rotary_embedding. P pairs that turn.
+Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding. P pairs that turn.
 Not here: which kinds there are, and their numbers (models/rope.py).
 """
 

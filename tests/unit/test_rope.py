@@ -21,6 +21,9 @@ from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 
+# Three of the kinds are in jobs/test_megatron_layout.py, too, and a refusal in unit/test_model_folders.py.
+pytestmark = pytest.mark.nightly
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = {
     "default": ("qwen3", {"rope_type": "default"}),
