@@ -20,6 +20,7 @@ FROM_ARCHITECTURE = {
     "layernorm_epsilon": "norm_eps",
     "qk_layernorm": "qk_norm",
     "add_qkv_bias": "qkv_bias",
+    "rotary_interleaved": "interleaved",
 }
 FROM_LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp"}
 
@@ -42,7 +43,6 @@ FIXED: dict[str, Any] = {
     "softmax_type": "vanilla",
     "window_size": None,
     "no_rope_freq": None,
-    "rotary_interleaved": False,
     "apply_query_key_layer_scaling": False,
     "attention_output_gate": False,
     "qk_clip": False,
