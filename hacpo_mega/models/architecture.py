@@ -80,6 +80,11 @@ class Architecture:
         return FAMILIES[self.family]
 
     @property
+    def copies_qk_norm(self) -> bool:
+        """Whether it has a norm of queries and one of keys that every tensor-parallel rank has whole."""
+        return self.qk_norm and not self.kin.whole_qk_norm
+
+    @property
     def interleaved(self) -> bool:
         """Whether neighbouring numbers of a head turn together."""
         return self.kin.interleaved

@@ -18,7 +18,8 @@ FROM_ARCHITECTURE = {
     "num_query_groups": "num_kv_heads",
     "kv_channels": "head_dim",
     "layernorm_epsilon": "norm_eps",
-    "qk_layernorm": "qk_norm",
+    # By it Megatron adds up the gradients of norms that are copies on every tensor rank.
+    "qk_layernorm": "copies_qk_norm",
     "add_qkv_bias": "qkv_bias",
     "rotary_interleaved": "interleaved",
 }
