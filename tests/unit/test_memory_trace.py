@@ -88,7 +88,7 @@ def test_every_layer_takes_the_same():
     [
         plan_of(tp=2, recompute="mlp"),
         plan_of(tp=2, recompute="full"),
-        plan_of(tp=2, fused=True),
+        plan_of(tp=2),
         plan_of(LLAMA),
         plan_of(LLAMA, recompute="full"),
         plan_of(QWEN2, tp=2, recompute="mlp"),
