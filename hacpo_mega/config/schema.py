@@ -157,8 +157,7 @@ class TrainingConfig(Section):
     counts, or stay as few with those of the fewest FLOPs at both ends of an update; changes results by rounding."""
     score_in_first_update: FlagOrAuto = "auto"
     """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
-    for the same results to the last bit; auto: where no others wait for them, as with answers that are shared, with
-    engine_correction and one_step_off."""
+    for the same results to the last bit; auto: where nothing waits for them (shared answers, engine_correction)."""
     max_skipped_updates: Count = 5
     """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
     with the samples of these updates in logs/."""
