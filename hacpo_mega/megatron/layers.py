@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.norms import AddNormed, RMSNorm, WholeRMSNorm
 from hacpo_mega.models.architecture import Architecture
 
@@ -148,6 +149,7 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, num_laye
         attention.q_layernorm, attention.k_layernorm = _qk_norms(architecture, config.tensor_model_parallel_size)
     if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
+    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 

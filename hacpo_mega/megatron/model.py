@@ -133,7 +133,6 @@ def transformer_config(
     }
     # The fusions are for whoever has what they need, such as apex, to switch on.
     defaults = {
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,

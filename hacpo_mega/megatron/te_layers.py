@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import Family
 
@@ -89,4 +90,5 @@ def te_decoder_spec(
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
     if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
+    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)
