@@ -107,7 +107,7 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         self.transformer = chosen_transformer(
-            transformer, self.architecture.kin, dtype=self.dtype, on_cuda=cuda, version=VERSION
+            transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
         )
         initialize_parallel(tp, pp, seed, timeout_s)
         with megatron_platform():

@@ -23,6 +23,9 @@ MODELS = {
     "llama-untied": {"family": "llama", "tied": False, "rope_scaling": YARN_ROPE},
     "phi3": {"family": "phi3", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
     "olmo2": {"family": "olmo2", "tied": False},
+    "olmo3": {"family": "olmo3", "tied": False, "window": 11, "rope_scaling": YARN_ROPE},
+    "gemma3": {"family": "gemma3_text", "tied": True, "window": 11},
+    "mistral-window": {"family": "mistral", "tied": False, "window": 11},
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
 }
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
