@@ -153,6 +153,12 @@ class _Layer:
         a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
         norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
+        # One after a block keeps its input in place of its output, which joins the residual.
+        after, num_after = norm, sum(name.endswith(".norm") for name in a.kin.norms)
+        if a.kin.offset_norms and plan.device.mixed:
+            # Their input is kept in float32.
+            after = residual * FLOAT32 // number + tokens // tp * FLOAT32
+            norm += residual * FLOAT32 // number
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -161,8 +167,7 @@ class _Layer:
             ffn=ffn,
             mlp=3 * ffn,  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
-            # One after a block keeps its input in place of its output, which joins the residual.
-            more_norms=(len(a.kin.norms) - 2) * norm,
+            more_norms=(len(a.kin.norms) - num_after - 2) * norm + num_after * after,
         )
 
     def kept(self, recompute: Recompute) -> int:
@@ -197,6 +202,9 @@ def _attention(plan: ActorPlan) -> int:
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + k) * head
+    if a.qk_norm and a.kin.offset_norms and plan.device.mixed:
+        # The numbers in float32, and nothing of the projection.
+        return kept + tokens * (a.head_dim + 1) * FLOAT32 * (q + k)
     if a.kin.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)

@@ -67,6 +67,7 @@ WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
 class Family:
     """A family of dense decoders with rotary positions, RMSNorm and a gated feed-forward.
 
+    models          what is published of it, for people
     model_type      as config.json and Megatron's model builder know it
     architecture    the class that transformers and vLLM run
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
@@ -97,6 +98,7 @@ class Family:
 
     model_type: str
     architecture: str
+    models: str
     qkv_bias: bool = False
     may_have_bias: bool = False
     output_bias: bool = True
@@ -143,10 +145,11 @@ class Family:
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
 
-LLAMA = Family("llama", "LlamaForCausalLM", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
+LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
+    "Qwen2, Qwen2.5",
     qkv_bias=True,
     unsaid={"num_key_value_heads": 32},
     only=_WINDOW,
@@ -155,6 +158,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
+    "Qwen3",
     qk_norm=True,
     unsaid={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
@@ -168,6 +172,7 @@ QWEN3 = Family(
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
+    "Mistral 7B, Nemo, Small",
     windows="all",
     unsaid={"num_key_value_heads": 8, "sliding_window": 4096},
     made_with={"sliding_window": None},
@@ -177,6 +182,7 @@ MISTRAL = Family(
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
+    "Phi-3 at 4k, Phi-4",
     stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
     windows="all",
     rope_kinds=("default",),
@@ -189,6 +195,7 @@ PHI3 = Family(
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
+    "OLMo 2",
     qk_norm=True,
     whole_qk_norm=True,
     norms=AFTER,
@@ -199,6 +206,7 @@ OLMO3 = replace(
     OLMO2,
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
+    models="OLMo 3",
     windows="some",
     two_ropes=True,
     unsaid={
@@ -210,6 +218,7 @@ OLMO3 = replace(
 GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",
+    "GLM-4-0414",
     may_have_bias=True,
     output_bias=False,
     norms=AROUND,
@@ -226,6 +235,7 @@ _TANH = "gelu_pytorch_tanh"
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
+    "Gemma 3, text alone",
     qk_norm=True,
     offset_norms=True,
     norms=SANDWICH,
