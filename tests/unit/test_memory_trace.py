@@ -8,7 +8,19 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from memory_benchmark import LLAMA, QWEN2, SMALL, learn_of_budget, learn_of_trace, paper_plans, plan_of, traced
+from memory_benchmark import (
+    GLM4,
+    LLAMA,
+    OLMO2,
+    QWEN2,
+    SMALL,
+    TRACEABLE,
+    learn_of_budget,
+    learn_of_trace,
+    paper_plans,
+    plan_of,
+    traced,
+)
 from paper_models import make_paper_workplace
 
 from hacpo_mega.lab.memory_trace import TracedMemory
@@ -23,6 +35,10 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
 ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
+
+OTHER_NORMS = [
+    plan_of(model, tp, device=device) for model in (OLMO2, GLM4) for tp, device in ((2, TRACEABLE), (1, CPU))
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +104,14 @@ def test_every_layer_takes_the_same():
     [
         plan_of(tp=2, recompute="mlp"),
         plan_of(tp=2, recompute="full"),
-        plan_of(tp=2, fused=True),
+        plan_of(tp=2),
         plan_of(LLAMA),
         plan_of(LLAMA, recompute="full"),
         plan_of(QWEN2, tp=2, recompute="mlp"),
         plan_of(device=CPU),
         plan_of(tp=2, device=CPU),
         plan_of(LLAMA, device=CPU, recompute="full"),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_NORMS),
     ],
     ids=lambda plan: f"{plan.architecture.family}-tp{plan.layout.tp}-{plan.recompute}-{plan.device.number}",
 )
@@ -103,7 +120,9 @@ def test_every_choice(plan):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["full", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("none", "mlp"))]
+)
 def test_the_stages_of_a_pipeline(stage, recompute):
     """The first is one micro-batch ahead of the last, which has the head, and a copy of a tied one."""
     plan = plan_of(LLAMA if recompute == "mlp" else SMALL, tp=2, pp=2, recompute=recompute)
