@@ -1,17 +1,17 @@
 """Context parallelism: the cp ranks of a cell share the tokens of a micro-batch, and in attention its heads.
 
-Rank r of cp has the neighbouring tokens [r T / cp, (r + 1) T / cp) of a pack of T, wherever its sequences begin. Every
+Rank r of cp has the neighbouring tokens [r T / cp, (r + 1) T / cp) of a pack of T, wherever its sequences begin. Each
 layer works on a token by itself, but attention: before it an all-to-all turns [T / cp, N, D] into [T, N / cp, D], the
 kernel runs over whole sequences as it does without cp, and an all-to-all turns its output back (DeepSpeed-Ulysses,
 arXiv 2309.14509). So sequences need no padding and no zigzag, the work of attention is even whatever their lengths are,
 and a layer keeps 1 / cp of its activations.
 
-The law of gradients. With l_r the log-probs of the rows that rank r has, a loss L(l_1, ..., l_cp) is computed of all of
-them on every rank (`sum_rows`), so every rank holds L itself, not a share of it. For a weight w
+The law of gradients. With l_r the log-probs of the rows that rank r has, a loss L(l_1, ..., l_cp) is computed of all
+of them on every rank (`sum_rows`), so every rank holds L itself, not a share of it. For a weight w
 
     dL/dw  =  sum over r, of  dL/dl_r  dl_r/dw
 
-and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. Each all-to-all is a
+and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. An all-to-all is a
 permutation of numbers over ranks, whose transpose is the all-to-all back, so a hidden state gets its whole gradient on
 the rank that has its token, from rows on any rank. What rank r adds to the gradient of w is then that of the uses of w
 for its own tokens, and the plain sum over dp x cp that schedule.py asks of Megatron is dL/dw.

@@ -1,7 +1,8 @@
 """A Hugging Face architecture as a Megatron model whose last stage answers hidden states, not logits.
 
 The language-model head is a fused kernel outside (hacpo_kernels.linear_logprob), so no [T, V] tensor ever exists here.
-Shapes: T tokens of a packed micro-batch, t = T/cp of them on a rank, H hidden size, V vocabulary (V/tp on a rank), D head size.
+Shapes: T tokens of a packed micro-batch, t = T/cp of them on a rank, H hidden size, V vocabulary (V/tp on a rank), D
+head size.
 Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
 """
 
@@ -51,7 +52,7 @@ class HiddenStateModel(GPTModel):
         return hidden, torch.cat((angles, angles), dim=-1)[:, None, None, :], None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
-        """Between stages [t/tp, 1, H] as Megatron sends it; from the last stage [t, H], the same on every tensor rank."""
+        """Between stages [t/tp, 1, H] as Megatron sends it; from the last [t, H], the same on every tensor rank."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -165,8 +166,8 @@ def forward_packed(
     assert num_own % tp == 0, (num_tokens, num_own, tp)
     device = unwrapped(model).rope_D2.device
     starts, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
-    # Angles come per token already: for the rotary embedding this rank's tokens are one sequence (cu_seqlens_*_padded is
-    # what Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
+    # Angles come per token already: for the rotary embedding this rank's tokens are one sequence (cu_seqlens_*_padded
+    # is what Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
     whole = torch.tensor([0, num_own], dtype=torch.int32)
     packed = PackedSeqParams(
         qkv_format="thd",

@@ -31,9 +31,7 @@ class Layout:
     cp: int = 1
 
     @classmethod
-    def of(
-        cls, tp: int, pp: int, megatron: Mapping[str, Any], engine_tp: int | None = None, cp: int = 1
-    ) -> "Layout":
+    def of(cls, tp: int, pp: int, megatron: Mapping[str, Any], engine_tp: int | None = None, cp: int = 1) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE):
             if type(megatron.get(key)) not in (int, type(None)):
