@@ -35,9 +35,15 @@ LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
 QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 
 
-def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE) -> ActorPlan:
+def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE, cp=1) -> ActorPlan:
     return ActorPlan(
-        architecture, Layout(tp, pp), dp=2, num_tokens=2048, recompute=recompute, fused_swiglu=fused, device=device
+        architecture,
+        Layout(tp, pp, cp=cp),
+        dp=2,
+        num_tokens=2048,
+        recompute=recompute,
+        fused_swiglu=fused,
+        device=device,
     )
 
 
