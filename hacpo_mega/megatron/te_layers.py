@@ -17,6 +17,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
+from hacpo_mega.megatron.gated import GatedActivation
 
 
 def chosen_transformer(asked: str, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
@@ -90,4 +91,5 @@ def te_decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> Tra
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
     if output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
+    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)
