@@ -146,6 +146,7 @@ class _Layer:
     attention  all that attention keeps, its norm included
     ffn        [t, f]; mlp: all that the feed-forward keeps, its norm not included
     down       the gradient of the feed-forward's second matrix
+    more_norms what norms keep beyond two
     """
 
     residual: int
@@ -155,6 +156,7 @@ class _Layer:
     ffn: int
     mlp: int
     down: int
+    more_norms: int
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
@@ -169,13 +171,16 @@ class _Layer:
             ffn=ffn,
             mlp=3 * ffn,  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
+            # One after a block keeps its input in place of its output, which joins the residual.
+            more_norms=(len(a.kin.norms) - 2) * norm,
         )
 
     def kept(self, recompute: Recompute) -> int:
         """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
         if recompute == "full":
             return self.residual
-        return 2 * self.residual + self.attention + self.norm + (self.mlp if recompute == "none" else 0)
+        norms = self.norm + self.more_norms
+        return 2 * self.residual + self.attention + norms + (self.mlp if recompute == "none" else 0)
 
     def working(self, recompute: Recompute, tp: int) -> int:
         """What the backward of one layer takes: what it computes again with its output, the gradient of the layer's
@@ -197,13 +202,16 @@ def _attention(plan: ActorPlan) -> int:
     met = max(k, cp)  # keys and values, of which each rank has a copy of its own
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
-    kept = (q + 2 * met + q + 4) * head + rows * (q // cp) * FLOAT32
+    kept = (q + 2 * met + q) * head + 4 * tokens * a.rotary_dim * number + rows * (q // cp) * FLOAT32
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
     if cp > 1:
         # The output of this rank's tokens beside that of its heads; the CPU keeps values beside their padded copy, too.
         kept += q * head if plan.device.flash_attention else met * head
+    if a.kin.whole_qk_norm and plan.device.mixed:
+        # The numbers and the normalised ones, both in float32, and nothing of the projection.
+        return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
     if a.qk_norm or not (plan.device.flash_attention or cp > 1):
         # A view of keys or values keeps all of the fused projection.
         kept += (q + 2 * k) * head
@@ -224,7 +232,7 @@ def _statistics_rows(tokens: int) -> int:
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
     a, tokens = plan.architecture, plan.own_tokens
-    angles = tokens * a.head_dim * FLOAT32 if plan.recompute == "full" else 0
+    angles = tokens * a.rotary_dim * FLOAT32 if plan.recompute == "full" else 0
     return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
 
 
