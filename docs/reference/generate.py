@@ -1,4 +1,4 @@
-"""Writes configuration.md, commands.md, metrics.md, api.md and models.md of this folder from the code: `make reference`.
+"""Writes the generated pages of this folder (PAGES) from the code: `make reference`.
 
 tests/unit/test_reference.py holds the pages and the code equal. Nothing here loads torch.
 """
@@ -55,7 +55,7 @@ def metrics() -> str:
 
 
 def models() -> str:
-    """The records of hacpo_mega/models/families.py: what a model folder may ask for, and the layouts that it can have."""
+    """The records of hacpo_mega/models/families.py: what a folder may ask for, and which layouts it can have."""
     more = (
         "A folder is read by its `config.json`: a field that its family does not know, or a value that is not "
         "supported, is a refusal that names it."
@@ -74,9 +74,9 @@ def models() -> str:
     head = ["`model_type`, class", "models", "rotary scaling", "sliding window", "`tp` divides", "`transformer`"]
     below = (
         "All of them: any `pp` that the layers can be dealt out to, sequence parallelism with `tp` above 1, data "
-        "parallelism, tied and untied embeddings. Without the key/value heads in the table, `tp` may also be a multiple "
-        "of them; query, key and value together must have rows for every rank. `hacpo-mega check` says the nearest "
-        "layout of a model that cannot have what is asked."
+        "and context parallelism, tied and untied embeddings. Where the table does not name key/value heads, `tp` may "
+        "be a multiple of them, too; query, key and value together must have rows for every rank. `hacpo-mega check` "
+        "says the nearest layout of a model that cannot have what is asked."
     )
     return _page(["# Models and layouts", NOTE, more, _table(head, rows), below])
 
