@@ -67,7 +67,7 @@ def models() -> str:
             ", ".join(family.rope_kinds),
             WINDOWS[family.windows],
             f"heads, feed-forward columns{', key/value heads' if family.whole_qk_norm else ''}",
-            "`te` without a window, `local`" if family.fits_te else "`local`",
+            f"{TE[family.windows]}`local`" if family.fits_te else "`local`",
         ]
         for family in FAMILIES.values()
     )
@@ -82,6 +82,7 @@ def models() -> str:
 
 
 # By Family.windows.
+TE = {"none": "`te`, ", "all": "`te` without a window, ", "some": ""}
 WINDOWS = {"none": "refused", "all": "all layers or none", "some": "some layers, with angles of their own"}
 
 # What programs may import, by the file that has it; a name of a class brings its public methods.

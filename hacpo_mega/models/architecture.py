@@ -84,6 +84,11 @@ class Architecture:
         return FAMILIES[self.family]
 
     @property
+    def angle_size(self) -> int:
+        """How many angles a token has, of all layers together."""
+        return self.rotary_dim * (1 if self.window_theta is None else 2)
+
+    @property
     def fits_te(self) -> bool:
         """Whether it can have TransformerEngine's layers."""
         return self.kin.fits_te and not self.windows

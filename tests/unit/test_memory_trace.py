@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_benchmark import (
+    GEMMA3,
     GLM4,
     LLAMA,
     OLMO2,
@@ -45,7 +46,7 @@ WITH_CONTEXT = [
 ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
 
 OTHER_NORMS = [
-    plan_of(model, tp, device=device) for model in (OLMO2, GLM4) for tp, device in ((2, TRACEABLE), (1, CPU))
+    plan_of(model, tp, device=device) for model in (OLMO2, GLM4, GEMMA3) for tp, device in ((2, TRACEABLE), (1, CPU))
 ]
 
 
