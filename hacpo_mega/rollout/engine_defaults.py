@@ -5,9 +5,11 @@ decides (engine.py) and what the user wrote.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
+from hacpo_mega.config.pass_through import DECIDED_VLLM
 
 
 def engine_defaults(
@@ -43,3 +45,11 @@ def engine_defaults(
         # them its graphs' buffers by cudaIpcGetMemHandle, which ends the process for memory of such a segment.
         defaults["disable_custom_all_reduce"] = True
     return defaults
+
+
+def require_free_options(options: Mapping[str, Any]) -> None:
+    """ValueError for an engine argument of the user's that the project decides."""
+    for key in sorted(DECIDED_VLLM & options.keys()):
+        raise ValueError(
+            f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
+        )

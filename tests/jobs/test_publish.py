@@ -94,13 +94,13 @@ def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, mode
 
 @each_case
 def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model, layout):
-    """After every publish nothing differs; of rank 1's engine, which got another last number of a tensor, that one."""
+    """After every publish nothing differs; of rank 1's engine, which got another last bit of a tensor, that one."""
     for rank, seen in enumerate(saw(model, layout)):
         assert seen["differences"] == [[]] * (NUM_UPDATES + 1)
         for name, found in seen["mutated"].items():
             twice = 2 if name == "model.embed_tokens.weight" and model == "qwen3-tied" else 1
             assert len(found) == (twice if rank == 1 else 0), (rank, name, found)
-            assert all(line.startswith(f"{name}: 1 of the ") for line in found)
+            assert all(line.startswith(f"{name}: not what rank ") for line in found)
     assert len(saw(model, layout)[1]["mutated"]) > 20
 
 

@@ -13,6 +13,7 @@ import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
 
+from hacpo_mega.agent.publication import Publication
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
@@ -52,8 +53,9 @@ def as_sequence(prompt: list[int], answer_ids: np.ndarray) -> TokenSequence:
     return TokenSequence(np.array(prompt, dtype=np.int32), answer_ids, num_trained=len(answer_ids))
 
 
-def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: int) -> dict:
+def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp: int) -> dict:
     """Publish, sample and learn in turn."""
+    cell = place.coordinate.cell
     actor = build_actor(folder, tp, pp)
     engine = Engine(
         folder,
@@ -63,11 +65,12 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         eos_ids=[7],
         random_weights=True,
     )
+    publication = Publication(place, actor, engine)
     seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": [], "differences": []}
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
-        engine.load(actor.weights())
-        seen["differences"].append(engine.differences(actor.weights()))
+        publication.publish()
+        seen["differences"].append(publication.differences())
         samples, sampled = answer(engine, step, cell)
         seen["samples"].append(samples)
         seen["sampled"].append(sampled)
@@ -77,20 +80,20 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
             actor.learn_supervised(samples, num_trained_tokens=100)
             seen["stale"].append(actor.token_logprobs(samples))  # the engine that sampled them knows of no update
     actor.learn_supervised(samples, num_trained_tokens=100)
-    seen["behind"] = engine.differences(actor.weights())
+    seen["behind"] = publication.differences()
     # As vLLM alone would load a tied model on the CPU: the packed output layer stays as it was.
-    engine._has_tied_embeddings, is_tied = False, engine._has_tied_embeddings
-    engine.load(actor.weights())
-    engine._has_tied_embeddings = is_tied
-    seen["stale head"] = engine.differences(actor.weights())
+    packed, publication._parts._packed = publication._parts._packed, {}
+    publication.publish()
+    publication._parts._packed = packed
+    seen["stale head"] = publication.differences()
     names = [name for name, _ in actor.weights()]
-    seen["mutated"] = {name: differences_after_mutation(engine, actor, name) for name in names}
+    seen["mutated"] = {name: differences_after_mutation(engine, actor, publication, name) for name in names}
     engine.close()
     parallel_state.destroy_model_parallel()
     return seen
 
 
-def differences_after_mutation(engine: Engine, actor: Actor, victim: str) -> list[str]:
+def differences_after_mutation(engine: Engine, actor: Actor, publication: Publication, victim: str) -> list[str]:
     """What is found in engines of which those on rank 1 were given one tensor with another last number."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,7 +103,7 @@ def differences_after_mutation(engine: Engine, actor: Actor, victim: str) -> lis
             yield name, tensor
 
     engine.load(weights())
-    return engine.differences(actor.weights())
+    return publication.differences()
 
 
 def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[TokenSequence]]) -> np.ndarray:
@@ -114,9 +117,10 @@ def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[Toke
 
 
 def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
-    with Place.join(RankMap(lanes=1, agents=(AgentShape("both", tp=2),)), TIMEOUT_S) as place:
+    shape = AgentShape("both", tp=tp, pp=pp, engine_tp=engine_tp if tp * pp > 1 else 1)
+    with Place.join(RankMap(lanes=2 // (tp * pp), agents=(shape,)), TIMEOUT_S) as place:
         rank = place.coordinate.agent_rank
-        seen = train_beside_engine(folder, tp, pp, engine_tp, cell=rank // (tp * pp))
+        seen = train_beside_engine(place, folder, tp, pp, engine_tp)
         if tp == pp == 1:
             seen["alone"] = train_alone(folder, tp, pp, seen["samples"])
         torch.save(seen, out / f"{rank}.pt")
