@@ -33,7 +33,7 @@ class Shard:
         """Numbers."""
         return math.prod(self.sizes)
 
-    def common(self, other: "Shard") -> "Shard | None":
+    def overlap(self, other: "Shard") -> "Shard | None":
         """What both hold of the same tensor."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
@@ -138,12 +138,12 @@ def _pieces_of(
 ) -> Iterator[Piece]:
     found = 0
     for held, where in holders.items():
-        common = held.common(shard)
-        if common is None:
+        overlap = held.overlap(shard)
+        if overlap is None:
             continue
         source, read = min(where, key=lambda holder: (abs(holder[0] - rank), holder))
-        found += common.size
-        yield Piece(common, source, read, rank, number)
+        found += overlap.size
+        yield Piece(overlap, source, read, rank, number)
     if found != shard.size:
         raise ValueError(
             f"{shard}, which the engine of rank {rank} of the cell needs, has {shard.size} numbers, and the actor's "

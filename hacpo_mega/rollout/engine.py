@@ -146,8 +146,6 @@ class Engine:
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
-        # On CPU the output layer keeps a packed copy of a tied embedding.
-        self._packs_head = self._has_tied_embeddings and not self._on_cuda
 
     def generate(
         self,
@@ -228,7 +226,7 @@ class Engine:
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
         with self._door.open() as llm:
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
             llm.reset_prefix_cache()
         require_names(given, self._names)
         self._is_loaded = True
@@ -264,7 +262,10 @@ class Engine:
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with quiet(logger):  # that other layers are not among them
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
+
+    def _packs_head(self) -> bool:
+        return self._has_tied_embeddings and not self._on_cuda
 
     @contextmanager
     def held(self) -> Iterator[list[HeldPart]]:

@@ -18,6 +18,8 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.publish_plan import engine_shards
+from hacpo_mega.models.segments import stage_slots
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine, answer_seed
 
@@ -81,12 +83,17 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
             seen["stale"].append(actor.token_logprobs(samples))  # the engine that sampled them knows of no update
     actor.learn_supervised(samples, num_trained_tokens=100)
     seen["behind"] = publication.differences()
-    # As vLLM alone would load a tied model on the CPU: the packed output layer stays as it was.
+    # As if the output layer had no packed copy on the CPU: it stays as it was.
     packed, publication._parts._packed = publication._parts._packed, {}
     publication.publish()
     publication._parts._packed = packed
     seen["stale head"] = publication.differences()
     names = [name for name, _ in actor.weights()]
+    slots = stage_slots(actor.architecture, (actor.architecture.num_layers,), 0)
+    engine_rank = place.coordinate.engine_rank
+    by_arithmetic = engine_shards(slots, actor.architecture, tp=engine_tp, rank=engine_rank)
+    seen["shards"] = [set(map(str, shards)) for shards in ((p.shard for p in publication._parts.parts), by_arithmetic)]
+    seen["left over"] = publication.left_over
     seen["mutated"] = {name: differences_after_mutation(engine, actor, publication, name) for name in names}
     engine.close()
     parallel_state.destroy_model_parallel()
@@ -94,12 +101,12 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
 
 
 def differences_after_mutation(engine: Engine, actor: Actor, publication: Publication, victim: str) -> list[str]:
-    """What is found in engines of which those on rank 1 were given one tensor with another last number."""
+    """What is found in engines of which those on rank 1 were given one tensor with another last bit."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in actor.weights():
             if name == victim and torch.distributed.get_rank() == 1:
-                tensor.view(-1)[-1].mul_(1 + 2**-20).add_(2**-30)
+                tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
             yield name, tensor
 
     engine.load(weights())
