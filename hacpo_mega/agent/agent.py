@@ -116,6 +116,11 @@ class Agent:
         return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
 
     @property
+    def publication_said(self) -> str:
+        """What is not published shard by shard, for people; empty where there is none."""
+        return f"{self.name}: {self.publication.said}" if self.publication.said else ""
+
+    @property
     def asleep_bytes(self) -> int | None:
         """What was not free on this rank's device when its engine had last fallen asleep; None: it never has."""
         return self.devices.asleep_bytes

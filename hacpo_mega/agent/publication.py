@@ -8,6 +8,7 @@ Not here: when that is, and who is on the devices then (devices.py).
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,6 +25,7 @@ from hacpo_mega.rollout.held_weights import HeldPart
 # Of a piece: its checksum, and whether all of its numbers are finite.
 SUM = struct.Struct("<q?")
 BLOCK = 1 << 22
+LAYER_NUMBER = re.compile(r"\.\d+\.")
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
@@ -46,6 +48,15 @@ class Publication:
     def left_over(self) -> dict[str, str]:
         """Tensors that every rank of the cell is given whole, and why."""
         return dict(self._parts.left_over)
+
+    @property
+    def said(self) -> str:
+        """The same in a line, for people, with a star for the number of a layer; empty where there is none."""
+        names: dict[str, dict[str, None]] = {}
+        for name, reason in self.left_over.items():
+            names.setdefault(reason, {})[LAYER_NUMBER.sub(".*.", name)] = None
+        whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
+        return whole and f"{len(self.left_over)} tensors are published whole to every rank: {whole}"
 
     def publish(self) -> None:
         """The engine, awake or with its weights alone, has the actor's weights afterwards."""

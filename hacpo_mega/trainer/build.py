@@ -111,6 +111,9 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     schedule = kind(prompts, agent, place, config, metrics)
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
+        if said:
+            console.say(said.decode())
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)

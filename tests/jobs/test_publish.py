@@ -22,6 +22,7 @@ MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
+GATED = ("gate", "up")
 FAST = ("qwen3-tied", LAYOUTS[-1])
 CASES = [
     pytest.param(*case, marks=[] if case == FAST else [pytest.mark.nightly])
@@ -122,6 +123,22 @@ def test_vllms_loaders_cut_as_the_planner_does(saw, model, layout):
         recorded, by_arithmetic = seen["shards"]
         assert recorded == by_arithmetic and len(recorded) > 20
         assert seen["left over"] == {}
+
+
+@each_case
+def test_what_cannot_be_followed_is_published_whole_and_said_by_name(saw, model, layout):
+    """With what else is loaded into the same layer, on all ranks of the cell, whichever of them noticed it."""
+    for rank, seen in enumerate(saw(model, layout)):
+        found = seen["followed in part"]
+        expected = {f"model.layers.1.mlp.{name}_proj.weight": "its loader computes something from it" for name in GATED}
+        if rank == 1 or layout != (1, 1, 1):
+            expected["model.embed_tokens.weight"] = "its loader asks for numbers (RuntimeError)"
+        assert found["left over"] == expected
+        assert found["said"].startswith(f"{len(expected)} tensors are published whole to every rank: ")
+        assert "model.layers.*.mlp.gate_proj.weight, model.layers.*.mlp.up_proj.weight: its loader " in found["said"]
+        assert len({line.partition(": ")[0] for line in found["behind"]}) > 20
+        assert found["differences"] == []
+        assert found["sent"] == found["planned"]
 
 
 @each_model

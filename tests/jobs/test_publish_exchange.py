@@ -31,11 +31,7 @@ MODELS = {
     "biases": {"family": "qwen2", "tied": True},
 }
 LAYOUTS = [layout for layout in itertools.product((1, 2, 4), repeat=2) if layout[0] * layout[1] <= 4]
-FAST = ("dense tied", (2, 2))
-CASES = [
-    pytest.param(*case, marks=[] if case == FAST else [pytest.mark.nightly])
-    for case in itertools.product(MODELS, LAYOUTS)
-]
+CASES = list(itertools.product(MODELS, LAYOUTS))
 BUCKET_BYTES = 20_000
 
 
@@ -104,6 +100,7 @@ def other_plan_is_refused(plan) -> bool:
     return False
 
 
+@pytest.mark.nightly  # unit/test_publish_plan.py executes all plans on arrays, jobs/test_publish.py one with vLLM
 @pytest.mark.parametrize("model, layout", CASES)
 def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, tmp_path):
     folder = make_model(tmp_path / "model", num_layers=4, **MODELS[model])

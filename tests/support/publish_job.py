@@ -22,9 +22,11 @@ from hacpo_mega.models.publish_plan import engine_shards
 from hacpo_mega.models.segments import stage_slots
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine_door import worker_of
 
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192
+TURNED, LOOKED_AT = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 # Longer than a block of vLLM's prefix cache (128 tokens) and shorter.
 PROMPT_LENGTHS = (150, 3, 9, 9, 20, 1)
 
@@ -95,9 +97,40 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
     seen["shards"] = [set(map(str, shards)) for shards in ((p.shard for p in publication._parts.parts), by_arithmetic)]
     seen["left over"] = publication.left_over
     seen["mutated"] = {name: differences_after_mutation(engine, actor, publication, name) for name in names}
+    seen["followed in part"] = publish_in_part(place, engine, actor)
     engine.close()
     parallel_state.destroy_model_parallel()
     return seen
+
+
+def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
+    """With loaders of which two do more with a tensor than to cut it: one on every rank, and one on rank 1 alone."""
+    with engine._door.open() as llm:
+        model = worker_of(llm).get_model()
+    original = model.load_weights
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            if name == TURNED:
+                tensor = tensor * 1
+            if name == LOOKED_AT and place.coordinate.agent_rank == 1:
+                assert tensor.isfinite().all().item()
+            original([(name, tensor)])
+
+    model.load_weights = load_weights
+    publication = Publication(place, actor, engine)
+    zeros = [torch.zeros_like(tensor) for _, tensor in actor.weights()]
+    engine.load(zip([name for name, _ in actor.weights()], zeros))
+    place.spans.take_sent()
+    behind = publication.differences()
+    publication.publish()
+    sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
+    del model.load_weights
+    return {
+        "left over": publication.left_over, "said": publication.said, "behind": behind,
+        "differences": publication.differences(), "sent": sent,
+        "planned": publication.plan.sent_bytes()[place.coordinate.cell_rank],
+    }  # fmt: skip
 
 
 def differences_after_mutation(engine: Engine, actor: Actor, publication: Publication, victim: str) -> list[str]:
