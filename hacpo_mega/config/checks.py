@@ -68,18 +68,8 @@ def _method(config: Config) -> Iterator[str]:
 
 def _scoring(config: Config) -> Iterator[str]:
     """Whether a score can wait for the first update."""
-    if not config.training.score_in_first_update:
-        return
-    if config.algorithm.shares_answers and len(config.agents) > 1:
-        yield (
-            f"training.score_in_first_update: the {len(config.agents)} agents need each other's scores before "
-            f"they learn by {config.algorithm.method!r}. Nearest: false"
-        )
-    if config.rollout.engine_correction != "none":
-        yield (
-            f"training.score_in_first_update: rollout.engine_correction = {config.rollout.engine_correction!r} needs "
-            "the scores before an update. Nearest: false"
-        )
+    if config.training.score_in_first_update is True:
+        yield from (f"training.score_in_first_update: {reason}. Nearest: false" for reason in config.why_scored_before)
 
 
 def _one_step_off(config: Config) -> Iterator[str]:
@@ -95,11 +85,6 @@ def _one_step_off(config: Config) -> Iterator[str]:
         yield (
             f"rollout.engine_correction: {config.rollout.engine_correction!r} corrects the ratio to the trainer's "
             "log-probs; with rollout.one_step_off it is to those of the engine already. Nearest: 'none'"
-        )
-    if config.training.score_in_first_update:
-        yield (
-            "training.score_in_first_update: with rollout.one_step_off the first update learns from another policy "
-            "than wrote the answers, and none is scored. Nearest: false"
         )
     if config.reward.while_sampling:
         yield (

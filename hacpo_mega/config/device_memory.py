@@ -134,7 +134,6 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         Layout.of(agent.tp, agent.pp, agent.megatron),
         dp=config.lanes * agent.cells_per_lane,
         num_tokens=config.training.max_tokens_per_microbatch,
-        fused_swiglu=bool(agent.megatron.get("bias_activation_fusion", False)),
         diagnoses=config.training.diagnose_every > 0,
         offloads=agent.offload == "optimizer" or config.placement == "shared",
         shares=config.placement == "shared",

@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from hacpo_mega.megatron.gated import GatedActivation
+
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -152,4 +154,5 @@ def decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> Transf
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if output_bias:
         attention.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
+    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

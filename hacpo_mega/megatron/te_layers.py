@@ -14,6 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from hacpo_mega.megatron.gated import GatedActivation
+
 
 def chosen_transformer(asked: str, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
     """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
@@ -78,4 +80,5 @@ def te_decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> Tra
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
     if output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
+    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)

@@ -54,10 +54,9 @@ CPU = Device(number=4, fused_norms=False, flash_attention=False, triton_head=Fal
 class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
 
-    fused_swiglu   Megatron's bias_activation_fusion, which keeps the input of the activation alone
-    diagnoses      own gradients are compared with others' now and then, which needs a copy of the first
-    offloads       main weights and moments are in host memory while the engine is awake
-    shares         all of it is in host memory but in its agent's turns on devices that it shares
+    diagnoses   own gradients are compared with others' now and then, which needs a copy of the first
+    offloads    main weights and moments are in host memory while the engine is awake
+    shares      all of it is in host memory but in its agent's turns on devices that it shares
     """
 
     architecture: Architecture
@@ -65,7 +64,6 @@ class ActorPlan:
     dp: int
     num_tokens: int
     recompute: Recompute = "none"
-    fused_swiglu: bool = False
     diagnoses: bool = False
     offloads: bool = False
     shares: bool = False
@@ -112,7 +110,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
         # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
         kept=(plan.layout.pp - stage) * _kept(plan, layer, layers, is_first=stage == 0, is_last=is_last),
-        working=max(layer.working(plan.recompute, plan.layout.tp) + _waiting(plan), _head(plan) if is_last else 0),
+        working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once.
         step=share * FLOAT32,
@@ -159,8 +157,7 @@ class _Layer:
             norm=norm,
             attention=norm + _attention(plan),
             ffn=ffn,
-            # gate and up, and their product; unfused also the activated gate, and up with Megatron's offset of 0 added
-            mlp=(3 if plan.fused_swiglu else 5) * ffn,
+            mlp=3 * ffn,  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
         )
 
@@ -171,10 +168,14 @@ class _Layer:
         return 2 * self.residual + self.attention + self.norm + (self.mlp if recompute == "none" else 0)
 
     def working(self, recompute: Recompute, tp: int) -> int:
-        """What the backward of one layer takes: what it computes again with its output, and, where the feed-forward's
-        second matrix gets its gradient, that of the layer's output, gathered, and of what the matrix read."""
+        """What the backward of one layer takes: what it computes again with its output, the gradient of the layer's
+        output, and the most of the feed-forward's three: where the second matrix gets its gradient, that of the
+        output, gathered, and of what the matrix read; at the activation, which lets go of what that matrix read, the
+        gradients of gate and up; where the first matrix gets its gradient, these and that of what it read."""
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
-        return again + self.residual + (self.gathered if tp > 1 else 0) + self.ffn + self.down
+        second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
+        first = self.gathered + 2 * self.down - self.ffn
+        return again + self.residual + max(second, 2 * self.ffn, first)
 
 
 def _attention(plan: ActorPlan) -> int:
@@ -210,9 +211,12 @@ def _statistics_rows(tokens: int) -> int:
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
     a, tokens = plan.architecture, plan.num_tokens
     angles = tokens * a.head_dim * FLOAT32 if plan.recompute == "full" else 0
-    # The final norm keeps as much as another, its input in place of its output, which is gathered for the head.
-    end = layer.norm + layer.gathered if is_last else layer.residual
-    return layers * layer.kept(plan.recompute) + angles + end
+    return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
+
+
+def _end(layer: _Layer) -> int:
+    """The final norm keeps as much as another, its input in place of its output, which is gathered for the head."""
+    return layer.norm + layer.gathered
 
 
 def _head(plan: ActorPlan) -> int:
@@ -241,6 +245,11 @@ def logit_rows(columns: int, *, triton: bool) -> int:
     if triton:
         return max(128, min(TRITON_ROWS, TRITON_ELEMENTS // columns // 128 * 128))
     return max(1, REFERENCE_ELEMENTS // columns)
+
+
+def _in_a_layer(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
+    """What backward takes in the first layer that it comes to, where the final norm has let go of its tensors."""
+    return layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - (_end(layer) if is_last else 0)
 
 
 def _waiting(plan: ActorPlan) -> int:

@@ -33,7 +33,10 @@ FIXED: dict[str, Any] = {
     "gated_linear_unit": True,
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
-    "use_te_activation_func": False,
+    # Whose activation a layer has is for its spec to say (megatron/gated.py), with both libraries' layers.
+    "use_te_activation_func": True,
+    "bias_activation_fusion": False,
+    "activation_func_fp8_input_store": False,
     # Scores must not depend on a random stream.
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,

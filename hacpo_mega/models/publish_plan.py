@@ -201,22 +201,34 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
     more than they are. ValueError for a cut that vLLM makes in a way that is not known here.
     """
     for slot in slots:
-        for number, source in enumerate(slot.sources):
-            rows = source.shape[slot.dim]
-            if slot.cut is Cut.WHOLE:
-                start, stop = 0, rows
-            elif slot.cut in (Cut.COLUMNS, Cut.GATE_UP):
-                start, stop = rows // tp * rank, rows // tp * (rank + 1)
-            elif slot.cut is Cut.VOCAB:
-                each = padded_vocab_size(rows, tp) // tp
-                start, stop = (min(edge * each, rows) for edge in (rank, rank + 1))
-            elif slot.cut is Cut.QKV:
-                heads = architecture.num_kv_heads if number else architecture.num_heads
-                shares = min(tp, heads)
-                place = rank // (tp // shares)
-                start, stop = rows // shares * place, rows // shares * (place + 1)
-            else:
-                raise ValueError(f"{source.name}: how vLLM cuts what is {slot.cut.value} is not known here")
-            offsets = tuple(start if dim == slot.dim else 0 for dim in range(len(source.shape)))
+        sources = slot.sources
+        # Matrices that a folder holds fused lie one below the other in a single tensor.
+        above = 0
+        for number, (rows, start, stop) in enumerate(_engine_rows(slot, architecture, tp=tp, rank=rank)):
+            source = sources[min(number, len(sources) - 1)]
+            offsets = tuple(above + start if dim == slot.dim else 0 for dim in range(len(source.shape)))
             sizes = tuple(stop - start if dim == slot.dim else size for dim, size in enumerate(source.shape))
             yield Shard(source.name, offsets, sizes)
+            above += rows * (len(sources) == 1)
+
+
+def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Rows (or columns) of every matrix of a parameter, and from where to where a rank of the engine has them."""
+    rows = slot.sources[0].shape[slot.dim]
+    if slot.cut is Cut.WHOLE:
+        yield rows, 0, rows
+    elif slot.cut is Cut.COLUMNS:
+        yield rows, rows // tp * rank, rows // tp * (rank + 1)
+    elif slot.cut is Cut.GATE_UP:
+        ffn = architecture.ffn_size
+        yield from [(ffn, ffn // tp * rank, ffn // tp * (rank + 1))] * 2
+    elif slot.cut is Cut.VOCAB:
+        each = padded_vocab_size(rows, tp) // tp
+        yield rows, min(each * rank, rows), min(each * (rank + 1), rows)
+    elif slot.cut is Cut.QKV:
+        for heads in (architecture.num_heads, architecture.num_kv_heads, architecture.num_kv_heads):
+            shares = min(tp, heads)
+            each, place = heads * architecture.head_dim // shares, rank // (tp // shares)
+            yield heads * architecture.head_dim, each * place, each * (place + 1)
+    else:
+        raise ValueError(f"{slot.sources[0].name}: how vLLM cuts what is {slot.cut.value} is not known here")

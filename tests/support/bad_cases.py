@@ -135,9 +135,9 @@ NAMES = [
         (
             "training.score_in_first_update: the 2 agents need each other's scores",
             "training.score_in_first_update: rollout.engine_correction = 'token' needs the scores",
+            "training.score_in_first_update: with rollout.one_step_off the first update learns from another policy",
             "rollout.one_step_off: with placement = 'shared' nothing of an agent is on the device",
             "rollout.engine_correction: 'token' corrects the ratio to the trainer's log-probs",
-            "training.score_in_first_update: with rollout.one_step_off the first update learns from another policy",
             "reward.while_sampling: with rollout.one_step_off the answers that are sampled are not those of the step",
             "agents.a.offload: with rollout.one_step_off the engine is awake while the agent learns",
         ),

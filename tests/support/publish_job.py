@@ -26,7 +26,7 @@ from hacpo_mega.rollout.engine_door import worker_of
 
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192
-TURNED, LOOKED_AT = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+LOOKED_AT = "model.embed_tokens.weight"
 # Longer than a block of vLLM's prefix cache (128 tokens) and shorter.
 PROMPT_LENGTHS = (150, 3, 9, 9, 20, 1)
 
@@ -111,7 +111,7 @@ def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
 
     def load_weights(weights):
         for name, tensor in weights:
-            if name == TURNED:
+            if name.startswith("model.layers.1.mlp.") and "up_proj" in name:
                 tensor = tensor * 1
             if name == LOOKED_AT and place.coordinate.agent_rank == 1:
                 assert tensor.isfinite().all().item()

@@ -11,12 +11,12 @@ PROGRAM = f"""
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    from hacpo_mega.cluster.lone_groups import one_device_for_lone_groups
+    from hacpo_mega.cluster.lone_groups import one_group_for_lone_ranks
 
     def num_threads():
         return len(os.listdir("/proc/self/task"))
 
-    one_device_for_lone_groups()
+    one_group_for_lone_ranks()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     before = num_threads()
     groups = [dist.new_group([0], timeout=timedelta(seconds=7)) for _ in range({NUM_GROUPS})]

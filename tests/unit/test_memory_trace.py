@@ -88,7 +88,7 @@ def test_every_layer_takes_the_same():
     [
         plan_of(tp=2, recompute="mlp"),
         plan_of(tp=2, recompute="full"),
-        plan_of(tp=2, fused=True),
+        plan_of(tp=2),
         plan_of(LLAMA),
         plan_of(LLAMA, recompute="full"),
         plan_of(QWEN2, tp=2, recompute="mlp"),
@@ -103,7 +103,9 @@ def test_every_choice(plan):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["full", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("none", "mlp"))]
+)
 def test_the_stages_of_a_pipeline(stage, recompute):
     """The first is one micro-batch ahead of the last, which has the head, and a copy of a tied one."""
     plan = plan_of(LLAMA if recompute == "mlp" else SMALL, tp=2, pp=2, recompute=recompute)

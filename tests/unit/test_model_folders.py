@@ -106,9 +106,9 @@ def edit_config(folder: Path, **changes: object) -> Path:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "the field 'factor' is missing"),
         ({"rope_parameters": {**LLAMA3_ROPE, "factor": "4"}}, "factor must be a number above 0, found '4'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "the field 'factor' is missing"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported with qwen3"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object, found [1]"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported, only None"),
@@ -228,7 +228,7 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
 @pytest.mark.parametrize(
     "tables, problem",
     [
-        ({"megatron": {"bias_activation_fusio": True}}, "no such field; did you mean 'bias_activation_fusion'?"),
+        ({"megatron": {"masked_softmax_fusio": True}}, "no such field; did you mean 'masked_softmax_fusion'?"),
         ({"megatron": {"fp8_amax_compute_algo": "all"}}, "must be Literal['most_recent', 'max'], found 'all'"),
         ({"megatron": {"moe_ffn_hidden_size": "1"}}, "megatron.moe_ffn_hidden_size must be Optional[int], found '1'"),
         ({"megatron": {"num_layers_in_first_pipeline_stage": 1.5}}, "must be Optional[int], found 1.5"),

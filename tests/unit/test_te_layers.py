@@ -35,7 +35,7 @@ PLANS = {
     "qwen3, mlp": (plan_of(tp=2, recompute="mlp"), 1 * HEAD + NORM),
     "qwen2, full": (plan_of(QWEN2, tp=2, recompute="full"), 0),
     "llama": (plan_of(LLAMA), 0),
-    "llama, fused, 1,536 tokens": (replace(plan_of(LLAMA, tp=2, fused=True), num_tokens=1536), 0),
+    "llama, 1,536 tokens": (replace(plan_of(LLAMA, tp=2), num_tokens=1536), 0),
 }
 
 
