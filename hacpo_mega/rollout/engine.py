@@ -34,14 +34,13 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from hacpo_mega.models.folder import eos_token_ids, head_size
-from hacpo_mega.models.layout import head_size_problem
+from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
-from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options
+from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
-from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, noted, require_names
+from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
@@ -52,9 +51,14 @@ from hacpo_mega.rollout.host_process import (
     require_process,
     without_message_queue,
 )
-from hacpo_mega.rollout.parts import record
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
+RELOADING = Reloading(
+    initialize_layerwise_reload,
+    finalize_layerwise_reload,
+    (UnquantizedLinearMethod, UnquantizedEmbeddingMethod),
+    logger,
+)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -114,7 +118,7 @@ class Engine:
             expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
         if not self._on_cuda:
-            _check_cpu_attention(model)
+            require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len = max_model_len
         self._names = published_names(model)
@@ -235,14 +239,8 @@ class Engine:
         """Where every part of the published tensors (name -> shape) belongs, as vLLM's own loaders say."""
         self._require(Memory.AWAKE, "weights", needs_weights=False)
         with self._door.open() as llm:
-            config, model = llm.llm_engine.vllm_config.model_config, worker_of(llm).get_model()
-            with quiet(logger):  # that nothing was loaded
-                initialize_layerwise_reload(model)
-                try:
-                    recording = record(model, published, config.dtype, model.load_weights)
-                finally:
-                    finalize_layerwise_reload(model, config)
-            return EngineWeights(model, recording, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+            config = llm.llm_engine.vllm_config.model_config
+            return EngineWeights.recorded(worker_of(llm).get_model(), published, config, RELOADING)
 
     @contextmanager
     def receiving(self, weights: EngineWeights) -> Iterator[Receiver]:
@@ -261,7 +259,7 @@ class Engine:
         self._is_loaded = True
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with quiet(logger):  # that other layers are not among them
+        with quiet(RELOADING.logger):  # that other layers are not among them
             worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
 
     def _packs_head(self) -> bool:
@@ -336,13 +334,6 @@ class Engine:
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
-
-
-def _check_cpu_attention(model: Path) -> None:
-    """Raise ValueError for a head size that vLLM would only refuse at the first answer."""
-    head_dim, known = head_size(model), CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim is not None and head_dim not in known:
-        raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
 
 
 # For good, since it also runs when an engine that nobody closed is collected.

@@ -6,9 +6,12 @@ was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
 It gets vLLM's model and functions handed in; only engine.py imports vllm.
 """
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +19,43 @@ from torch import Tensor, nn
 from hacpo_mega.models.publish_plan import Shard
 from hacpo_mega.models.weight_files import HEAD
 from hacpo_mega.rollout.held_weights import EMBEDDING
-from hacpo_mega.rollout.parts import Part, Recording
+from hacpo_mega.rollout.host_process import quiet
+from hacpo_mega.rollout.parts import Part, Recording, record
+
+
+@dataclass(frozen=True)
+class Reloading:
+    """What of vLLM brings new weights into a live model.
+
+    begin, end   puts parameters on the meta device in the form in which they are loaded, and takes them back
+    plain        how layers hold weights that are what they load, but for the CPU's packing
+    logger       who would warn of layers that were not loaded
+    """
+
+    begin: Callable[[nn.Module], None]
+    end: Callable[[nn.Module, Any], None]
+    plain: tuple[type, ...]
+    logger: logging.Logger
 
 
 class EngineWeights:
     """The parameters of a live model that are written part by part."""
 
+    @classmethod
+    def recorded(
+        cls, model: nn.Module, published: Mapping[str, tuple[int, ...]], config: Any, reloading: Reloading
+    ) -> "EngineWeights":
+        """By what vLLM's loaders do with the `published` tensors (name -> shape); `config` is that of the model."""
+        with quiet(reloading.logger):
+            reloading.begin(model)
+            try:
+                recording = record(model, published, config.dtype, model.load_weights)
+            finally:
+                reloading.end(model, config)
+        return cls(model, recording, reloading.plain)
+
     def __init__(self, model: nn.Module, recording: Recording, plain: tuple[type, ...]) -> None:
-        """`plain` are the kinds of layers that hold what they load, but for the CPU's packing.
+        """`plain` as of `Reloading`.
 
         What other layers load is left over in `recording`, each by name.
         """
