@@ -53,11 +53,13 @@ class Recording:
     shapes       of every parameter in the form in which it is loaded
     parts        in the order in which they were copied
     left_over    name of a published tensor -> why its parts are not known
+    spoilt       name of a published tensor -> layers into which something else than a part of it was copied
     """
 
     shapes: dict[tuple[str, str], torch.Size] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     left_over: dict[str, str] = field(default_factory=dict)
+    spoilt: dict[str, set[str]] = field(default_factory=dict)
 
     def leave(self, names: Iterable[str], reason: str) -> None:
         """Gives tensors up, and all others of the layers that they are loaded into: a layer is loaded whole."""
@@ -65,6 +67,7 @@ class Recording:
         while names:
             self.left_over |= {name: reason for name in names if name not in self.left_over}
             layers = {part.layer for part in self.parts if part.shard.name in self.left_over}
+            layers = layers.union(*(self.spoilt.get(name, ()) for name in self.left_over))
             names = {part.shard.name for part in self.parts if part.layer in layers} - self.left_over.keys()
         self.parts = [part for part in self.parts if part.shard.name not in self.left_over]
 
@@ -78,6 +81,7 @@ class _Copies(TorchFunctionMode):
         self.sources: dict[int, tuple[str, torch.Size]] = {}
         self.found: list[Part] = []
         self.problems: dict[str, str] = {}
+        self.spoilt: dict[str, set[str]] = {}  # name -> layers into which something else of it is copied
         self.name = ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -93,8 +97,11 @@ class _Copies(TorchFunctionMode):
         path = self._parameters.get(_address(target))
         if name is None or path is None:
             self.problems.setdefault(self.name, "its loader computes something from it")
+            if path is not None:
+                self.spoilt.setdefault(self.name, set()).add(path[0])
         elif (shard := _rectangle(name, shape, source)) is None or target.shape != source.shape:
             self.problems.setdefault(self.name, "its loader turns or repeats it")
+            self.spoilt.setdefault(self.name, set()).add(path[0])
         else:
             self.found.append(Part(shard, *path, target.storage_offset(), target.stride()))
 
@@ -111,9 +118,13 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
             recording.shapes[layer, parameter] = tensor.shape
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in published.items()}
     try:
-        recording.parts, problems = _run(tensors, owners, load)
+        ran, problems = [_run(tensors, owners, load)], {}
     except Exception:  # whatever a loader does with a tensor that has no numbers
-        recording.parts, problems = _run_singly(tensors, owners, load)
+        ran, problems = _run_singly(tensors, owners, load)
+    for copies in ran:
+        recording.parts += copies.found
+        recording.spoilt |= copies.spoilt
+        problems |= copies.problems
     silent = tensors.keys() - problems.keys() - {part.shard.name for part in recording.parts}
     problems |= dict.fromkeys(sorted(silent), "its loader copies nothing of it")
     for name, reason in problems.items():
@@ -121,7 +132,7 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     return recording
 
 
-def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load) -> tuple[list[Part], dict]:
+def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load) -> _Copies:
     copies = _Copies(owners)
     copies.sources = {_address(tensor): (name, tensor.shape) for name, tensor in tensors.items()}
 
@@ -131,20 +142,20 @@ def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load
 
     with torch.no_grad(), copies:
         load(named())
-    return copies.found, copies.problems
+    return copies
 
 
-def _run_singly(tensors: Mapping[str, Tensor], owners: dict, load: Load) -> tuple[list[Part], dict[str, str]]:
-    parts, problems = [], {}
+def _run_singly(
+    tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load
+) -> tuple[list[_Copies], dict[str, str]]:
+    """Of every tensor by itself, and the problems of those that could not be loaded."""
+    ran, problems = [], {}
     for name, tensor in tensors.items():
         try:
-            found, wrong = _run({name: tensor}, owners, load)
+            ran.append(_run({name: tensor}, owners, load))
         except Exception as error:
             problems[name] = f"its loader asks for numbers ({type(error).__name__})"
-            continue
-        parts += found
-        problems |= wrong
-    return parts, problems
+    return ran, problems
 
 
 def _address(tensor: Tensor) -> int:
