@@ -53,7 +53,7 @@ class Publication:
     def said(self) -> str:
         """The same in a line, for people, with a star for the number of a layer; empty where there is none."""
         names: dict[str, dict[str, None]] = {}
-        for name, reason in self.left_over.items():
+        for name, reason in sorted(self.left_over.items()):
             names.setdefault(reason, {})[LAYER_NUMBER.sub(".*.", name)] = None
         whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
         return whole and f"{len(self.left_over)} tensors are published whole to every rank: {whole}"

@@ -65,7 +65,7 @@ class Recording:
         """Gives tensors up, and all others of the layers that they are loaded into: a layer is loaded whole."""
         names = set(names)
         while names:
-            self.left_over |= {name: reason for name in names if name not in self.left_over}
+            self.left_over |= {name: reason for name in sorted(names) if name not in self.left_over}
             layers = {part.layer for part in self.parts if part.shard.name in self.left_over}
             layers = layers.union(*(self.spoilt.get(name, ()) for name in self.left_over))
             names = {part.shard.name for part in self.parts if part.layer in layers} - self.left_over.keys()
