@@ -121,8 +121,8 @@ def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
     publication = Publication(place, actor, engine)
     zeros = [torch.zeros_like(tensor) for _, tensor in actor.weights()]
     engine.load(zip([name for name, _ in actor.weights()], zeros))
-    place.spans.take_sent()
     behind = publication.differences()
+    place.spans.take_sent()
     publication.publish()
     sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
     del model.load_weights
