@@ -106,7 +106,9 @@ class Actor:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
-        self.transformer = chosen_transformer(transformer, dtype=self.dtype, on_cuda=cuda, version=VERSION)
+        self.transformer = chosen_transformer(
+            transformer, self.architecture.kin, dtype=self.dtype, on_cuda=cuda, version=VERSION
+        )
         initialize_parallel(tp, pp, seed, timeout_s)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions

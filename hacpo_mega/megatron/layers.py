@@ -1,4 +1,4 @@
-"""The layers Megatron's local spec lacks: RMSNorm under sequence parallelism, packed attention, an output bias.
+"""The layers Megatron's local spec lacks: packed attention, an output bias, and the norms of norms.py.
 
 With them one layer spec serves the CPU and any GPU without TransformerEngine. Shapes: T tokens of a packed micro-batch,
 N query heads and K key/value heads of this rank, D head size.
@@ -11,26 +11,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.megatron.norms import AddNormed, RMSNorm, WholeRMSNorm
+from hacpo_mega.models.architecture import Architecture
 
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, built as Megatron builds norms.
-
-    Under sequence parallelism each rank sees a slice of the tokens, so its weight gradient is a part of the sum; the
-    attribute `sequence_parallel` makes Megatron's finalize_model_grads add the parts.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(torch.nn.Module):
@@ -143,16 +134,30 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*sizes, bias=True, **options)
 
 
-def decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> TransformerBlockSubmodules:
+def decoder_spec(architecture: Architecture, config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
     """Megatron's local layer spec with the layers of this file, for the `num_layers` of one pipeline stage."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    norms = architecture.kin.norms
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        setattr(layer.submodules, name, RMSNorm if name in norms else IdentityOp)
+    for name in ("self_attn_bda", "mlp_bda"):
+        if f"{name}.norm" in norms:
+            setattr(layer.submodules, name, ModuleSpec(module=AddNormed, params={"config": config}))
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if output_bias:
+    if architecture.qk_norm:
+        attention.q_layernorm, attention.k_layernorm = _qk_norms(architecture, config.tensor_model_parallel_size)
+    if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
     layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _qk_norms(architecture: Architecture, tp: int) -> tuple[ModuleSpec, ModuleSpec]:
+    if not architecture.kin.whole_qk_norm:
+        return ModuleSpec(module=RMSNorm), ModuleSpec(module=RMSNorm)
+    query, key = (
+        ModuleSpec(module=WholeRMSNorm, params={"num_heads": heads // tp})
+        for heads in (architecture.num_heads, architecture.num_kv_heads)
+    )
+    return query, key

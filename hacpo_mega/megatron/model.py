@@ -45,8 +45,10 @@ class HiddenStateModel(GPTModel):
     ) -> tuple:
         """Embeddings (first stage only) and rotary angles [T, 1, 1, 2P] of the given positions."""
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
-        angles = torch.outer(position_ids[0].float(), self.rope_P)
-        return hidden, torch.cat((angles, angles), dim=-1)[:, None, None, :], None, None, None, None
+        angles_TP = torch.outer(position_ids[0].float(), self.rope_P)
+        # Both numbers of a pair turn by the same angle: neighbours, or one from each half.
+        twice = angles_TP.repeat_interleave(2, dim=-1) if self.config.rotary_interleaved else angles_TP.repeat(1, 2)
+        return hidden, twice[:, None, None, :], None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
         """Between stages [T/tp, 1, H] as Megatron sends it; from the last stage [T, H], all tokens on every rank."""
@@ -101,9 +103,7 @@ def stage_model(
             fuses_norms=transformer == "te",
             config=config,
             transformer_layer_spec=spec_of(
-                stages[parallel_state.get_pipeline_model_parallel_rank()],
-                qk_norm=architecture.qk_norm,
-                output_bias=architecture.output_bias,
+                architecture, config, stages[parallel_state.get_pipeline_model_parallel_rank()]
             ),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=max_positions,

@@ -11,19 +11,26 @@ from dataclasses import replace
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families import Family
 
 
-def chosen_transformer(asked: str, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
+def chosen_transformer(asked: str, family: Family, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
     """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
 
     `version` is that of the installed TransformerEngine, None where there is none. ValueError, in one line, where
     "te" cannot be.
     """
-    fits = on_cuda and dtype is torch.bfloat16
+    if asked == "te" and not family.fits_te:
+        raise ValueError(
+            f'transformer = "te" is not for {family.model_type}, whose norms are in other places: '
+            'set transformer = "auto"'
+        )
+    fits = on_cuda and dtype is torch.bfloat16 and family.fits_te
     if asked == "te" and version is None:
         raise ValueError(
             'transformer = "te", but TransformerEngine is not installed here: build it (docs/guide/gpus.md), or set '
@@ -73,12 +80,15 @@ class WithBias:
         return linear(*sizes, bias=True, **options)
 
 
-def te_decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> TransformerBlockSubmodules:
+def te_decoder_spec(
+    architecture: Architecture, config: TransformerConfig, num_layers: int
+) -> TransformerBlockSubmodules:
     """Megatron's spec of TransformerEngine's layers, for the `num_layers` of one pipeline stage."""
-    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    assert architecture.kin.fits_te, architecture.family
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
-    if output_bias:
+    if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
     layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)

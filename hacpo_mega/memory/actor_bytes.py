@@ -136,6 +136,7 @@ class _Layer:
     attention  all that attention keeps, its norm included
     ffn        [T, f]; mlp: all that the feed-forward keeps, its norm not included
     down       the gradient of the feed-forward's second matrix
+    more_norms what norms keep beyond two
     """
 
     residual: int
@@ -145,6 +146,7 @@ class _Layer:
     ffn: int
     mlp: int
     down: int
+    more_norms: int
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
@@ -159,13 +161,16 @@ class _Layer:
             ffn=ffn,
             mlp=3 * ffn,  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
+            # One after a block keeps its input in place of its output, which joins the residual.
+            more_norms=(len(a.kin.norms) - 2) * norm,
         )
 
     def kept(self, recompute: Recompute) -> int:
         """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
         if recompute == "full":
             return self.residual
-        return 2 * self.residual + self.attention + self.norm + (self.mlp if recompute == "none" else 0)
+        norms = self.norm + self.more_norms
+        return 2 * self.residual + self.attention + norms + (self.mlp if recompute == "none" else 0)
 
     def working(self, recompute: Recompute, tp: int) -> int:
         """What the backward of one layer takes: what it computes again with its output, the gradient of the layer's
@@ -184,12 +189,17 @@ def _attention(plan: ActorPlan) -> int:
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
     head = tokens * a.head_dim * number  # of one head
     # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
-    kept = (q + 2 * k + q + 4) * head + (
-        _statistics_rows(tokens) if plan.device.flash_attention else tokens
-    ) * q * FLOAT32
+    kept = (
+        (q + 2 * k + q) * head
+        + 4 * tokens * a.rotary_dim * number
+        + (_statistics_rows(tokens) if plan.device.flash_attention else tokens) * q * FLOAT32
+    )
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + k) * head
+    if a.kin.whole_qk_norm and plan.device.mixed:
+        # The numbers and the normalised ones, both in float32, and nothing of the projection.
+        return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
     if a.qk_norm or not plan.device.flash_attention:
         # A view of keys or values keeps all of the fused projection.
         kept += (q + 2 * k) * head
@@ -210,7 +220,7 @@ def _statistics_rows(tokens: int) -> int:
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
     a, tokens = plan.architecture, plan.num_tokens
-    angles = tokens * a.head_dim * FLOAT32 if plan.recompute == "full" else 0
+    angles = tokens * a.rotary_dim * FLOAT32 if plan.recompute == "full" else 0
     return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
 
 

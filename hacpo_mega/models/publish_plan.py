@@ -215,7 +215,7 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
     """Rows (or columns) of every matrix of a parameter, and from where to where a rank of the engine has them."""
     rows = slot.sources[0].shape[slot.dim]
-    if slot.cut is Cut.WHOLE:
+    if slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are whole in vLLM
         yield rows, 0, rows
     elif slot.cut is Cut.COLUMNS:
         yield rows, rows // tp * rank, rows // tp * (rank + 1)

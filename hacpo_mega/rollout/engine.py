@@ -271,7 +271,10 @@ class Engine:
         self._require(Memory.WEIGHTS, "held", needs_weights=True)
         with self._door.open() as llm:
             model = worker_of(llm).get_model()
-            yield list(held_parts(model, model.packed_modules_mapping, self._has_tied_embeddings))
+            # Where folders hold a matrix fused, it is published so, whatever vLLM could also take.
+            stored = {name.split(".")[-2] for name in self._names if name.count(".")}
+            fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
+            yield list(held_parts(model, fused, self._has_tied_embeddings))
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.

@@ -33,6 +33,8 @@ SMALL = Architecture(
 )  # fmt: skip
 LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
 QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
+OLMO2 = replace(SMALL, family="olmo2")
+GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 
 
 def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE) -> ActorPlan:

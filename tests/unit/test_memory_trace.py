@@ -8,7 +8,19 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from memory_benchmark import LLAMA, QWEN2, SMALL, learn_of_budget, learn_of_trace, paper_plans, plan_of, traced
+from memory_benchmark import (
+    GLM4,
+    LLAMA,
+    OLMO2,
+    QWEN2,
+    SMALL,
+    TRACEABLE,
+    learn_of_budget,
+    learn_of_trace,
+    paper_plans,
+    plan_of,
+    traced,
+)
 from paper_models import make_paper_workplace
 
 from hacpo_mega.lab.memory_trace import TracedMemory
@@ -23,6 +35,10 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
 ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
+
+OTHER_NORMS = [
+    plan_of(model, tp, device=device) for model in (OLMO2, GLM4) for tp, device in ((2, TRACEABLE), (1, CPU))
+]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +111,7 @@ def test_every_layer_takes_the_same():
         plan_of(device=CPU),
         plan_of(tp=2, device=CPU),
         plan_of(LLAMA, device=CPU, recompute="full"),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_NORMS),
     ],
     ids=lambda plan: f"{plan.architecture.family}-tp{plan.layout.tp}-{plan.recompute}-{plan.device.number}",
 )

@@ -35,6 +35,7 @@ MODELS = {
     "one key/value head": replace(BASE, num_kv_heads=1, output_bias=True),
     "odd vocabulary": replace(BASE, vocab_size=131, tied=False),
     "stored fused": replace(BASE, family="phi3", tied=False, qk_norm=False),
+    "norms over all heads": replace(BASE, family="olmo2", tied=False),
     "biases": replace(BASE, family="qwen2", qkv_bias=True, qk_norm=False),
 }
 SIZES = (1, 2, 4)
