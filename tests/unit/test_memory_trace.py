@@ -22,7 +22,6 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
-ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +56,15 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=0.02)
 
 
-@pytest.mark.parametrize("pair, agent", ONE_NOW)
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair, agent", PAPER)
 def test_the_papers_models(folder, monkeypatch, pair, agent):
     monkeypatch.chdir(folder)
     plan = paper_plans(pair)[agent]
     check(plan, extended(plan))
 
 
+@pytest.mark.nightly
 def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
     """The models that are not traced above are the same ones, by another name."""
     monkeypatch.chdir(folder)
