@@ -28,14 +28,17 @@ import torch.distributed as dist
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from hacpo_mega.config.pass_through import DECIDED_VLLM
 from hacpo_mega.models.folder import eos_token_ids, head_size
 from hacpo_mega.models.layout import head_size_problem
 from hacpo_mega.models.weight_files import HEAD, published_names
 from hacpo_mega.records import Completion
+from hacpo_mega.rollout.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
@@ -47,10 +50,12 @@ from hacpo_mega.rollout.host_process import (
     keeping_default_group,
     without_message_queue,
 )
+from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
 def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
@@ -128,7 +133,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
             load_format="dummy" if random_weights else "auto",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **defaults, **(options or {})},
+            **{"use_tqdm_on_load": False, **({} if self._on_cuda else FOR_CPU), **defaults, **(options or {})},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)
@@ -137,6 +142,9 @@ class Engine:
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config = llm.llm_engine.vllm_config
+            if not self._on_cuda:
+                runner = worker_of(llm).model_runner
+                runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -179,6 +187,7 @@ class Engine:
                 logprobs=0 if return_logprobs else None,
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,
             )
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]

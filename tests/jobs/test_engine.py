@@ -157,6 +157,14 @@ def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
     assert np.mean(different) > 0.95
 
 
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_engines_of_one_and_of_two_ranks_draw_the_same_answers(saw, agent, rank):
+    """But where rounding decides between two tokens, which is rare: at most one of 41 answers."""
+    seen = saw[agent, rank]
+    pairs = zip(tokens_of(seen["replica answers"]), tokens_of(seen["answers"]), strict=True)
+    assert sum(one != two for one, two in pairs) <= 1
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_unwanted_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw, agent):
     """When 3 of 41 have ended, on both ranks: the whole answers' beginnings, with their log-probs."""

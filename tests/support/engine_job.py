@@ -164,6 +164,9 @@ def replicas(models: Path, agent: str) -> dict:
     seen["here"] = draw(engine, few)
     seen["unwanted"] = draw(engine, few, is_unwanted=lambda: True)
     seeds = [answer_seed(1, 0, 0, rollout, dist.get_rank()) for rollout in range(NUM_DRAWS)]
+    engine.load(weights(models / f"{agent}-other").items())
+    seen["replica answers"] = draw(engine, range(len(prompts())))
+    engine.load(full.items())
     seen["draws"] = [c.token_ids[0] for c in engine.generate([sequences()[0]] * NUM_DRAWS, seeds, max_tokens=1)]
     engine.close()
     return seen
