@@ -1,11 +1,11 @@
 """A Hugging Face architecture as a Megatron model whose last stage answers hidden states, not logits.
 
 The language-model head is a fused kernel outside (hacpo_kernels.linear_logprob), so no [T, V] tensor ever exists here.
-Shapes: T tokens of a packed micro-batch, H hidden size, V vocabulary (V/tp on a rank), D head size.
+Shapes: T tokens of a packed micro-batch, H hidden size, V vocabulary (V/tp on a rank), P pairs of a head's numbers
+that turn with the position.
 Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
 """
 
-import math
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.nn.functional import silu
 from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies
 from hacpo_mega.megatron.te_layers import te_decoder_spec
-from hacpo_mega.models.architecture import Architecture, Llama3Rope
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
 from hacpo_mega.models.megatron_fields import decided_fields
 from hacpo_mega.models.segments import padded_vocab_size
@@ -37,14 +38,14 @@ class HiddenStateModel(GPTModel):
         super().__init__(position_embedding_type="none", **options)
         self.architecture, self.stages, self.fuses_norms = architecture, stages, fuses_norms
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
-        self.rope_D2 = rope_frequencies(architecture).to(torch.cuda.current_device())
+        self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
     ) -> tuple:
-        """Embeddings (first stage only) and rotary angles [T, 1, 1, D] of the given positions."""
+        """Embeddings (first stage only) and rotary angles [T, 1, 1, 2P] of the given positions."""
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
-        angles = torch.outer(position_ids[0].float(), self.rope_D2)
+        angles = torch.outer(position_ids[0].float(), self.rope_P)
         return hidden, torch.cat((angles, angles), dim=-1)[:, None, None, :], None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
@@ -140,7 +141,12 @@ def transformer_config(
         # cuBLAS may add the partial sums of a split product in bf16; for the whole process, so the engine's, too.
         "disable_bf16_reduced_precision_matmul": True,
     }
-    return TransformerConfig(**{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)})
+    config = TransformerConfig(
+        **{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)}
+    )
+    for name, value in magnitude_fields(architecture).items():
+        setattr(config, name, value)
+    return config
 
 
 def forward_packed(
@@ -157,7 +163,7 @@ def forward_packed(
     num_tokens, tp = tokens_T.numel(), parallel_state.get_tensor_model_parallel_world_size()
     assert num_tokens % tp == 0, (num_tokens, tp)
     assert num_tokens == cu_seqlens[-1], (num_tokens, cu_seqlens)
-    device = unwrapped(model).rope_D2.device
+    device = unwrapped(model).rope_P.device
     starts, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
     # Angles come per token already: for the rotary embedding the pack is one sequence (cu_seqlens_*_padded is what
     # Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
@@ -195,18 +201,3 @@ def unwrapped(model: torch.nn.Module) -> HiddenStateModel:
     while not isinstance(model, HiddenStateModel):
         model = model.module
     return model
-
-
-def rope_frequencies(architecture: Architecture) -> torch.Tensor:
-    """Rotary frequencies, float32 [D/2]; with Llama-3 scaling, long wavelengths are stretched by `factor`."""
-    size = architecture.head_dim
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
-    frequencies = 1.0 / (architecture.rope_theta**exponents)
-    return frequencies if architecture.rope is None else _stretch(frequencies, architecture.rope)
-
-
-def _stretch(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
-    """Llama 3.1's rule: keep wavelengths below original/high, divide those above original/low, blend between."""
-    turns = rope.original_positions * frequencies / (2 * math.pi)
-    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / rope.factor)

@@ -10,7 +10,9 @@ from typing import Any
 
 from hacpo_mega.models.documents import one_line, short
 from hacpo_mega.models.families import FAMILIES, Family
+from hacpo_mega.models.fields import Fields
 from hacpo_mega.models.folder import read_config
+from hacpo_mega.models.rope import Rope, YarnRope, read_rope
 
 # What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
 MOST = {
@@ -23,16 +25,6 @@ MOST = {
     "vocab_size": 2**24,
     "max_positions": 2**31,
 }
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Rotary scaling of Llama 3.1 and later."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
 
 
 @dataclass(frozen=True)
@@ -53,11 +45,12 @@ class Architecture:
     max_positions: int
     norm_eps: float
     rope_theta: float
-    rope: Llama3Rope | None
+    rope: Rope | None
     tied: bool
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
+    rotary_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -70,6 +63,26 @@ class Architecture:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor {self.rotary_share} turns {self.rotary_dim} of the {self.head_dim} numbers of "
+                "a head; rotary positions turn pairs of numbers"
+            )
+        if isinstance(self.rope, YarnRope) and self.max_positions > self.rope.reach:
+            raise ValueError(
+                f"max_position_embeddings ({self.max_positions}) is beyond the {self.rope.reach} positions for which "
+                "vLLM has angles, original_max_position_embeddings x factor; write that or fewer"
+            )
+
+    @property
+    def kin(self) -> Family:
+        """What all models of its family have in common."""
+        return FAMILIES[self.family]
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head, its first ones, rotary positions turn."""
+        return int(self.head_dim * self.rotary_share)
 
     @classmethod
     def of_family(cls, family: Family, *, attention_bias: bool = False, **sizes: Any) -> "Architecture":
@@ -86,11 +99,11 @@ class Architecture:
     def from_folder(cls, folder: Path) -> "Architecture":
         """Read `folder`/config.json. Raises ValueError for a folder without one or a model this project cannot run."""
         path = Path(folder) / "config.json"
-        fields = _Fields(path, read_config(Path(folder)))
+        fields = Fields(path, read_config(Path(folder)))
         family = _family(path, fields.given)
         _refuse_variants(path, fields.given, family)
         hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-        rope_theta, rope = _rope(path, fields)
+        rope_theta, rope, rotary_share = read_rope(path, fields, family)
         try:
             return cls.of_family(
                 family,
@@ -105,54 +118,13 @@ class Architecture:
                 norm_eps=fields.positive("rms_norm_eps", default=1e-6),
                 rope_theta=rope_theta,
                 rope=rope,
+                rotary_share=rotary_share,
                 tied=fields.flag("tie_word_embeddings", default=False),
                 attention_bias=fields.flag("attention_bias", default=False),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
             raise ValueError(named) from error
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given."""
-
-    path: Path
-    given: Mapping[str, Any]
-
-    def count(self, name: str, *, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        value = self._value(name, default)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{self.path}: {name} must be an integer of at least 1, found {short(value)}")
-        return value
-
-    def positive(self, name: str, *, default: float | None = None) -> float:
-        """A number above 0 that float32 holds."""
-        value = self._value(name, default)
-        if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
-            raise ValueError(f"{self.path}: {name} must be a number above 0, found {short(value)}")
-        return float(value)
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
-        value = self._value(name, default)
-        if type(value) is not bool:
-            raise ValueError(f"{self.path}: {name} must be true or false, found {short(value)}")
-        return value
-
-    def table(self, name: str) -> "_Fields":
-        """The object at `name`; an empty one where it is not given."""
-        value = self._value(name, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {name} must be an object, found {short(value)}")
-        return _Fields(self.path, value)
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self.given.get(name)
-        if value is None and default is None:
-            raise ValueError(f"{self.path}: the field {name!r} is missing")
-        return default if value is None else value
 
 
 def _family(path: Path, given: Mapping[str, Any]) -> Family:
@@ -193,22 +165,3 @@ def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> No
             f"{path}: {one_line(unknown[0])} = {short(given[unknown[0]])} is no field of {family.model_type} that is "
             "known here, so the model may compute something else; if it does not, take it out of config.json"
         )
-
-
-def _rope(path: Path, fields: _Fields) -> tuple[float, Llama3Rope | None]:
-    """(theta, scaling): transformers 5 keeps both in rope_parameters, older folders in rope_theta and rope_scaling."""
-    table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
-    theta = (table if table.given.get("rope_theta") is not None else fields).positive("rope_theta", default=10_000.0)
-    kind = table.given.get("rope_type") or table.given.get("type") or "default"
-    if (factor := table.given.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"{path}: partial_rotary_factor = {short(factor)} is not supported")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"{path}: rope type {short(kind)} is not supported; supported are default, llama3")
-    return theta, Llama3Rope(
-        factor=table.positive("factor"),
-        low_freq_factor=table.positive("low_freq_factor"),
-        high_freq_factor=table.positive("high_freq_factor"),
-        original_positions=table.count("original_max_position_embeddings"),
-    )

@@ -44,6 +44,9 @@ ONLY: Mapping[str, Any] = {
     "pruned_heads": {},
 }
 
+# A norm before attention and one before the feed-forward: Megatron's names -> those of a folder.
+BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -54,6 +57,11 @@ class Family:
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
     may_have_bias   whether `attention_bias` may be true, for a bias on the output projection, too
     qk_norm         whether queries and keys are normalised
+    norms           the norms of a layer: Megatron's name -> that of its folders
+    stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
+    rope_kinds      the kinds of rotary scaling that it may have (rope.py)
+    rotary_share    how much of a head turns with the position, where config.json does not say it
+    may_turn_a_part whether config.json may say another share
     head_dim        where config.json does not say it; None: hidden size over heads
     num_kv_heads    where config.json does not say it; None: as many as heads
     ignores         fields of the family that change nothing, given what `only` fixes
@@ -68,6 +76,11 @@ class Family:
     qkv_bias: bool = False
     may_have_bias: bool = False
     qk_norm: bool = False
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    stored_fused: frozenset[str] = frozenset()
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rotary_share: float = 1.0
+    may_turn_a_part: bool = False
     head_dim: int | None = None
     num_kv_heads: int | None = None
     ignores: frozenset[str] = frozenset()
@@ -80,8 +93,8 @@ class Family:
     @property
     def values(self) -> Mapping[str, Any]:
         """Fields that a config.json may have with one value alone."""
-        known = {**ONLY, **self.only}
-        return {name: value for name, value in known.items() if not (name == "attention_bias" and self.may_have_bias)}
+        free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
+        return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
 
     def knows(self, name: str) -> bool:
         """Whether a config.json of the family may have this field."""
@@ -110,4 +123,16 @@ QWEN3 = Family(
 _NULL = {"sliding_window": None}
 MISTRAL = Family("mistral", "MistralForCausalLM", num_kv_heads=8, only=_NULL, made_with=_NULL, norm_eps=1e-5)
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL)}
+# Phi-3 medium at 4k, Phi-4 and Phi-4-reasoning; mini has longrope or a window. transformers reads yarn as longrope.
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
+    rope_kinds=("default",),
+    may_turn_a_part=True,
+    ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
+    only={**_NULL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    norm_eps=1e-5,
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3)}

@@ -10,8 +10,9 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hacpo_mega.models.architecture import Architecture, Llama3Rope
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import LLAMA, QWEN2, QWEN3, Family
+from hacpo_mega.models.rope import Llama3Rope
 
 _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
 

@@ -7,6 +7,7 @@ Imports no torch and no Megatron, so that a plan can be made where neither is. N
 """
 
 import enum
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,28 +111,40 @@ def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
 
 
 def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
-    hidden, ffn = architecture.hidden_size, architecture.ffn_size
-    query_rows, kv_rows = (n * architecture.head_dim for n in (architecture.num_heads, architecture.num_kv_heads))
+    hidden, ffn, kin = architecture.hidden_size, architecture.ffn_size, architecture.kin
+    query_rows, kv_rows = _projection_rows(architecture)
     attention, self_attn, mlp = f"{megatron}self_attention.", f"{hugging}self_attn.", f"{hugging}mlp."
-    rows_of = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-    qkv_weights = tuple(Source(f"{self_attn}{name}.weight", (rows, hidden)) for name, rows in rows_of.items())
-    qkv_biases = tuple(Source(f"{self_attn}{name}.bias", (rows,)) for name, rows in rows_of.items())
-    gate_up = tuple(Source(f"{mlp}{name}.weight", (ffn, hidden)) for name in ("gate_proj", "up_proj"))
+    qkv = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    gate_up = {"gate_proj": ffn, "up_proj": ffn}
 
-    slots = [_whole(f"{megatron}input_layernorm.weight", f"{hugging}input_layernorm.weight", hidden)]
-    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, qkv_weights))
+    def fused(prefix: str, kind: str, parts: dict[str, int], name: str, *columns: int) -> tuple[Source, ...]:
+        stored = {name: sum(parts.values())} if name in kin.stored_fused else parts
+        return tuple(Source(f"{prefix}{part}.{kind}", (rows, *columns)) for part, rows in stored.items())
+
+    norms = {
+        ours: _whole(f"{megatron}{ours}.weight", f"{hugging}{theirs}.weight", hidden)
+        for ours, theirs in kin.norms.items()
+    }
+    slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
+    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, fused(self_attn, "weight", qkv, "qkv_proj", hidden)))
     if architecture.qkv_bias:
-        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, qkv_biases))
+        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, fused(self_attn, "bias", qkv, "qkv_proj")))
     if architecture.qk_norm:
         slots.append(_whole(f"{attention}q_layernorm.weight", f"{self_attn}q_norm.weight", architecture.head_dim))
         slots.append(_whole(f"{attention}k_layernorm.weight", f"{self_attn}k_norm.weight", architecture.head_dim))
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
-    slots.append(_whole(f"{megatron}pre_mlp_layernorm.weight", f"{hugging}post_attention_layernorm.weight", hidden))
-    slots.append(Slot(f"{megatron}mlp.linear_fc1.weight", Cut.GATE_UP, gate_up))
+    slots += norms.values()
+    halves = fused(mlp, "weight", gate_up, "gate_up_proj", hidden)
+    slots.append(Slot(f"{megatron}mlp.linear_fc1.weight", Cut.GATE_UP, halves))
     slots.append(_columns(f"{megatron}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", hidden, ffn))
     return slots
+
+
+def _projection_rows(architecture: Architecture) -> tuple[int, int]:
+    """Rows of all queries, and of all keys or of all values."""
+    return architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
 
 
 def _whole(parameter: str, name: str, size: int) -> Slot:
@@ -152,9 +165,15 @@ def segments(slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int) -
         start, stop = (min(edge * rows, size) for edge in (tp_rank, tp_rank + 1))
         return (Segment(0, start, stop),)
     if slot.cut is Cut.QKV:
-        return _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
+        query_rows, kv_rows = _projection_rows(architecture)
+        pieces = _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
+        return _as_stored(pieces, slot, (query_rows, kv_rows, kv_rows))
+    if slot.cut is Cut.GATE_UP:
+        share = architecture.ffn_size // tp
+        pieces = tuple(Segment(half, tp_rank * share, (tp_rank + 1) * share) for half in range(2))
+        return _as_stored(pieces, slot, (architecture.ffn_size, architecture.ffn_size))
     share = size // tp
-    return tuple(Segment(source, tp_rank * share, (tp_rank + 1) * share) for source in range(len(slot.sources)))
+    return (Segment(0, tp_rank * share, (tp_rank + 1) * share),)
 
 
 def rectangles(
@@ -206,6 +225,14 @@ def _fused_qkv(architecture: Architecture) -> list[Segment]:
         for source, rows in ((0, per_group * size), (1, size), (2, size)):
             fused.append(Segment(source, group * rows, (group + 1) * rows))
     return fused
+
+
+def _as_stored(pieces: tuple[Segment, ...], slot: Slot, rows: tuple[int, ...]) -> tuple[Segment, ...]:
+    """The same where a folder holds several matrices, of so many `rows`, one below the other in a single tensor."""
+    if len(slot.sources) > 1:
+        return pieces
+    above = tuple(itertools.accumulate(rows[:-1], initial=0))
+    return tuple(Segment(0, piece.start + above[piece.source], piece.stop + above[piece.source]) for piece in pieces)
 
 
 def _window(fused: list[Segment], *, tp: int, tp_rank: int) -> tuple[Segment, ...]:

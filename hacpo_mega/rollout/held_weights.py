@@ -84,7 +84,9 @@ def _held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool
         for kind, parameter in module.named_parameters(recurse=False):
             is_packed = kind == "weight" and hasattr(module, "cpu_linear") and path != EMBEDDING
             own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
-            for name, cut in zip(names, _cuts(module, len(names), kind, parameter), strict=True):
+            cuts = _cuts(module, len(names), kind, parameter)
+            # One published tensor may be several of the engine's parts: where folders hold matrices fused, too.
+            for name, cut in zip(names if len(names) > 1 else names * len(cuts), cuts, strict=True):
                 yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
 
 
@@ -93,21 +95,37 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
     if hasattr(module, "shard_indices"):
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
-    if num_names > 1:
-        sizes = _rows_of_fused(module)
-        places = accumulate((size for size, _ in sizes[:-1]), initial=0)
-        return [Cut(0, size * rank, size, place) for (size, rank), place in zip(sizes, places, strict=True)]
+    if num_names > 1 or hasattr(module, "output_sizes"):
+        parts = _rows_of_fused(module)
+        places = accumulate((part.size for part in parts[:-1]), initial=0)
+        above = accumulate((part.whole for part in parts[:-1]), initial=0) if num_names == 1 else [0] * len(parts)
+        return [
+            Cut(0, start + part.size * part.shard, part.size, place)
+            for part, place, start in zip(parts, places, above, strict=True)
+        ]
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
         return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
     return [Cut(0, 0, len(parameter))]
 
 
-def _rows_of_fused(module: nn.Module) -> list[tuple[int, int]]:
-    """(rows, number of the shard) of every tensor in a fused one; key and value heads may be on several ranks each."""
+@dataclass(frozen=True)
+class _Rows:
+    """Of one matrix in a fused one: the engine's `size` rows, which are shard number `shard` of `whole`."""
+
+    size: int
+    shard: int
+    whole: int
+
+
+def _rows_of_fused(module: nn.Module) -> list[_Rows]:
+    """Every matrix in a fused one; key and value heads may be on several ranks each."""
     if not hasattr(module, "num_kv_head_replicas"):
-        return [(size // module.tp_size, module.tp_rank) for size in module.output_sizes]
-    of_keys = module.num_kv_heads * module.head_size, module.tp_rank // module.num_kv_head_replicas
-    return [(module.num_heads * module.head_size, module.tp_rank), of_keys, of_keys]
+        return [_Rows(size // module.tp_size, module.tp_rank, size) for size in module.output_sizes]
+    size = module.head_size
+    of_keys = _Rows(
+        module.num_kv_heads * size, module.tp_rank // module.num_kv_head_replicas, module.total_num_kv_heads * size
+    )
+    return [_Rows(module.num_heads * size, module.tp_rank, module.total_num_heads * size), of_keys, of_keys]
 
 
 def _unpacked(module: nn.Module) -> Tensor:

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from safetensors.torch import load_file
-from tiny_models import LLAMA3_ROPE, make_model
+from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -29,13 +29,15 @@ from hacpo_mega.models.architecture import Architecture
 
 VOCAB = 131
 CASES = {
-    "qwen2-biased": {"family": "qwen2", "tied": False},
+    "qwen2-biased": {"family": "qwen2", "tied": False, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
     "qwen3-tied": {"family": "qwen3", "tied": True, "head_dim": 32, "max_shard_size": "60KB"},
     "qwen3-untied": {"family": "qwen3", "tied": False, "num_layers": 3},
     "llama-scaled": {"family": "llama", "tied": True, "rope_scaling": LLAMA3_ROPE},
     # one key/value head: with tp = 2 its rows of the fused projection are cut across ranks
     "llama-one-kv-head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
-    "mistral-six-layers": {"family": "mistral", "tied": True, "num_layers": 6},
+    "mistral-six-layers": {"family": "mistral", "tied": True, "num_layers": 6, "rope_scaling": YARN_ROPE},
+    # query, key and value in one stored matrix, gate and up in another; half of a head turns
+    "phi3": {"family": "phi3", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
 }
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
 # (case, tp, pp) -> fields of Megatron's configuration; backward computes activations of this case again
@@ -44,10 +46,10 @@ RUNS: dict[tuple[str, int, int], dict[str, object]] = {
     **{(RECOMPUTED, *layout): {} for layout in [(1, 1), (2, 1), (1, 2), (2, 2)]},
     **{
         (name, tp, 1): {}
-        for name in ("qwen3-tied", "qwen3-untied", "llama-scaled", "llama-one-kv-head")
+        for name in ("qwen3-tied", "qwen3-untied", "llama-scaled", "llama-one-kv-head", "phi3")
         for tp in (1, 2)
     },
-    **{(name, tp, 2): {} for name in ("qwen3-tied", "llama-scaled", "llama-one-kv-head") for tp in (1, 2)},
+    **{(name, tp, 2): {} for name in ("qwen3-tied", "llama-scaled", "llama-one-kv-head", "phi3") for tp in (1, 2)},
     # three layers over two stages
     **{("qwen3-untied", tp, 2): {"num_layers_in_first_pipeline_stage": 2} for tp in (1, 2)},
     # more tensor ranks than key/value heads: each head is on two ranks, and on four

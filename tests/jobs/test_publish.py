@@ -11,21 +11,27 @@ import numpy as np
 import pytest
 import torch
 from job import run_script
-from tiny_models import make_model
+from tiny_models import YARN_ROPE, make_model
 
 from hacpo_mega.logbook.alarms import EngineAlarm
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Score, Stop
 
-MODELS = {"qwen3-tied": ("qwen3", True), "llama-untied": ("llama", False)}
+MODELS = {
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "llama-untied": {"family": "llama", "tied": False, "rope_scaling": YARN_ROPE},
+    "phi3": {"family": "phi3", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
+}
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
 FAST = ("qwen3-tied", LAYOUTS[-1])
+EVERY_LAYOUT = ("qwen3-tied", "llama-untied")
 CASES = [
     pytest.param(*case, marks=[] if case == FAST else [pytest.mark.nightly])
     for case in itertools.product(MODELS, LAYOUTS)
+    if case[0] in EVERY_LAYOUT or case[1] in (LAYOUTS[1], LAYOUTS[3])
 ]
 each_case = pytest.mark.parametrize("model, layout", CASES)
 each_model = pytest.mark.parametrize("model", [FAST[0], pytest.param("llama-untied", marks=pytest.mark.nightly)])
@@ -35,8 +41,8 @@ each_model = pytest.mark.parametrize("model", [FAST[0], pytest.param("llama-unti
 def saw(tmp_path_factory) -> Callable[[str, tuple[int, int, int]], list[dict]]:
     """What both processes saw of a model in a layout, by rank; a job of its own, when it is first asked for."""
     models = tmp_path_factory.mktemp("models")
-    for name, (family, tied) in MODELS.items():
-        make_model(models / name, family, tied=tied, num_heads=2, head_dim=32)
+    for name, sizes in MODELS.items():
+        make_model(models / name, num_heads=2, head_dim=32, **sizes)
 
     @functools.cache
     def visit(model: str, layout: tuple[int, int, int]) -> list[dict]:
@@ -101,7 +107,7 @@ def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model
             twice = 2 if name == "model.embed_tokens.weight" and model == "qwen3-tied" else 1
             assert len(found) == (twice if rank == 1 else 0), (rank, name, found)
             assert all(line.startswith(f"{name}: 1 of the ") for line in found)
-    assert len(saw(model, layout)[1]["mutated"]) > 20
+    assert len(saw(model, layout)[1]["mutated"]) >= 15
 
 
 @each_case

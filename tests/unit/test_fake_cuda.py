@@ -122,7 +122,7 @@ def test_everything_is_on_the_device(name, tp, pp, pp_rank, monkeypatch):
         "decoder.layers.1.self_attention.linear_qkv.weight",
         "decoder.layers.1.mlp.linear_fc2.weight",
         "decoder.final_layernorm.weight",
-        "rope_D2",
+        "rope_P",
     ],
 )
 def test_what_is_left_on_the_cpu_is_an_error(forgotten, monkeypatch):

@@ -16,16 +16,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make_model
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron import hf_writer
-from hacpo_mega.megatron.model import build_model, forward_packed, rope_frequencies
+from hacpo_mega.megatron.model import build_model, forward_packed
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
 from hacpo_mega.megatron.weights import load_hf_weights
-from hacpo_mega.models.architecture import Architecture, Llama3Rope
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.rope import Llama3Rope
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the platform changes nothing beside CUDA")
 
@@ -80,18 +79,6 @@ def test_old_and_new_rope_layouts_say_the_same(tmp_path):
     assert new.rope == Llama3Rope(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)
     edit_config(folder, rope_parameters=None, rope_theta=10_000.0, rope_scaling=LLAMA3_ROPE)
     assert Architecture.from_folder(folder) == new
-
-
-def test_llama3_frequencies_are_hugging_faces():
-    scaling = {**LLAMA3_ROPE, "rope_theta": 500_000.0, "factor": 32.0, "original_max_position_embeddings": 8192}
-    config = LlamaConfig(hidden_size=2048, num_attention_heads=32, head_dim=64, rope_parameters=scaling)
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    architecture = Architecture(
-        family="llama", num_layers=1, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_size=64,
-        vocab_size=8, max_positions=8, norm_eps=1e-5, rope_theta=500_000.0, rope=Llama3Rope(32.0, 1.0, 4.0, 8192),
-        tied=True, qkv_bias=False, output_bias=False, qk_norm=False,
-    )  # fmt: skip
-    torch.testing.assert_close(rope_frequencies(architecture), expected, rtol=1e-6, atol=0)
 
 
 # ---- layouts and overrides

@@ -1,0 +1,57 @@
+"""Typed reading of config.json, field by field."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.models.documents import short
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given."""
+
+    path: Path
+    given: Mapping[str, Any]
+
+    def count(self, name: str, *, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self._value(name, default)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{self.path}: {name} must be an integer of at least 1, found {short(value)}")
+        return value
+
+    def positive(self, name: str, *, default: float | None = None) -> float:
+        """A number above 0 that float32 holds."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
+            raise ValueError(f"{self.path}: {name} must be a number above 0, found {short(value)}")
+        return float(value)
+
+    def at_least_one(self, name: str) -> float:
+        """A number of at least 1 that float32 holds."""
+        value = self.positive(name)
+        if value < 1.0:
+            raise ValueError(f"{self.path}: {name} must be at least 1, found {short(value)}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if type(value) is not bool:
+            raise ValueError(f"{self.path}: {name} must be true or false, found {short(value)}")
+        return value
+
+    def table(self, name: str) -> "Fields":
+        """The object at `name`; an empty one where it is not given."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name} must be an object, found {short(value)}")
+        return Fields(self.path, value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.given.get(name)
+        if value is None and default is None:
+            raise ValueError(f"{self.path}: the field {name!r} is missing")
+        return default if value is None else value
