@@ -13,9 +13,7 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import hashlib
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -58,16 +56,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
-def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
-    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
-
-    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
-    resumed run answers as the first one did, whatever its layout.
-    """
-    place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
-    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
-
-
 class Engine:
     """A live vLLM: sample answers, take new weights, sleep while the actor trains.
 
@@ -102,7 +90,7 @@ class Engine:
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
         _check_options(options or {})
-        _check_process(tensor_parallel_size)
+        _check_process(model, tensor_parallel_size)
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
         defaults = engine_defaults(
             on_cuda=self._on_cuda,
@@ -112,8 +100,6 @@ class Engine:
             timeout_s=timeout_s,
             expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
-        if not self._on_cuda:
-            _check_cpu_attention(model)
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len = max_model_len
         self._names = published_names(model)
@@ -143,8 +129,7 @@ class Engine:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config = llm.llm_engine.vllm_config
             if not self._on_cuda:
-                runner = worker_of(llm).model_runner
-                runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
+                _draw_by_row(worker_of(llm).model_runner)
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -330,7 +315,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_process(tensor_parallel_size: int) -> None:
+def _draw_by_row(runner: Any) -> None:
+    """On the CPU, where vLLM has its first model runner; the second one draws by row itself."""
+    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
+
+
+def _check_process(model: Path, tensor_parallel_size: int) -> None:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise ValueError(
             "VLLM_ENABLE_V1_MULTIPROCESSING is "
@@ -340,6 +330,8 @@ def _check_process(tensor_parallel_size: int) -> None:
     assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
     if dist.get_world_size() % tensor_parallel_size:
         raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
+    if not torch.cuda.is_available():
+        _check_cpu_attention(model)
 
 
 def _check_cpu_attention(model: Path) -> None:

@@ -8,6 +8,8 @@ It takes vLLM's place on the first model runner (CPU). The second one, on CUDA, 
 Triton (tests/unit/test_v2_sampler.py). Log-probs stay those of the logits that are drawn from.
 """
 
+import hashlib
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +20,16 @@ import torch
 PLACE = np.uint64(0xD1342543DE82EF95)
 FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 S27, S30, S31 = np.uint64(27), np.uint64(30), np.uint64(31)
+
+
+def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
+    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
+
+    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
+    resumed run answers as the first one did, whatever its layout.
+    """
+    place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
 def row_keys(seeds_R: np.ndarray, places_R: np.ndarray) -> np.ndarray:

@@ -12,7 +12,8 @@ from job import TIMEOUT_S
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.row_noise import answer_seed
 
 EOS, BLOCK, MAX_MODEL_LEN, NUM_BLOCKS = 7, 32, 256, 40
 VLLMS = "vllm.v1.core.sched.scheduler.Scheduler"
