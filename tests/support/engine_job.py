@@ -110,7 +110,7 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["answers"] = draw(engine, everyone)
     told: list[tuple[int, tuple]] = []
     seen["told"] = told
-    watched = {"on_answer": lambda *answer: told.append(answer), "is_unwanted": lambda: len(told) >= 3}
+    watched = {"on_answer": lambda *answer: told.append(answer), "is_unwanted": lambda: len(told) >= 1}
     seen["cut"] = draw(engine, everyone, **watched)
     told[:] = [(place, plain(answer)) for place, answer in told]
     seen["again"] = draw(engine, everyone)
