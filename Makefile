@@ -35,7 +35,7 @@ test-portable: env
 
 # On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
 gpu: env
-	$(BIN)/python -m pytest tests/gpu tests/unit/test_linear_logprob.py tests/unit/test_sequence_objective.py tests/unit/test_kernel_complaints.py
+	$(BIN)/python -m pytest tests/gpu tests/unit/test_linear_logprob.py tests/unit/test_sequence_objective.py tests/unit/test_kernel_complaints.py tests/unit/test_kernel_repeats.py
 	$(BIN)/python kernels/bench/linear_logprob.py
 	$(BIN)/python kernels/bench/sequence_objective.py
 

@@ -35,7 +35,7 @@ class Scoring:
         self._rollout, self._eos_in_loss = config.rollout, config.algorithm.eos_in_loss
         self._answers_per_prompt = config.answers_per_prompt
         self._answers_per_update = config.prompts_per_update // num_cells * config.answers_per_prompt
-        self._in_first_update = config.training.score_in_first_update
+        self._in_first_update = config.scores_in_first_update
 
     def before_learning(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor

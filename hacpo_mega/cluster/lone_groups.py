@@ -1,33 +1,41 @@
-"""Groups of gloo with one rank on one device: they talk to nobody, and each would have a thread that keeps waking.
+"""Groups of gloo with one rank are one group: they talk to nobody, and each would have threads that keep waking.
 
-Megatron makes some seventeen groups of one rank for an actor of one rank. A gloo device is a socket and a thread that
-polls it every 10 ms; every group has one of its own and two threads for its work. Groups with peers keep theirs: when
-several that share a device connect at the same time, they can wait for each other for ever (two processes, four
-threads, a group each, torch 2.13: three of four tries hung).
+Megatron makes some seventeen groups of one rank for an actor of one rank. A group of gloo has a device, which is a
+socket and a thread that polls it every 10 ms, and two threads for its work. Nothing waits for anybody in a group of one
+rank, so those that wait as long are one and the same. Groups with peers keep what they have: when several that share a
+device connect at the same time, they can wait for each other for ever (two processes, four threads, a group each, torch
+2.13: three of four tries hung).
 """
 
 from datetime import timedelta
+from typing import Self
 
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
 
-class _Gloo(ProcessGroupGloo):
-    """What torch makes in place of its own class."""
+class Gloo(ProcessGroupGloo):
+    """A group of gloo, which torch makes in place of its own class once it is told to."""
+
+    def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Self:
+        """A new group, or the one of this process alone."""
+        if size == 1 and timeout in _ALONE:
+            return _ALONE[timeout]
+        return super().__new__(cls)
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         if size > 1:
             super().__init__(store, rank, size, timeout)
-            return
-        if not _DEVICES:
-            _DEVICES.append(ProcessGroupGloo.create_device(interface="lo"))
-        options = ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = _DEVICES, 1, timeout
-        super().__init__(store, rank, size, options)
+        elif timeout not in _ALONE:
+            options = ProcessGroupGloo._Options()
+            options._devices, options._threads = [ProcessGroupGloo.create_device(interface="lo")], 1
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+            _ALONE[timeout] = self
 
 
-_DEVICES: list[ProcessGroupGloo.Device] = []
+_ALONE: dict[timedelta, Gloo] = {}
 
 
-def one_device_for_lone_groups() -> None:
-    """From here on, the groups of gloo that this process makes for itself alone share a device."""
-    distributed_c10d.ProcessGroupGloo = _Gloo
+def one_group_for_lone_ranks() -> None:
+    """From here on, the groups of gloo that this process makes for itself alone are one for every timeout."""
+    distributed_c10d.ProcessGroupGloo = Gloo

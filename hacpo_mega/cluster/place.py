@@ -32,7 +32,7 @@ import torch.distributed as dist
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.device import device_identity, rank_device
 from hacpo_mega.cluster.environment import one_queue, own_caches
-from hacpo_mega.cluster.lone_groups import one_device_for_lone_groups
+from hacpo_mega.cluster.lone_groups import Gloo, one_group_for_lone_ranks
 from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
@@ -73,7 +73,7 @@ class Place:
         my, shape = self.coordinate, rank_map.agents[self.coordinate.agent]
         on_cuda = device.type == "cuda"
         plain_objects_only()
-        one_device_for_lone_groups()
+        one_group_for_lone_ranks()
         self.spans = Spans(my.agent_name, settle=torch.cuda.synchronize if on_cuda else lambda: None)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
@@ -309,7 +309,7 @@ class Place:
         return Tree(rank, size, lambda level: self._group(f"{name}/{level.name}", level.rank, level.size))
 
     def _group(self, name: str, rank: int, size: int) -> WatchedGroup:
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
+        group = Gloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
         return WatchedGroup(group, name, self.spans)
 
 

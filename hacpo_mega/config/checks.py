@@ -68,18 +68,8 @@ def _method(config: Config) -> Iterator[str]:
 
 def _scoring(config: Config) -> Iterator[str]:
     """Whether a score can wait for the first update."""
-    if not config.training.score_in_first_update:
-        return
-    if config.algorithm.shares_answers and len(config.agents) > 1:
-        yield (
-            f"training.score_in_first_update: the {len(config.agents)} agents need each other's scores before "
-            f"they learn by {config.algorithm.method!r}. Nearest: false"
-        )
-    if config.rollout.engine_correction != "none":
-        yield (
-            f"training.score_in_first_update: rollout.engine_correction = {config.rollout.engine_correction!r} needs "
-            "the scores before an update. Nearest: false"
-        )
+    if config.training.score_in_first_update is True:
+        yield from (f"training.score_in_first_update: {reason}. Nearest: false" for reason in config.why_scored_before)
 
 
 def _one_step_off(config: Config) -> Iterator[str]:
@@ -95,11 +85,6 @@ def _one_step_off(config: Config) -> Iterator[str]:
         yield (
             f"rollout.engine_correction: {config.rollout.engine_correction!r} corrects the ratio to the trainer's "
             "log-probs; with rollout.one_step_off it is to those of the engine already. Nearest: 'none'"
-        )
-    if config.training.score_in_first_update:
-        yield (
-            "training.score_in_first_update: with rollout.one_step_off the first update learns from another policy "
-            "than wrote the answers, and none is scored. Nearest: false"
         )
     if config.reward.while_sampling:
         yield (
@@ -144,12 +129,13 @@ def _batches(config: Config) -> Iterator[str]:
             f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: {longest}"
         )
     for agent in config.agents:
-        # Sequence parallelism cuts a micro-batch into tp equal parts, so packing fills it up to a multiple of tp.
-        if training.max_tokens_per_microbatch % agent.tp:
+        # Ranks of cp, and under sequence parallelism of tp, share a micro-batch equally: packing fills it up.
+        if training.max_tokens_per_microbatch % (parts := agent.tp * agent.cp):
+            words, sizes = ("tp x cp", f"{agent.tp} x {agent.cp} = {parts}") if agent.cp > 1 else ("tp", f"{parts}")
             yield (
-                f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of tp "
-                f"of agent {agent.name} ({agent.tp}). Nearest: "
-                f"{nearest_multiples(training.max_tokens_per_microbatch, agent.tp)}"
+                f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of "
+                f"{words} of agent {agent.name} ({sizes}). Nearest: "
+                f"{nearest_multiples(training.max_tokens_per_microbatch, parts)}"
             )
 
 
@@ -235,7 +221,7 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
     try:
-        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel)
+        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp)
     except ValueError as problem:
         yield from () if table_lines else [str(problem)]
         return

@@ -14,7 +14,17 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.choices import BINARY_KINDS, TRACKERS, Skill
 from hacpo_mega.config.methods import METHODS
-from hacpo_mega.config.section import Count, CountOrZero, FilePath, Flag, OwnFunction, Positive, Seconds, Section
+from hacpo_mega.config.section import (
+    Count,
+    CountOrZero,
+    FilePath,
+    Flag,
+    FlagOrAuto,
+    OwnFunction,
+    Positive,
+    Seconds,
+    Section,
+)
 from hacpo_mega.config.slurm import SlurmConfig
 
 RewardEnd = Annotated[float, Field(strict=True)]
@@ -141,13 +151,13 @@ class TrainingConfig(Section):
     """Prompts whose answers train one optimizer update, over all lanes; a multiple of lanes x cells_per_lane. The
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
-    """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    """Tokens that a process runs forward and backward at once; a multiple of every tp x cp."""
     pack_by: Literal["tokens", "flops", "pipeline"] = "tokens"
     """Whether answers fill as few micro-batches as hold their tokens, or these are evened by FLOPs, in which attention
     counts, or stay as few with those of the fewest FLOPs at both ends of an update; changes results by rounding."""
-    score_in_first_update: Flag = False
+    score_in_first_update: FlagOrAuto = "auto"
     """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
-    for the same results to the last bit; of methods that share no answers, or one agent, without engine_correction."""
+    for the same results to the last bit; auto: where nothing waits for them (shared answers, engine_correction)."""
     max_skipped_updates: Count = 5
     """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
     with the samples of these updates in logs/."""
@@ -287,6 +297,30 @@ class Config(Section):
     def updates_per_step(self) -> int:
         """Optimizer updates of each agent in a step."""
         return self.training.prompts_per_step // self.prompts_per_update
+
+    @property
+    def scores_in_first_update(self) -> bool:
+        """training.score_in_first_update, with "auto" decided."""
+        asked = self.training.score_in_first_update
+        return not self.why_scored_before if asked == "auto" else asked
+
+    @property
+    def why_scored_before(self) -> tuple[str, ...]:
+        """What needs the scores of own answers before an update, each as the end of a complaint about the key."""
+        reasons = []
+        if self.algorithm.shares_answers and len(self.agents) > 1:
+            reasons.append(
+                f"the {len(self.agents)} agents need each other's scores before they learn by {self.algorithm.method!r}"
+            )
+        if self.rollout.engine_correction != "none":
+            correction = self.rollout.engine_correction
+            reasons.append(f"rollout.engine_correction = {correction!r} needs the scores before an update")
+        if self.rollout.one_step_off:
+            reasons.append(
+                "with rollout.one_step_off the first update learns from another policy than wrote the answers, and "
+                "none is scored"
+            )
+        return tuple(reasons)
 
     @property
     def longest_answer(self) -> int:

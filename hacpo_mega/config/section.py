@@ -6,10 +6,11 @@ A value is taken as it is written: `true` is no number, `3.0` and `"3"` are no c
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from hacpo_mega.models.documents import short
 from hacpo_mega.models.hub import model_folder, model_name
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -53,6 +54,13 @@ def _own_function(name: str) -> str:
     return name
 
 
+def _flag_or_auto(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"must be true, false or 'auto', found {short(value)}")
+    return value
+
+
+FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
 # of the user's own; whether there is one is looked up in its source (grader_checks.py)
 OwnFunction = Annotated[str, AfterValidator(_own_function)]
 PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]

@@ -2,9 +2,9 @@
 
 Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
 tests/unit/test_memory_trace.py holds the sums to the real Megatron model (lab/memory_trace.py). The letters are
-those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which every tensor-parallel rank holds
-S = T / tp between its layers; h hidden size, q and k query and key/value heads of a rank, d head size, f feed-forward
-columns and v vocabulary rows of a rank.
+those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which a rank of cp has t = T / cp and
+every tensor-parallel rank of it holds S = t / tp between its layers; h hidden size, q and k query and key/value heads
+of a tensor rank, d head size, f feed-forward columns and v vocabulary rows of a rank.
 Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
@@ -54,10 +54,9 @@ CPU = Device(number=4, fused_norms=False, flash_attention=False, triton_head=Fal
 class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
 
-    fused_swiglu   Megatron's bias_activation_fusion, which keeps the input of the activation alone
-    diagnoses      own gradients are compared with others' now and then, which needs a copy of the first
-    offloads       main weights and moments are in host memory while the engine is awake
-    shares         all of it is in host memory but in its agent's turns on devices that it shares
+    diagnoses   own gradients are compared with others' now and then, which needs a copy of the first
+    offloads    main weights and moments are in host memory while the engine is awake
+    shares      all of it is in host memory but in its agent's turns on devices that it shares
     """
 
     architecture: Architecture
@@ -65,11 +64,20 @@ class ActorPlan:
     dp: int
     num_tokens: int
     recompute: Recompute = "none"
-    fused_swiglu: bool = False
     diagnoses: bool = False
     offloads: bool = False
     shares: bool = False
     device: Device = CUDA
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro-batch that a rank of cp has."""
+        return self.num_tokens // self.layout.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer's state of the same weights."""
+        return self.dp * self.layout.cp
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class ActorMemory:
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
     numbers = num_weights(plan.architecture, plan.layout, stage)
-    share = math.ceil(numbers / plan.dp)
+    share = math.ceil(numbers / plan.shards)
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
@@ -112,7 +120,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
         # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
         kept=(plan.layout.pp - stage) * _kept(plan, layer, layers, is_first=stage == 0, is_last=is_last),
-        working=max(layer.working(plan.recompute, plan.layout.tp) + _waiting(plan), _head(plan) if is_last else 0),
+        working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once.
         step=share * FLOAT32,
@@ -133,11 +141,12 @@ def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> i
 class _Layer:
     """Bytes of the tensors of one layer and one micro-batch.
 
-    residual   [S, h], between the layers; gathered [T, h]
+    residual   [S, h], between the layers; gathered [t, h]
     norm       what a norm keeps beside its input, its output among it
     attention  all that attention keeps, its norm included
-    ffn        [T, f]; mlp: all that the feed-forward keeps, its norm not included
+    ffn        [t, f]; mlp: all that the feed-forward keeps, its norm not included
     down       the gradient of the feed-forward's second matrix
+    more_norms what norms keep beyond two
     """
 
     residual: int
@@ -147,10 +156,11 @@ class _Layer:
     ffn: int
     mlp: int
     down: int
+    more_norms: int
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
-        a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+        a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
         norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
         return cls(
@@ -159,37 +169,50 @@ class _Layer:
             norm=norm,
             attention=norm + _attention(plan),
             ffn=ffn,
-            # gate and up, and their product; unfused also the activated gate, and up with Megatron's offset of 0 added
-            mlp=(3 if plan.fused_swiglu else 5) * ffn,
+            mlp=3 * ffn,  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
+            # One after a block keeps its input in place of its output, which joins the residual.
+            more_norms=(len(a.kin.norms) - 2) * norm,
         )
 
     def kept(self, recompute: Recompute) -> int:
         """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
         if recompute == "full":
             return self.residual
-        return 2 * self.residual + self.attention + self.norm + (self.mlp if recompute == "none" else 0)
+        norms = self.norm + self.more_norms
+        return 2 * self.residual + self.attention + norms + (self.mlp if recompute == "none" else 0)
 
     def working(self, recompute: Recompute, tp: int) -> int:
-        """What the backward of one layer takes: what it computes again with its output, and, where the feed-forward's
-        second matrix gets its gradient, that of the layer's output, gathered, and of what the matrix read."""
+        """What the backward of one layer takes: what it computes again with its output, the gradient of the layer's
+        output, and the most of the feed-forward's three: where the second matrix gets its gradient, that of the
+        output, gathered, and of what the matrix read; at the activation, which lets go of what that matrix read, the
+        gradients of gate and up; where the first matrix gets its gradient, these and that of what it read."""
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
-        return again + self.residual + (self.gathered if tp > 1 else 0) + self.ffn + self.down
+        second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
+        first = self.gathered + 2 * self.down - self.ffn
+        return again + self.residual + max(second, 2 * self.ffn, first)
 
 
 def _attention(plan: ActorPlan) -> int:
     """Bytes that attention keeps after its norm."""
-    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+    a, tokens, number = plan.architecture, plan.own_tokens, plan.device.number
+    tp, cp = plan.layout.tp, plan.layout.cp
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
-    head = tokens * a.head_dim * number  # of one head
+    head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
+    met = max(k, cp)  # keys and values, of which each rank has a copy of its own
+    rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
-    kept = (q + 2 * k + q + 4) * head + (
-        _statistics_rows(tokens) if plan.device.flash_attention else tokens
-    ) * q * FLOAT32
+    kept = (q + 2 * met + q) * head + 4 * tokens * a.rotary_dim * number + rows * (q // cp) * FLOAT32
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
-        kept += (q + q + k) * head
-    if a.qk_norm or not plan.device.flash_attention:
+        kept += (q + q + met) * head
+    if cp > 1:
+        # The output of this rank's tokens beside that of its heads; the CPU keeps values beside their padded copy, too.
+        kept += q * head if plan.device.flash_attention else met * head
+    if a.kin.whole_qk_norm and plan.device.mixed:
+        # The numbers and the normalised ones, both in float32, and nothing of the projection.
+        return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
+    if a.qk_norm or not (plan.device.flash_attention or cp > 1):
         # A view of keys or values keeps all of the fused projection.
         kept += (q + 2 * k) * head
     if a.qk_norm:
@@ -208,16 +231,19 @@ def _statistics_rows(tokens: int) -> int:
 
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
-    a, tokens = plan.architecture, plan.num_tokens
-    angles = tokens * a.head_dim * FLOAT32 if plan.recompute == "full" else 0
-    # The final norm keeps as much as another, its input in place of its output, which is gathered for the head.
-    end = layer.norm + layer.gathered if is_last else layer.residual
-    return layers * layer.kept(plan.recompute) + angles + end
+    a, tokens = plan.architecture, plan.own_tokens
+    angles = tokens * a.rotary_dim * FLOAT32 if plan.recompute == "full" else 0
+    return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
+
+
+def _end(layer: _Layer) -> int:
+    """The final norm keeps as much as another, its input in place of its output, which is gathered for the head."""
+    return layer.norm + layer.gathered
 
 
 def _head(plan: ActorPlan) -> int:
     """What the log-probs and their backward take at most, every token being trained (kernels/hacpo_kernels)."""
-    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     rows, row = min(tokens, logit_rows(columns, triton=plan.device.triton_head)), a.hidden_size
     last_rows = (tokens - 1) % rows + 1
@@ -243,6 +269,11 @@ def logit_rows(columns: int, *, triton: bool) -> int:
     return max(1, REFERENCE_ELEMENTS // columns)
 
 
+def _in_a_layer(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
+    """What backward takes in the first layer that it comes to, where the final norm has let go of its tensors."""
+    return layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - (_end(layer) if is_last else 0)
+
+
 def _waiting(plan: ActorPlan) -> int:
     """A weight that is head and embedding at once: its gradient from the head waits for that from the embedding."""
     a, tp = plan.architecture, plan.layout.tp
@@ -252,7 +283,7 @@ def _waiting(plan: ActorPlan) -> int:
 
 def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
-    a, tp, tokens = plan.architecture, plan.layout.tp, plan.num_tokens
+    a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
     inside = 4 * layer.residual + layer.mlp + tokens * a.head_dim * FLOAT32
     columns = padded_vocab_size(a.vocab_size, tp) // tp

@@ -243,7 +243,10 @@ class Engine:
         self._require(Memory.WEIGHTS, "differences", needs_weights=True)
         with self._door.open() as llm:
             model = worker_of(llm).get_model()
-            return list(differences(model, model.packed_modules_mapping, self._has_tied_embeddings, weights))
+            # Where folders hold a matrix fused, it is published so, whatever vLLM could also take.
+            stored = {name.split(".")[-2] for name in self._names if name.count(".")}
+            fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
+            return list(differences(model, fused, self._has_tied_embeddings, weights))
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.

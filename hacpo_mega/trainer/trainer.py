@@ -152,7 +152,7 @@ class Trainer:
     def _end_step(self, found: StepFindings) -> None:
         """What makes a step one that was done: it is written, counted, kept when it is due, and shown."""
         self.observers.before_writing(self.steps_done + 1, found)
-        if self.config.training.score_in_first_update:  # what was not scored before has been by now
+        if self.config.scores_in_first_update:  # what was not scored before has been by now
             scores = self.schedule.complete(found.rollouts, found.scores, found.updates)
             trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
             found = replace(found, scores=scores, trajectories=trajectories)

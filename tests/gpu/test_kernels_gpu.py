@@ -1,7 +1,7 @@
 """What only a GPU shows of the kernels: offsets past 2^31, launches and synchronisations, memory, speed against cuBLAS.
 
-The tests of values and gradients (test_linear_logprob.py, test_sequence_objective.py, test_kernel_complaints.py) run
-the compiled kernels by themselves on a machine with a GPU.
+The tests of values and gradients (test_linear_logprob.py, test_sequence_objective.py, test_kernel_complaints.py,
+test_kernel_repeats.py) run the compiled kernels by themselves on a machine with a GPU.
 """
 
 import statistics

@@ -299,15 +299,15 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
 def test_what_is_scored_by_the_first_update_and_judged_while_sampling_is_the_same_to_the_last_bit(tmp_path):
     """Two agents without sharing, one in two pipeline stages: metrics, log of answers and tokens, and weights.
 
+    Without sharing the first update scores unless it is told not to.
+
     Judged by a grader in a process of its own, as each answer ends. Of the two updates of a step the second one's
     answers are scored before as ever, from the policy that wrote them.
     """
     agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS, pp=2), agent_table(tmp_path, "b", "llama", CHARACTERS)]
     config = write_config(tmp_path, agents, algorithm={"method": "gspo"}, logging={"rollout_tokens": True})
-    plain = train(config)
-    less = train(
-        config, f"run_dir={tmp_path / 'less'}", "training.score_in_first_update=true", "reward.while_sampling=true"
-    )
+    plain = train(config, "training.score_in_first_update=false")
+    less = train(config, f"run_dir={tmp_path / 'less'}", "reward.while_sampling=true")
     assert [m.values for m in plain.values()] == [m.values for m in less.values()]
     assert plain[2].values["agent/a/self/first_ratio_error"] == 0.0
     assert plain[2].values["agent/a/num_updates"] == 2

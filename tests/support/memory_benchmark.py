@@ -33,17 +33,17 @@ SMALL = Architecture(
 )  # fmt: skip
 LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
 QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
+OLMO2 = replace(SMALL, family="olmo2")
+GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 
 
-def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", fused=False, device=TRACEABLE) -> ActorPlan:
-    return ActorPlan(
-        architecture, Layout(tp, pp), dp=2, num_tokens=2048, recompute=recompute, fused_swiglu=fused, device=device
-    )
+def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1) -> ActorPlan:
+    layout = Layout(tp, pp, cp=cp)
+    return ActorPlan(architecture, layout, dp=2, num_tokens=2048, recompute=recompute, device=device)
 
 
 def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> TracedMemory:
     """What the plan's model takes, on CUDA's kernels or on the CPU's as the plan's device says."""
-    overrides = {"bias_activation_fusion": True} if plan.fused_swiglu else {}
     return trace_actor(
         plan.architecture,
         plan.layout,
@@ -53,7 +53,6 @@ def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> Trace
         in_flight=plan.layout.pp - stage,
         recompute=plan.recompute,
         transformer=transformer,
-        overrides=overrides,
         on_cuda=plan.device.mixed,
     )
 

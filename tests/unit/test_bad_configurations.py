@@ -15,7 +15,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from bad_cases import DATA, GROUPS, INIT, ROWS
+from bad_case import ROWS
+from bad_cases import GROUPS
+from bad_sources import DATA
+from bad_values import INIT
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 

@@ -1,85 +1,26 @@
-"""Checkpoints as files: which step a run goes on from, whatever a killed job has left, and what may differ then."""
+"""Checkpoints as files: which step a run goes on from, whatever a killed job has left."""
 
 import dataclasses
 import hashlib
 import json
-import math
 import shutil
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from checkpoint_cases import complaint, config_in, make_step, start_of, written
 
 from hacpo_mega.checkpoint.files import (
     FORMAT,
     RECORD,
-    AgentState,
-    Checkpoint,
-    FileState,
     commit,
     committed_steps,
-    completed,
-    file_sha256,
-    find_start,
     folder_of,
     latest_checkpoint,
-    model_digests,
-    plain,
     read_checkpoint,
     remove_old,
     remove_unfinished,
     set_aside,
 )
-from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.changes import changes, refusals
-
-NAMES = ("qwen", "llama")
-
-
-def config_in(run_dir: Path, *overrides: str) -> Config:
-    return load_config(ROOT / "configs" / "quickstart.toml", [f"run_dir={run_dir}", *overrides])
-
-
-def written(config: Config, step: int, accuracy: float | None = None) -> tuple[Path, Checkpoint]:
-    """The shards of a step on disk, and the record that would commit it."""
-    folder = folder_of(config.run_dir, step)
-    writing = folder.with_name(folder.name + ".writing")
-    for name in NAMES:
-        (writing / name).mkdir(parents=True)
-        (writing / name / "shard").write_bytes(f"{name} after {step} steps".encode())
-    files = {f"{name}/shard": writing / name / "shard" for name in NAMES}
-    record = Checkpoint(
-        folder=folder,
-        step=step,
-        config=plain(config),
-        versions={"torch": "2"},
-        models=model_digests(config),
-        # what JSON has no number for, and what needs all of a float64
-        capability={"history": [[0.1 + 0.2, math.nan], [1 / 3, 1.0]]},
-        accuracy=accuracy,
-        agents={
-            name: AgentState(4 * step, 4 * step - 1, "bfloat16", {"low": [0.1, 1 / 3]}, 1, [{"told": []}])
-            for name in NAMES
-        },
-        files={path: FileState(file.stat().st_size, file_sha256(file)) for path, file in files.items()},
-    )
-    return writing, record
-
-
-def make_step(config: Config, step: int, accuracy: float | None = None) -> Path:
-    writing, record = written(config, step, accuracy)
-    commit(writing, record)
-    return record.folder
-
-
-def start_of(config: Config, **how):
-    return find_start(config, **how)
-
-
-def complaint(config: Config, **options) -> str:
-    with pytest.raises(ValueError, match=r".") as error:
-        start_of(config, **options)
-    return str(error.value)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -292,105 +233,3 @@ def test_a_run_that_is_moved_aside_cannot_begin_with_a_step_of_its_own(tmp_path,
     for branch in (folder, folder.relative_to(tmp_path)):
         (line,) = complaint(config, branch=branch, fresh=True).splitlines()
         assert line.startswith(f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give "), line
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "num_steps=50",
-        "evaluation.every_steps=3",
-        "checkpoint.keep_last=5",
-        "training.diagnose_every=2",
-        "reward.num_workers=3",
-        "lanes=2",
-        "stall_s=60.0",
-        "logging.trace=true",
-        "agents.llama.cells_per_lane=2",
-    ],
-)
-def test_what_trains_nothing_may_change(override, tmp_path):
-    make_step(config_in(tmp_path), 2)
-    assert start_of(config_in(tmp_path, override)).step == 2
-
-
-def test_what_trains_is_refused_unless_accepted(tmp_path):
-    folder = make_step(config_in(tmp_path), 2)
-    config = config_in(tmp_path, "seed=11", "agents.qwen.optimizer.lr=1e-5", "algorithm.delta=0.25")
-    assert complaint(config).splitlines() == [
-        f"{folder} is of another configuration:",
-        "seed was 7, is 11: go on all the same with --accept seed, or start anew with --fresh",
-        "agents.qwen.optimizer.lr was 0.0004, is 1e-05: go on all the same with --accept agents.qwen.optimizer.lr, or "
-        "start anew with --fresh",
-        "algorithm.delta was 0.5, is 0.25: go on all the same with --accept algorithm.delta, or start anew with "
-        "--fresh",
-    ]
-    assert complaint(config, accept=("seed", "agents.*.optimizer")).count("\n") == 1
-    assert start_of(config, accept=("seed", "agents.*.optimizer.lr", "algorithm")).step == 2
-
-
-def test_another_layout_goes_through_and_other_fields_of_megatron_are_asked_for():
-    before, now = plain(config_in(Path("run"))), plain(config_in(Path("run")))
-    stages = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}
-    now["agents"][0] |= {"tp": 2, "pp": 2, "engine_tp": 1, "megatron": {**stages, "recompute_granularity": "full"}}
-    free = ("tp", "pp", "engine_tp", *(f"megatron.{key}" for key in stages))
-    assert {change.key: change.kind for change in changes(before, now)} == {
-        **{f"agents.qwen.{key}": "free" for key in free},
-        "agents.qwen.megatron.recompute_granularity": "asked",
-    }
-
-
-def test_agents_are_compared_by_name_and_their_order_counts():
-    config = config_in(Path("run"))
-    before = plain(config)
-    swapped = before | {"agents": before["agents"][::-1]}
-    (change,) = changes(before, swapped)
-    assert (change.key, change.kind) == ("agents", "fixed")
-    assert list(refusals([change], ["agents"])) == [
-        'agents was ["qwen", "llama"], is ["llama", "qwen"]: a run cannot go on with another; put it back, or start '
-        "anew with --fresh"
-    ]
-    assert changes(before, json.loads(json.dumps(before))) == []
-
-
-def test_a_key_that_one_side_lacks_is_a_change():
-    before, now = (
-        plain(config_in(Path("run"), *override)) for override in ([], ["agents.qwen.prompt_template=Add {prompt}"])
-    )
-    assert [str(change) for change in changes(before, now)] == [
-        'agents.qwen.prompt_template was not given, is "Add {prompt}"'
-    ]
-    assert [str(change) for change in changes(now, before)] == [
-        'agents.qwen.prompt_template was "Add {prompt}", is not given'
-    ]
-
-
-def test_fewer_steps_than_are_done_is_refused(tmp_path):
-    folder = make_step(config_in(tmp_path), 6)
-    assert (
-        complaint(config_in(tmp_path, "num_steps=4"))
-        == f"{folder} has 6 steps done, num_steps is 4: give more, or --fresh"
-    )
-
-
-def test_another_model_in_the_same_folder_is_refused(tmp_path):
-    models = [f"agents.{name}.model={tmp_path / name}" for name in NAMES]
-    config = config_in(tmp_path / "run", *models)
-    for name in NAMES:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    folder = make_step(config, 2)
-    assert start_of(config).step == 2
-    (tmp_path / "llama" / "config.json").write_text('{"hidden_size": 64}')
-    assert complaint(config) == (
-        f"{folder} is of another model: the config.json of agents.llama.model is not what it was"
-    )
-
-
-def test_keys_that_are_newer_than_a_checkpoint_are_no_change_at_their_defaults():
-    config = config_in(Path("run"), "rollout.temperature=0.9")
-    now, before = plain(config), plain(config)
-    del before["rollout"]["temperature"], before["training"]["pack_by"], before["agents"][0]["offload"]
-    assert [str(change) for change in changes(completed(before), now)] == ["rollout.temperature was 1.0, is 0.9"]
-    assert completed(now) == now
-    gone = plain(config) | {"a_key_of_before": 1}
-    assert [str(change) for change in changes(completed(gone), now)] == ["a_key_of_before was 1, is not given"]

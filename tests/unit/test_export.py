@@ -3,12 +3,10 @@ quantized, with a true card; and a checkpoint is evaluated as what was exported.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,27 +14,25 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
-from hostile_pickles import touching
 from job import play_command, run_command, run_here, start_command, start_ranks
 from repository import ROOT
-from run_cases import train
+from run_cases import CHARACTERS, train
 from safetensors.torch import load_file
+from stored_harm import be_hostile, be_of_another_format, flip_a_bit
 from tiny_models import make_model
 
-from hacpo_mega.checkpoint.files import FORMAT, RECORD, Checkpoint, FileState, file_sha256, folder_of, remove_old
+from hacpo_mega.checkpoint.files import FORMAT, RECORD, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
-from hacpo_mega.commands.export import OURS, draft_of, export_copy, trained_agent
+from hacpo_mega.commands.export import export_copy, trained_agent
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.logbook.run_lock import RunLock, signature
+from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.megatron.stored_state import WEIGHT, Part, stored_name, stored_weights, write_parts
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
-CHARACTERS = tuple("0123456789+-*=,;s")
 GRADER = ROOT / "tests/support/graders.py"
-
 pytestmark = pytest.mark.nightly
 
 
@@ -93,53 +89,6 @@ def test_the_card_says_how_an_agent_was_asked(run_dir, tmp_path):
     export_copy(trained_agent(run_dir, "second"), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Prompt:\n\n```\ns{prompt}\n```" in card
-
-
-def test_an_export_is_whole_or_not_there(tmp_path):
-    with suppress(RuntimeError), draft_of(tmp_path / "out") as draft:
-        (draft / "half").write_text("")
-        raise RuntimeError("in the middle")
-    assert not (tmp_path / "out").exists()
-    with draft_of(tmp_path / "out") as draft:
-        (draft / "whole").write_text("")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["whole"]
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_an_export_removes_no_folder_but_its_own(fails, tmp_path):
-    """Whatever a user has called beside it, and drafts of exports that still go on; those of killed ones go."""
-    mine = [f"out{end}" for end in (".part", ".unquantized", ".partial")] + [".out.partial", ".out.mine.partial"]
-    for name in mine:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "precious.txt").write_text(name)
-    alive, far, dead = (tmp_path / f".out.{name}.partial" for name in ("alive", "far", "dead"))
-    for draft, process, space in ((alive, os.getpid(), None), (far, 2**22, "another boot"), (dead, 2**22, None)):
-        draft.mkdir()
-        person, known = signature("x").splitlines()
-        known = json.loads(known) | {"pid": process} | ({"space": space} if space else {})
-        (draft / OURS).write_text(f"{person}\n{json.dumps(known)}\n")
-    with suppress(RuntimeError), draft_of(tmp_path / "out") as draft:
-        (draft / "config.json").write_text("{}")
-        if fails:
-            raise RuntimeError("in the middle")
-    assert all((tmp_path / name / "precious.txt").read_text() == name for name in mine)
-    assert (alive.exists(), far.exists(), dead.exists()) == (True, True, False)
-    left = {path.name for path in tmp_path.iterdir()} - {*mine, alive.name, far.name}
-    assert left == (set() if fails else {"out"})
-    assert fails or [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
-
-
-def test_two_exports_to_one_name_leave_one_whole_folder(tmp_path):
-    def export_second() -> None:
-        with draft_of(tmp_path / "out") as second:
-            assert second != first
-            (tmp_path / "out").mkdir()  # empty: the kernel would let a folder take its place
-
-    with draft_of(tmp_path / "out") as first:
-        with pytest.raises(ValueError, match="exists by now"):
-            export_second()
-        (tmp_path / "out").rmdir()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("out", ["/proc/x", "file/x", "dangling", "n" * 250])
@@ -199,18 +148,6 @@ def test_a_checkpoint_of_a_run_that_goes_on_leaves_as_the_run_exports_it(name, r
     steps = read_metrics(run_dir / "metrics.jsonl")
     assert "| weights | of the checkpoint step_000001 |" in card
     assert f"| held-out accuracy at the end | {steps[1].values[f'agent/{name}/accuracy']:.4f} |" in card
-
-
-def flip_a_bit(folder: Path) -> None:
-    (file,) = (folder / "first").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def be_of_another_format(folder: Path) -> None:
-    record = json.loads((folder / RECORD).read_text())
-    (folder / RECORD).write_text(json.dumps(record | {"format": FORMAT + 1}))
 
 
 @pytest.mark.parametrize(
@@ -342,14 +279,6 @@ def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path
         errors = (place / "0.err").read_text()
         assert rank.exitcode == 2 and said in errors and errors.count("\n") == 1, errors
     assert not (tmp_path / "touched").exists()
-
-
-def be_hostile(touched: Path, folder: Path) -> None:
-    """Somebody else's checkpoint: its index makes a file when it is unpickled, and every digest is right."""
-    (folder / "first" / ".metadata").write_bytes(touching(touched)["os.system"])
-    record = Checkpoint.parse(folder, (folder / RECORD).read_text())
-    files = {path: FileState((folder / path).stat().st_size, file_sha256(folder / path)) for path in record.files}
-    (folder / RECORD).write_text(replace(record, files=files).text())
 
 
 def test_a_hostile_checkpoint_runs_nothing_where_it_is_exported_or_begun_from(going_on, tmp_path):

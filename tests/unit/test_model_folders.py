@@ -228,7 +228,7 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
 @pytest.mark.parametrize(
     "tables, problem",
     [
-        ({"megatron": {"bias_activation_fusio": True}}, "no such field; did you mean 'bias_activation_fusion'?"),
+        ({"megatron": {"masked_softmax_fusio": True}}, "no such field; did you mean 'masked_softmax_fusion'?"),
         ({"megatron": {"fp8_amax_compute_algo": "all"}}, "must be Literal['most_recent', 'max'], found 'all'"),
         ({"megatron": {"moe_ffn_hidden_size": "1"}}, "megatron.moe_ffn_hidden_size must be Optional[int], found '1'"),
         ({"megatron": {"num_layers_in_first_pipeline_stage": 1.5}}, "must be Optional[int], found 1.5"),

@@ -47,7 +47,7 @@ def test_seconds_of_one_device(tmp_path):
 def test_what_the_first_update_scores_is_not_scored_before(tmp_path):
     """Alone, two updates a step: half of the 8 answers."""
     machines = load_cluster(write_cluster(tmp_path, CLUSTER))
-    options = ["algorithm.method=gspo", "training.prompts_per_update=2", "training.score_in_first_update=true"]
+    options = ["algorithm.method=gspo", "training.prompts_per_update=2"]
     planned = load_planned(write_small_job(tmp_path), options, machines)
     work = work_of(planned.config, Lengths(PROMPT, ANSWER))
     assert (work.updates, work.answers, work.scored) == (2, 8, 4)

@@ -1,31 +1,17 @@
-"""Prompt files and the sampler: every bad row is named, and a step's prompts depend on (seed, step) alone."""
+"""Prompt files, saved folders and named data sets: equal rows from all of them, and every bad row named."""
 
 import importlib.util
 import json
-import re
 import shutil
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from dataset_rows import write_lines
 
-from hacpo_mega.config.chat_messages import messages_of, tools_of
 from hacpo_mega.data.datasets import layouts_of, read_dataset
-from hacpo_mega.data.files import PromptRow, check_data, content_id, load_prompts
-from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
-from hacpo_mega.data.tasks import SkillMix, WarmStartStream, training_examples
-from hacpo_mega.grading.grader_calls import messages_in
-
-
-def write_lines(path, *lines):
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
-    return path
+from hacpo_mega.data.files import check_data, load_prompts
 
 
 def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
@@ -221,169 +207,3 @@ def test_a_name_needs_the_library(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = check_data([Path("hub:openai/gsm8k@main/main/train")])
     assert "needs the library datasets, which is not installed here; `pip install 'datasets>=4'`" in str(problem)
-
-
-def said(*messages):
-    return [{"role": role, "content": content} for role, content in messages]
-
-
-CHAT = said(("system", "Be brief \u00e9."), ("user", "1+1="), ("assistant", "2"), ("user", 'and "+1"?\n'))
-
-
-def test_messages_are_one_text_in_every_file(tmp_path):
-    rows = [{"prompt": CHAT, "answer": "3"}, {"prompt": said(("user", "2+2=")), "answer": "4"}]
-    lines = write_lines(tmp_path / "a.jsonl", *rows)
-    shuffled = [[{"content": m["content"], "name": None, "role": m["role"]} for m in row["prompt"]] for row in rows]
-    table = pyarrow.Table.from_pylist([{"prompt": p, "answer": row["answer"]} for p, row in zip(shuffled, rows)])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    found = load_prompts([lines])
-    assert [(row.id, row.text) for row in found] == [(r.id, r.text) for r in load_prompts([tmp_path / "a.parquet"])]
-    assert [messages_of(row.text) for row in found] == [row["prompt"] for row in rows]
-    assert [problem.prompt for problem in read_dataset(lines).problems] == [row.text for row in found]
-    assert found[1].text == '[{"role":"user","content":"2+2="}]'
-    assert messages_of(' [{"role":"user","content":"2+2="}]') is None and messages_of("2+2=") is None
-
-
-@pytest.mark.parametrize(
-    "prompt, what",
-    [
-        ([], "ends with a message of None"),
-        (["1+1="], "has a message 1 that is a str, needs role and content"),
-        (said(("user", "x"), ("assistant", "y")), "ends with a message of 'assistant'"),
-        (said(("tool", "x"), ("user", "y")), "has a message 1 of role 'tool'; roles are system, user, assistant"),
-        (said(("user", "x"), ("system", "y"), ("user", "z")), "has a message 2 of role 'system'"),
-        (said(("user", " ")), "has a message 1 whose content is no text, or empty"),
-        (said(("user", None)), "has a message 1 whose content is no text, or empty"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "with 'tool_calls': only role and content are"),
-        (said(("user", [{"type": "image_url"}, {"type": "text"}])), "in parts (image_url, text): images and the like"),
-        ('[{"role":"user","content":"x"}]', "is chat messages as JSON text; write them as a list"),
-        (said(("user", "\ud800")), "holds half a surrogate pair"),
-    ],
-)
-def test_messages_that_cannot_be_read_are_named_with_their_row(tmp_path, prompt, what):
-    file = write_lines(tmp_path / "a.jsonl", {"prompt": "fine", "answer": 1}, {"prompt": prompt, "answer": 1})
-    (problem,) = check_data([file])
-    assert str(problem).startswith(f"{file}:2: field 'prompt' ") and what in str(problem)
-
-
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize("written", [[TOOL], json.dumps([TOOL])])
-def test_tools_of_a_row_are_part_of_its_prompt(tmp_path, written):
-    rows = [{"prompt": "1+1=", "answer": 2, "tools": written}, {"prompt": CHAT, "answer": 3, "tools": written}]
-    lines = write_lines(tmp_path / "a.jsonl", *rows, {"prompt": "2+2=", "answer": 4, "tools": None})
-    one, chat, none = load_prompts([lines], tools_field="tools")
-    assert [tools_of(row.text) for row in (one, chat, none)] == [[TOOL], [TOOL], []]
-    assert messages_of(one.text) == said(("user", "1+1=")) and messages_of(chat.text) == CHAT == messages_in(chat.text)
-    table = pyarrow.Table.from_pylist([rows[0] | {"tools": [TOOL]}, {"tools": [{"other": 1}]}]).slice(0, 1)
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")  # where every tool has every key
-    assert load_prompts([tmp_path / "a.parquet"], tools_field="tools")[0].text == one.text
-    assert none.text == "2+2=" and {one.text, chat.text}.isdisjoint(r.text for r in load_prompts([lines]))
-    layouts = layouts_of("prompt", "answer", only=False, tools_field="tools")
-    assert [problem.prompt for problem in read_dataset(lines, layouts).problems] == [one.text, chat.text, none.text]
-
-
-@pytest.mark.parametrize(
-    "tools, what",
-    [
-        ({"name": "f"}, "is a dict, needs a list of JSON schemas of functions"),
-        ("{", "is no JSON text"),
-        ([{"type": "function"}], "has a tool 1 without a name"),
-        ([TOOL, TOOL], "names one tool twice"),
-        ([{"name": "\ud800"}], "half a surrogate pair"),
-    ],
-)
-def test_tools_that_are_none_are_named_with_their_row(tmp_path, tools, what):
-    file = write_lines(tmp_path / "a.jsonl", {"prompt": "x", "answer": 1, "tools": tools})
-    with pytest.raises(ValueError, match=rf"a.jsonl:1: field 'tools' .*{re.escape(what)}"):
-        load_prompts([file], tools_field="tools")
-
-
-def rows(num, skill=""):
-    return [PromptRow(content_id(f"{skill}{i}"), f"{skill}{i}", str(i), skill) for i in range(num)]
-
-
-@given(
-    num_rows=st.integers(1, 40),
-    lanes=st.integers(1, 4),
-    share=st.integers(1, 5),
-    updates=st.integers(1, 3),
-    seed=st.integers(0, 2**40),
-    step=st.integers(0, 50),
-)
-@settings(max_examples=60)
-def test_lanes_partition_every_update_and_every_epoch_has_each_prompt_once(num_rows, lanes, share, updates, seed, step):
-    per_update = lanes * share
-    per_step = updates * per_update
-    if num_rows < per_step:
-        with pytest.raises(ValueError, match="there are only"):
-            PromptSampler(rows(num_rows), seed, per_step, per_update)
-        return
-    sampler = PromptSampler(rows(num_rows), seed, per_step, per_update)
-    whole = sampler.at(step)
-    fresh = PromptSampler(rows(num_rows), seed, per_step, per_update)
-    of_lanes = [fresh.at(step, lane, lanes) for lane in range(lanes)]
-    for update in range(updates):
-        mine = slice(update * share, (update + 1) * share)
-        together = sum((prompts[mine] for prompts in of_lanes), ())
-        assert together == whole[update * per_update : (update + 1) * per_update], "lanes change what shares an update"
-    assert [p.index for p in whole] == list(range(per_step))
-    seen = Counter(p.text for s in range(num_rows) for p in sampler.at(s))  # num_rows steps are per_step whole epochs
-    assert set(seen.values()) == {per_step}
-    assert len(seen) == num_rows
-
-
-def test_resuming_at_an_epoch_boundary_equals_not_stopping():
-    """10 rows, 4 a step: step 2 straddles the first boundary, and step 5 starts an epoch exactly."""
-    whole = PromptSampler(rows(10), seed=1, prompts_per_step=4, prompts_per_update=2)
-    stream = [p.text for step in range(10) for p in whole.at(step)]
-    for resumed_at in (2, 3, 5):
-        resumed = PromptSampler(rows(10), seed=1, prompts_per_step=4, prompts_per_update=2)
-        assert [p.text for s in range(resumed_at, 10) for p in resumed.at(s)] == stream[4 * resumed_at :]
-    assert sorted(stream[:10]) == sorted(stream[10:20])
-    assert stream[:10] != stream[10:20]
-
-
-def test_skills_are_balanced_in_every_step_and_lane():
-    pool = [row for skill in ("add", "sub", "mul", "srt") for row in rows_of_examples(training_examples(skill))]
-    sampler = PromptSampler(pool, seed=1, prompts_per_step=64, prompts_per_update=16, balance_skills=True)
-    for step in (0, 1, 999):
-        assert Counter(p.skill for p in sampler.at(step)) == {"add": 16, "sub": 16, "mul": 16, "srt": 16}
-        assert set(Counter(p.skill for p in sampler.at(step, lane=1, num_lanes=4)).values()) == {4}
-    mul = [p.text for step in range(36) for p in sampler.at(step) if p.skill == "mul"]
-    assert len(set(mul[:570])) == 570  # the smallest skill goes through its own epoch
-
-
-def test_another_process_draws_the_same_prompts():
-    code = (
-        "from hacpo_mega.data.prompts import *; from hacpo_mega.data.tasks import training_examples; "
-        "rows = rows_of_examples(training_examples('mul')); "
-        "print([p.text for p in PromptSampler(rows, 11, 8, 4).at(75)])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "5"}, capture_output=True, text=True, check=True
-    )
-    here = PromptSampler(rows_of_examples(training_examples("mul")), 11, 8, 4).at(75)
-    assert run.stdout.strip() == str([p.text for p in here])
-
-
-def test_a_run_with_the_seed_of_its_warm_start_does_not_begin_with_what_was_taught():
-    """One skill, 320 taught examples of 7,925: by chance 2 or 3 of the first 64 prompts are among them, never most."""
-    taught = {example.prompt for example in WarmStartStream([SkillMix("sum", 1.0, 320)], 64, seed=7).examples[0]}
-    first = PromptSampler(rows_of_examples(training_examples("sum")), 7, 64, 16).at(0)
-    assert len(taught) == 320
-    assert sum(prompt.text in taught for prompt in first) < 16
-
-
-def test_impossible_steps_say_what_would_work():
-    with pytest.raises(ValueError, match=r"prompts_per_update \(10\) must be a multiple of lanes \(4\)\. Nearest: 8$"):
-        PromptSampler(rows(20), 1, 10, 10).at(0, 0, 4)
-    with pytest.raises(ValueError, match=r"multiple of the 2 skills\. Nearest: 6$"):
-        PromptSampler(rows(20, "a") + rows(20, "b"), 1, 7, 7, balance_skills=True)
-    with pytest.raises(
-        ValueError, match=r"takes 10 different prompts of each of 2 skills, but there are only 9 of 'b'\. Nearest: 18$"
-    ):
-        PromptSampler(rows(20, "a") + rows(9, "b"), 1, 20, 20, balance_skills=True)
-    with pytest.raises(ValueError, match="no prompts"):
-        PromptSampler([], 1, 4, 4)

@@ -1,0 +1,77 @@
+"""A rule of the house is a function from parsed files to complaints; here are the files."""
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from repository import ROOT
+
+# The program itself, which is started by its name and not imported.
+PROGRAM = "hacpo_mega.cli"
+MODULE_NAME = re.compile(r"hacpo_mega(\.\w+)+")
+
+
+@functools.cache
+def _parsed(path: str, text: str) -> ast.Module:
+    return ast.parse(text, filename=path)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file; `path` is relative to the root of the repository, with slashes."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parsed(self.path, self.text)
+
+    @functools.cached_property
+    def module(self) -> str:
+        """The dotted name; a package is named by its folder."""
+        parts = PurePosixPath(self.path.removeprefix("kernels/")).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def lies_in(self, places: tuple[str, ...]) -> bool:
+        return any(self.path == place or (place.endswith("/") and self.path.startswith(place)) for place in places)
+
+    @functools.cache  # noqa: B019, of a few hundred files
+    def imports(self) -> tuple[tuple[int, str], ...]:
+        """(line, dotted name) of everything imported anywhere in the file; `from a import b` gives a.b.
+
+        A module's name in a string counts, too: whoever is given it imports it.
+        """
+        return tuple(self._imports())
+
+    def _imports(self) -> Iterator[tuple[int, str]]:
+        package = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Constant) and MODULE_NAME.fullmatch(str(node.value)) and node.value != PROGRAM:
+                yield node.lineno, node.value
+
+
+Sources = list[Source]
+Complaints = Iterator[str]
+
+
+@functools.cache
+def read_sources() -> Sources:
+    files = sorted([*(ROOT / "hacpo_mega").rglob("*.py"), *(ROOT / "kernels" / "hacpo_kernels").rglob("*.py")])
+    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+Rule = Callable[[Sources], Complaints]

@@ -1,0 +1,13 @@
+"""What the tests of the judge share: a user's graders by their file, and verdicts by name."""
+
+from repository import ROOT
+
+from hacpo_mega.records import Stop
+
+FILE = ROOT / "tests/support/grading_cases.py"
+CASES = f"{FILE}:reward"
+
+
+def verdicts(judge, texts, gold="1"):
+    stops = [Stop.EOS] * len(texts)
+    return [j.verdict.name for j in judge.judge([""] * len(texts), [gold] * len(texts), texts, stops)]

@@ -1,0 +1,248 @@
+"""What a file of the product may be and say: small, described, finished; it prints, reads and runs nothing unseen.
+
+Every rule is a function from parsed files to complaints, and is shown here to catch a file that breaks it. Who may
+import whom is in test_architecture.py.
+"""
+
+import ast
+import re
+from pathlib import PurePosixPath
+
+import pytest
+from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_sources
+
+# Before the start, or where a library reads its settings from there and nowhere else.
+ENVIRONMENT = (
+    "hacpo_mega/cluster/device.py",
+    "hacpo_mega/cluster/environment.py",
+    "hacpo_mega/grading/model_judge.py",  # the key of a server, by the name that the configuration gives
+    "hacpo_mega/jobs/forked.py",
+    "hacpo_mega/jobs/local.py",
+    "hacpo_mega/cluster/place.py",
+    "hacpo_mega/cluster/private_folder.py",
+    "hacpo_mega/cluster/rank_map.py",
+    "hacpo_mega/cluster/rendezvous.py",
+    "hacpo_mega/cluster/seat.py",
+    "hacpo_mega/cluster/secret.py",
+    "hacpo_mega/cluster/watchdog.py",
+    "hacpo_mega/megatron/platform.py",
+    "hacpo_mega/rollout/engine.py",
+    "hacpo_mega/rollout/host_process.py",
+)
+EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
+MAX_FILE_LINES = 350
+# Where `say` is, and what speaks to the process that started it alone.
+PRINTS = (
+    *("hacpo_mega/models/visible.py", "hacpo_mega/models/chat_template.py", "hacpo_mega/grading/sandbox.py"),
+    "kernels/hacpo_kernels/",
+)
+# The one place that is given pickles, and reads them without calling anything.
+READS_PICKLES = ("hacpo_mega/cluster/plain_pickle.py",)
+# Modules that run what they read, or say pickles to others. Of torch's checkpoints only `save` and `load` do.
+RUNS_WHAT_IT_READS = (
+    *("pickle.", "_pickle.", "pickletools.", "cloudpickle.", "dill.", "joblib.", "marshal.", "shelve.", "copyreg."),
+    *("multiprocessing.Pipe.", "multiprocessing.Queue.", "multiprocessing.SimpleQueue.", "multiprocessing.managers."),
+    *("multiprocessing.connection.Client.", "multiprocessing.connection.Listener.", "multiprocessing.Manager."),
+    *("torch.distributed.checkpoint.save.", "torch.distributed.checkpoint.load.", "torch.distributed.rpc."),
+    *("torch.load.", "numpy.load.", "yaml.load.", "yaml.unsafe_load.", "code.", "codeop."),
+)
+OBJECT_COLLECTIVES = {
+    *("all_gather_object", "gather_object", "broadcast_object", "broadcast_object_list"),
+    *("scatter_object_list", "send_object_list", "recv_object_list", "read_metadata"),
+}
+MAKES_CODE = (
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.unsafe_load"),
+    *("builtins.eval", "builtins.exec", "checkpoint.save", "checkpoint.load", "torch.hub", "runpy.run_path"),
+    *(".Pipe", ".JoinableQueue", ".Manager", "connection.Listener", "connection.Client"),
+)
+MAX_FUNCTION_LINES = 60  # of code, docstring aside
+MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
+
+
+def nothing_is_pickled(sources: Sources) -> Complaints:
+    """What a peer or a file says is bytes of a stated layout, and no text becomes code."""
+    for source in sources:
+        for line, name in source.imports():
+            if f"{name}.".startswith(RUNS_WHAT_IT_READS) and not source.lies_in(READS_PICKLES):
+                yield f"{source.path}:{line}: {name}; what is read back must not run as code"
+        for node in ast.walk(source.tree):
+            if found := _runs_what_it_is_given(node):
+                yield f"{source.path}:{node.lineno}: {found}; what is read back must not run as code"
+
+
+def _runs_what_it_is_given(node: ast.AST) -> str | None:
+    """The words by which a node of the source would unpickle, or make code of a text."""
+    if isinstance(node, ast.Name) and node.id in ("eval", "exec", "compile"):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        name = ast.unparse(node)
+        return name if node.attr in OBJECT_COLLECTIVES or name.endswith(MAKES_CODE) else None
+    if not isinstance(node, ast.Call):
+        return None
+    called = ast.unparse(node.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if called.rpartition(".")[2] == "load" and "torch" in called and given.get("weights_only") != "True":
+        return f"{called}() without weights_only=True"
+    loud = {"shell": "False", "allow_pickle": "False"}
+    return next((f"{key}={given[key]}" for key, quiet in loud.items() if given.get(key, quiet) != quiet), None)
+
+
+def text_is_made_visible(sources: Sources) -> Complaints:
+    """Foreign text is shown, not obeyed: nobody but `say` prints, where what is quoted is written out."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("print", "typer.echo") and not source.lies_in(PRINTS):
+                yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/visible.py has say()"
+
+
+def environment_is_read_at_the_start(sources: Sources) -> Complaints:
+    for source in sources:
+        for node in ast.walk(source.tree):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+            if named and not source.lies_in(ENVIRONMENT):
+                yield f"{source.path}:{node.lineno}: os.{node.attr}; numbers come from the configuration"
+
+
+def nothing_is_left_undone(sources: Sources) -> Complaints:
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            if found := re.search(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|breakpoint\(\))", line):
+                yield f"{source.path}:{number}: {found[1]}"
+
+
+def files_and_functions_are_small(sources: Sources) -> Complaints:
+    for source in sources:
+        if (lines := len(source.text.splitlines())) > MAX_FILE_LINES:
+            yield f"{source.path}: {lines} lines, more than {MAX_FILE_LINES}"
+        for function in functions(source):
+            is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+            most = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+            if (length := code_lines(function)) > most:
+                yield f"{source.path}:{function.lineno}: {function.name}() has {length} lines, more than {most}"
+
+
+def names_say_something(sources: Sources) -> Complaints:
+    for source in sources:
+        names = [(1, PurePosixPath(source.path).stem)]
+        names += [(n.lineno, n.name) for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+        for line, name in names:
+            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+            if empty := EMPTY_WORDS & {word.lower() for word in words}:
+                yield f"{source.path}:{line}: {name}: {', '.join(empty)} says nothing"
+
+
+def files_say_what_they_are(sources: Sources) -> Complaints:
+    for source in sources:
+        if source.text.strip() and not ast.get_docstring(source.tree):
+            yield f"{source.path}: opens without saying what it is"
+
+
+def public_things_are_described(sources: Sources) -> Complaints:
+    for source in sources:
+        for node in source.tree.body:
+            described = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+            if described and not ast.get_docstring(node):
+                yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring: saying more about it is not to be punished."""
+    opening = function.body[0]
+    described = ast.get_docstring(function) is not None
+    return function.end_lineno - function.lineno + 1 - described * (opening.end_lineno - opening.lineno + 1)
+
+
+RULES: tuple[Rule, ...] = (
+    nothing_is_pickled,
+    text_is_made_visible,
+    environment_is_read_at_the_start,
+    nothing_is_left_undone,
+    files_and_functions_are_small,
+    names_say_something,
+    files_say_what_they_are,
+    public_things_are_described,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps(rule: Rule) -> None:
+    complaints = list(rule(read_sources()))
+    assert complaints == [], "\n" + "\n".join(complaints)
+
+
+def test_no_test_file_is_long() -> None:
+    lengths = {file: len(file.read_text("utf-8").splitlines()) for file in (ROOT / "tests").rglob("*.py")}
+    too_long = [f"{file.relative_to(ROOT)}: {n} lines" for file, n in lengths.items() if n > MAX_FILE_LINES]
+    assert len(lengths) > 100 and too_long == []
+
+
+def test_what_starts_jobs_and_measures_kernels_makes_no_code_of_what_it_reads() -> None:
+    files = [*(ROOT / "launch").rglob("*.py"), *(ROOT / "kernels" / "bench").rglob("*.py")]
+    sources = [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    assert sources and list(nothing_is_pickled(sources)) == []
+
+
+A = "hacpo_mega/agent/agent.py"
+RUNNING = (
+    "dist.broadcast_object_list(name)",
+    "gather = torch.distributed.all_gather_object",
+    "torch.load(file)",
+    "torch.load(file, weights_only=False)",
+    "torch.serialization.load(file, weights_only=sure)",
+    "torch.distributed.checkpoint.save(state, writer)",
+    "checkpoint.load(state, checkpoint_id=folder)",
+    "reader.read_metadata()",
+    "np.load(file, allow_pickle=True)",
+    "yaml.load(text, Loader)",
+    "eval(text)",
+    "values = map(eval, texts)",
+    "exec(code, {})",
+    "exec_ = builtins.exec",
+    "compile(text, name, 'exec')",
+    "subprocess.run(line, shell=True)",
+    "subprocess.run(line, shell=how)",
+    "os.system(line)",
+    "context.Pipe()",
+    "multiprocessing.connection.Listener(address)",
+)
+
+
+BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
+    (nothing_is_pickled, {A: "import pickle"}),
+    (nothing_is_pickled, {A: "from marshal import loads"}),
+    (nothing_is_pickled, {A: "import pickletools"}),
+    (nothing_is_pickled, {A: "from torch import load"}),
+    (nothing_is_pickled, {A: "from multiprocessing import Pipe"}),
+    (nothing_is_pickled, {A: "from torch.distributed.checkpoint import FileSystemReader, load"}),
+    *((nothing_is_pickled, {A: line}) for line in RUNNING),
+    (text_is_made_visible, {A: "print(answer)"}),
+    (environment_is_read_at_the_start, {A: "import os\nx = os.environ['RANK']"}),
+    (nothing_is_left_undone, {A: "x = 1  # TODO: two"}),
+    (nothing_is_left_undone, {A: "def f():\n    raise NotImplementedError"}),
+    (files_and_functions_are_small, {A: "x = 1\n" * (MAX_FILE_LINES + 1)}),
+    (files_and_functions_are_small, {A: "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES}),
+    (names_say_something, {"hacpo_mega/data/utils.py": ""}),
+    (names_say_something, {A: "class WeightManager:\n    pass"}),
+    (names_say_something, {A: "def load_helper():\n    pass"}),
+    (files_say_what_they_are, {A: "x = 1"}),
+    (public_things_are_described, {A: "def roll_out():\n    pass"}),
+)
+
+
+@pytest.mark.parametrize(("rule", "files"), BAD, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_rule_catches_what_breaks_it(rule: Rule, files: dict[str, str]) -> None:
+    assert len(list(rule([Source(path, text) for path, text in files.items()]))) == 1
+
+
+def test_every_rule_is_shown_to_catch_something() -> None:
+    assert {rule for rule, _ in BAD} == set(RULES)
+
+
+def test_rules_accept_a_file_that_keeps_them() -> None:
+    good = (
+        '"""What it is."""\n\nimport torch\n\nfrom hacpo_mega.config import AlgorithmConfig\n\n\n'
+        'def omega() -> None:\n    """Of k and j."""\n'
+    )
+    sources = [Source("hacpo_mega/algorithm/omega.py", good), Source("hacpo_mega/config/__init__.py", '"""Types."""\n')]
+    assert [complaint for rule in RULES for complaint in rule(sources)] == []

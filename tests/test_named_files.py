@@ -1,0 +1,99 @@
+"""Prose ages: files, and headings of files, that a docstring, a comment or a document names must be there."""
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from house_rules import ROOT, Complaints, Source, Sources, read_sources
+
+# A file of ours in a text, such as grading/judge.py or env.sh; those of a run or a user are not ours.
+NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z][\w-]*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
+# A link of a document to another place of the repository, relative to the document, perhaps to a heading of it.
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def files_that_texts_name_exist(sources: Sources) -> Complaints:
+    """A file that a docstring, a comment or a document names must be there."""
+    known: set[str] = set()  # by every name that a text may use: engine.py, rollout/engine.py, and so on
+    for path in written_files():
+        parts = path.relative_to(ROOT).parts
+        known |= {"/".join(parts[start:]) for start in range(len(parts))}
+    for source in sources:
+        for number, line in prose(source):
+            for name in NAMED_FILE.findall(line):
+                if name not in known:
+                    yield f"{source.path}:{number}: names {name}, which is not in the repository"
+
+
+def prose(source: Source) -> Iterator[tuple[int, str]]:
+    """(line number, text) of what is written for people: comments and docstrings of code, all of a document."""
+    if not source.path.endswith(".py"):
+        yield from enumerate(source.text.splitlines(), start=1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(source.tree):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            first = node.body[0].lineno
+            yield from enumerate(node.body[0].value.value.splitlines(), start=first)
+
+
+def written_files() -> list[Path]:
+    """What people write and read here: the repository without its environment, its runs and caches."""
+    skipped, found = {".git", ".venv", "runs", "build", "results", "__pycache__"}, []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = set(folders) - skipped
+        found += [Path(folder, file) for file in files]
+    return found
+
+
+def test_the_product_names_only_files_that_exist() -> None:
+    complaints = list(files_that_texts_name_exist(read_sources()))
+    assert complaints == [], "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("text", ['"""Groups are made in topology.py."""', "# see docs/elsewhere.md"])
+def test_a_file_that_is_not_there_is_found(text: str) -> None:
+    assert len(list(files_that_texts_name_exist([Source("hacpo_mega/agent/agent.py", text)]))) == 1
+
+
+def documents() -> list[Path]:
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+def test_documents_name_only_files_that_exist() -> None:
+    written = [page for page in documents() if page.name != "commands.md"]  # which quotes what commands write
+    places = [ROOT / "Makefile", *written, *ROOT.glob("launch/*.*")]
+    texts = [Source(path.relative_to(ROOT).as_posix(), LINK.sub("]", path.read_text("utf-8"))) for path in places]
+    complaints = list(files_that_texts_name_exist(texts))
+    assert complaints == [], "\n" + "\n".join(complaints)
+
+
+def test_links_of_documents_lead_somewhere() -> None:
+    broken = []
+    for page in documents():
+        for name, heading in LINK.findall(page.read_text(encoding="utf-8")):
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (heading and heading not in headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {name}#{heading}" if heading else f"{page.name}: {name}")
+    assert broken == [], "\n" + "\n".join(broken)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """A rank that a test starts imports its file by name, and would take the other."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

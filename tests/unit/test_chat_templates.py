@@ -1,0 +1,119 @@
+"""What an agent is shown: chat templates, system prompts, messages of a row, and texts that spell control tokens."""
+
+import json
+
+import pytest
+from run_cases import CHARACTERS
+
+from hacpo_mega.config import Prompting
+from hacpo_mega.config.chat_messages import messages_text
+from hacpo_mega.samples.tokenizers import (
+    TextCodec,
+    load_tokenizer,
+    make_tokenizer,
+)
+
+
+def test_chat_templates(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    with pytest.raises(ValueError, match="chat_template is on, but"):
+        TextCodec(tokenizer, Prompting(chat_template=True))
+    tokenizer.chat_template = (
+        "{% for m in messages %}s{{ m.content }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    codec = TextCodec(tokenizer, Prompting(chat_template=True))
+    assert codec.tokenizer.decode(codec.encode_prompt("1+2")) == "s1+2;="
+
+
+def test_a_prompt_that_spells_a_control_token_cannot_end_its_turn(tmp_path):
+    """Inside a chat template it is refused; alone it is the data's own template, whose BOS is not doubled."""
+    tokenizer = make_tokenizer(tmp_path, (*CHARACTERS, "<bos>"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.chat_template = "s{{ messages[-1].content }}<eos>{% if add_generation_prompt %}={% endif %}"
+    chat = TextCodec(tokenizer, Prompting(chat_template=True))
+    eos = chat.eos_id
+    assert chat.encode_prompt("1+2").count(eos) == 1
+    for control in ("<eos>", "<pad>", "<bos>"):
+        with pytest.raises(ValueError, match=f"spells out {control}, which steers"):
+            chat.encode_prompt(f"1{control}2")
+        with pytest.raises(ValueError, match=f"spells out {control}, which steers"):
+            chat.prompt_lengths(["1+2", f"1{control}2"])
+    assert chat.prompt_lengths(["1", "1+2"]) == [4, 6] == [len(chat.encode_prompt(text)) for text in ("1", "1+2")]
+    alone = TextCodec(tokenizer)
+    one, two = alone.encode_prompt("1") + alone.encode_prompt("2")
+    assert alone.encode_prompt("1<eos>2") == (one, eos, two)
+    bos = tokenizer.bos_token_id
+    assert alone.encode_prompt("<bos>1") == (bos, one)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    start = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": start, "pair": start,
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}},
+    }  # fmt: skip
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    opening = TextCodec(load_tokenizer(tmp_path))
+    assert opening.tokenizer("<bos>1").input_ids == [bos, bos, one]
+    assert opening.encode_prompt("<bos>1") == opening.encode_prompt("1") == (bos, one)
+    assert opening.prompt_lengths(["<bos>1", "1"]) == [2, 2]
+
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'system' %}*{% else %}s{% endif %}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}{% if enable_thinking is defined and not enable_thinking %}0{% endif %}"
+)
+
+
+def test_a_prompt_is_worded_once_for_training_and_evaluation(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    assert TextCodec(tokenizer, Prompting(prompt_template="1+1=2;{prompt}=")).shown_prompt("1+2") == "1+1=2;1+2="
+    tokenizer.chat_template = CHAT
+    prompting = Prompting(True, {"enable_thinking": False}, system_prompt="7*7", prompt_template="9{prompt}9")
+    codec = TextCodec(tokenizer, prompting)
+    assert codec.shown_prompt("1+2") == "*7*7;s91+29;=0"
+    assert tokenizer.decode(codec.encode_prompt("1+2")) == "*7*7;s91+29;=0"
+
+
+def test_messages_of_a_row_are_rendered_by_the_agents_own_template(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    tokenizer.chat_template = CHAT
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    last = {"role": "user", "content": "3+3"}
+    ours, own = ({"role": "system", "content": text} for text in ("7*7", "8*8"))
+    codec = TextCodec(tokenizer, Prompting(True, system_prompt="7*7", prompt_template="9{prompt}"))
+    for turns_given, asked in (([*turns, last], [ours, *turns]), ([own, *turns, last], [own, *turns])):
+        asked = [*asked, {"role": "user", "content": "93+3"}]
+        text = messages_text(turns_given)
+        assert codec.shown_prompt(text) == tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, tokenize=False
+        )
+        assert codec.prompt_lengths([text]) == [len(codec.encode_prompt(text))]
+    with pytest.raises(ValueError, match="is chat messages, which need chat_template = true"):
+        TextCodec(tokenizer).encode_prompt(messages_text([last]))
+    with pytest.raises(ValueError, match=r"the prompt '1<eos>' spells out <eos>"):
+        codec.encode_prompt(messages_text([{"role": "user", "content": "1<eos>"}, *turns[1:], last]))
+    with pytest.raises(ValueError, match="leaves out the tool 'look_up'"):
+        codec.encode_prompt(messages_text([last], [{"name": "look_up"}]))
+    tokenizer.chat_template = CHAT + "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+    assert TextCodec(tokenizer, Prompting(True)).shown_prompt(messages_text([last], [{"name": "8-8"}])) == "s3+3;=8-8"
+    tokenizer.chat_template = "s{{ messages[-1].content }}="
+    with pytest.raises(ValueError, match=r"leaves out or changes the message '1\+1' of user"):
+        TextCodec(tokenizer, Prompting(True)).encode_prompt(messages_text([*turns, last]))
+
+
+def test_wording_that_nobody_reads_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="read by a chat template only"):
+        Prompting(system_prompt="be brief")
+    with pytest.raises(ValueError, match="prompt} 0 times"):
+        Prompting(prompt_template="{problem}")
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    tokenizer.chat_template = CHAT
+    for name in ("enable_thinkin", "system"):  # the second is a word of the template, and nothing that it reads
+        with pytest.raises(ValueError, match=f"never reads {name};"):
+            TextCodec(tokenizer, Prompting(True, {name: False}))
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="leaves the system prompt out"):
+        TextCodec(tokenizer, Prompting(True, system_prompt="7"))
+    tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('no system role') }}{% endif %}"
+    with pytest.raises(ValueError, match="refuses the prompt: no system role"):
+        TextCodec(tokenizer, Prompting(True, system_prompt="7"))

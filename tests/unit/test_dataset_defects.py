@@ -1,0 +1,206 @@
+"""Data sets with defects: every one is named with its line, in few words, and the good rows still come."""
+
+import gzip
+import io
+import json
+import tarfile
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from dataset_rows import VERL, problem, write_lines
+
+from hacpo_mega.data.containers import ABOUT_OTHERS
+from hacpo_mega.data.dataset_checks import (
+    repetitions,
+)
+from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.data.row_values import quoted
+
+
+def test_defects_are_named_with_their_line_and_good_rows_still_come(tmp_path):
+    file = write_lines(
+        tmp_path / "bad.jsonl",
+        {"problem": "fine", "solution": "\\boxed{1}"},
+        {"problem": "no box", "solution": "it is 1"},
+        {"problem": "empty box", "solution": "\\boxed{}"},
+        {"problem": "cut", "solution": "\\boxed{1"},
+        {"question": "other layout", "answer": "#### 2"},
+        {"text": "no layout"},
+        '{"problem": "trunc',
+        {"problem": ["a list"], "solution": "\\boxed{1}"},
+        {"problem": "P", "solution": 7},
+        {"problem": "", "solution": "\\boxed{1}"},
+    )
+    found = read_dataset(file)
+    assert [p.prompt for p in found.problems] == ["fine"]
+    assert [(d.line, d.field, d.what.split(" (")[0].split(": Unt")[0]) for d in found.defects] == [
+        (2, None, "has no complete \\boxed{} to take the answer from"),
+        (3, None, "boxes nothing: the last \\boxed{} is empty"),
+        (4, None, "has no complete \\boxed{} to take the answer from"),
+        (5, None, "is a row of layout 'gsm8k' in a file of 'math'"),
+        (6, None, "fits no known layout"),
+        (7, None, "invalid JSON"),
+        (8, "problem", "has a message 1 that is a str, needs role and content"),
+        (9, None, "is malformed"),
+        (10, "problem", "is empty"),
+    ]
+
+
+def test_layout_specific_defects(tmp_path):
+    chat = {**VERL, "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
+    assert "messages of 'system, user'" in read_dataset(write_lines(tmp_path / "a.jsonl", chat)).defects[0].what
+    two = {"question": "Q", "final_answer": ["1", "2"]}
+    assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "b.jsonl", two)).defects[0].what
+    no_target = {**VERL, "reward_model": {"ground_truth": {"question": "q"}}}
+    assert (
+        "malformed (KeyError: 'target')" in read_dataset(write_lines(tmp_path / "c.jsonl", no_target)).defects[0].what
+    )
+
+
+def test_damaged_containers(tmp_path):
+    with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as archive:
+        raw = json.dumps({"problem": "P" * 5000, "solution": "\\boxed{1}"}).encode()
+        member = tarfile.TarInfo("1.json")
+        member.size = len(raw)
+        archive.addfile(member, io.BytesIO(raw))
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes((tmp_path / "whole.tar.gz").read_bytes()[:60])
+    assert "unreadable archive" in read_dataset(cut).defects[0].what
+    (tmp_path / "x.json").write_text('[{"problem": "P", "solution": "\\\\boxed{1}"}, 3]')
+    found = read_dataset(tmp_path / "x.json")
+    assert (len(found.problems), found.defects[0].what) == (1, "is a JSON int, needs an object with fields")
+    assert read_dataset(tmp_path / "absent.jsonl").defects[0].what == "does not exist"
+    (tmp_path / "none").mkdir()
+    assert read_dataset(tmp_path / "none").defects[0].what == "has no rows"
+    (tmp_path / "b.json").write_text("{")
+    assert "invalid JSON" in read_dataset(tmp_path / "b.json").defects[0].what
+
+
+@pytest.mark.parametrize("kind", [*ABOUT_OTHERS, tarfile.GNUTYPE_SPARSE])
+def test_a_header_of_an_archive_that_fills_the_memory_is_not_read(tmp_path, kind):
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, 2**32
+    packed = gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(2**20))
+    (tmp_path / "a.tar.gz").write_bytes(packed)
+    (defect,) = read_dataset(tmp_path / "a.tar.gz").defects
+    assert "unreadable archive: holds a " in defect.what
+
+
+def test_an_archive_of_empty_files_has_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("hacpo_mega.data.files.ALWAYS_UNPACKED_BYTES", 100 * tarfile.BLOCKSIZE)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for _ in range(20_000):
+            archive.addfile(tarfile.TarInfo("x.txt"))
+    (defect,) = read_dataset(tmp_path / "a.tar.gz").defects
+    assert "unpacks to more than 200 times its size" in defect.what
+
+
+def test_a_parquet_column_that_fills_the_memory_is_not_read(tmp_path):
+    """200 different texts of 1 MB, each its own repetition: 4 kB a row on disk, and all of them one group."""
+    table = pyarrow.table({"prompt": [f"{n:03}" * 350_000 for n in range(200)], "answer": ["1"] * 200})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    (defect,) = read_dataset(tmp_path / "a.parquet").defects
+    assert "one column of a row group unpacks to 210," in defect.what and "more than 200 times" in defect.what
+
+
+def test_members_of_an_archive_that_are_packed_again_are_named(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+            raw = json.dumps({"problem": "P", "answer": "1"}).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            archive.addfile(member, io.BytesIO(raw))
+    found = read_dataset(tmp_path / "a.tar.gz")
+    assert len(found.problems) == 1
+    assert [str(defect).partition("a.tar.gz/")[2].split(":")[0] for defect in found.defects] == [
+        "b.jsonl.gz",
+        "c.parquet",
+    ]
+
+
+@pytest.mark.parametrize("field", ["solution", "id", "level"])
+def test_half_a_surrogate_pair_is_named_in_every_field_that_is_kept(tmp_path, field):
+    row = {"problem": "p", "answer": "1", field: "x \ud800"}
+    (defect,) = read_dataset(write_lines(tmp_path / "a.jsonl", row)).defects
+    assert (defect.line, defect.field) == (1, field)
+
+
+def test_what_is_damaged_is_named_where_it_lies(tmp_path):
+    text = b"\n".join(json.dumps({"prompt": f"P{i}" * 50, "answer": "1"}).encode() for i in range(2000))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(text, compresslevel=0)[: len(text) // 2])
+    found = read_dataset(tmp_path / "cut.jsonl.gz")
+    (defect,) = found.defects
+    assert 0 < len(found.problems) < 2000 and defect.line == len(found.problems) + 1
+    assert "unreadable from here: Compressed file ended" in defect.what
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"[" + text + b"]")[:-20])
+    assert "unreadable: Compressed file ended" in read_dataset(tmp_path / "cut.json.gz").defects[0].what
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(write_lines(tmp_path / "bad.jsonl", {"prompt": "P", "answer": "1"}, "{"), "d/bad.jsonl")
+    (defect,) = read_dataset(tmp_path / "a.tar").defects
+    assert str(defect).startswith(f"{tmp_path}/a.tar/d/bad.jsonl:2: invalid JSON")
+    for name in ("empty.jsonl", "empty.json", "empty.parquet", "empty.tar.gz", "empty.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"")
+        found = read_dataset(tmp_path / name)
+        assert not found.problems and len(found.defects) == 1, name
+
+
+@pytest.mark.parametrize(
+    "gold", [[70], True, {"a": 1}, float("nan"), float("inf"), [], ["1", "2"], "", " ", "\ud800", [[1]]]
+)
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda gold: {"prompt": "P", "answer": gold},
+        lambda gold: {"question": "P", "answer": gold},
+        lambda gold: {"problem": "P", "answer": gold},
+        lambda gold: {"problem": "P", "expected_answer": gold},
+        lambda gold: {"question": "P", "final_answer": gold},
+        lambda gold: {**VERL, "reward_model": {"ground_truth": gold}},
+        lambda gold: {**VERL, "reward_model": {"ground_truth": {"target": gold}}},
+    ],
+)
+def test_what_is_no_answer_is_refused_with_its_line(tmp_path, gold, row):
+    file = write_lines(tmp_path / "f.jsonl", row("1"), row(gold))
+    found = read_dataset(file)
+    if "final_answer" in row("1") and gold == [70]:  # that layout keeps its answer in a list of one
+        assert [p.gold for p in found.problems] == ["1", "70"]
+        return
+    assert [p.gold for p in found.problems] == ["1"]
+    assert [(defect.file, defect.line) for defect in found.defects] == [(file, 2)]
+
+
+def test_list_columns_of_parquet_are_no_golds(tmp_path):
+    table = pyarrow.table({"prompt": ["P", "Q"], "answer": [["1"], ["2", "3"]]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    found = read_dataset(tmp_path / "t.parquet")
+    assert [str(d).partition(": ")[2] for d in found.defects] == [
+        "field 'answer' is a list, needs str or int or float (found ['1'])",
+        "field 'answer' is a list, needs str or int or float (found ['2', '3'])",
+    ]
+
+
+def test_a_message_about_five_megabytes_is_short(tmp_path):
+    huge = "x" * 5_000_000
+    for row in (
+        {"prompt": [huge], "answer": "1"},
+        {"prompt": "P", "answer": [huge]},
+        {huge: 1},
+        {f"{i}": "" for i in range(1000)},
+        {"problem": "P", "solution": huge},
+        {**VERL, "prompt": [{"role": huge, "content": "c"}]},
+    ):
+        (defect,) = read_dataset(write_lines(tmp_path / "huge.jsonl", row)).defects
+        assert len(str(defect)) < 400 + len(str(tmp_path)), str(defect)[:500]
+    two = [problem("P", huge), problem("P", "1", 2)]
+    assert len(str(repetitions(two)[0])) < 300
+
+
+@pytest.mark.parametrize("value", ["a", "x" * 80, "'\"\n", 7, None, [1, "b"]])
+def test_short_values_are_quoted_whole(value):
+    assert quoted(value) == repr(value)
+
+
+@pytest.mark.parametrize("value", ["x" * 81, ["x" * 100], "\n" * 80, "\U0001f600" * 100])
+def test_long_values_are_cut(value):
+    assert quoted(value).endswith("...") and len(quoted(value)) <= 83

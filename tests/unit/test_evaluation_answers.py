@@ -1,0 +1,139 @@
+"""The file of an evaluation's answers: continued, never mixed with another's, and unjudged answers count nowhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model
+
+from hacpo_mega.data.files import PromptRow
+from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, read_answers
+from hacpo_mega.evaluation.benchmarks import (
+    Benchmark,
+)
+from hacpo_mega.evaluation.evaluate import Request, request_seed
+from hacpo_mega.evaluation.scores import (
+    Answers,
+)
+from hacpo_mega.evaluation.settings import EvaluationSettings
+from hacpo_mega.evaluation.table import judged, summarize, warnings_of
+from hacpo_mega.models.folder import check_positions
+from hacpo_mega.models.weight_files import weights_fingerprint
+
+
+def answer(problem: str, rollout: int, verdict: str = "correct", **fields) -> Answer:
+    reward = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}.get(verdict)
+    table = {
+        "id": problem,
+        "rollout": rollout,
+        "seed": 1,
+        "prompt_seen": "p",
+        "gold": "g",
+        "text": "t",
+        "vote": "v",
+        "verdict": verdict,
+        "reward": reward,
+        "stop": "eos",
+        "num_tokens": 4,
+    }
+    return Answer(**table | fields)
+
+
+def test_an_unjudged_answer_counts_nowhere(tmp_path):
+    benchmark = Benchmark("b", (PromptRow("x", "1", "1"), PromptRow("y", "2", "2"), PromptRow("z", "3", "3")), 3, 1.0)
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("x", 2), answer("x", 0, "timeout"), answer("x", 1, "wrong", vote="w")])
+    file.append([answer("y", i, "no_answer", vote=None, stop="length") for i in range(3)])
+    file.append([answer("z", i, "error") for i in range(3)])
+    file.close()
+    evaluation = summarize({"model": "m"}, [benchmark], {"b": 4}, tmp_path, seed=0)
+    (result,) = evaluation.benchmarks
+    # x: one of two judged answers is right; y: none of three; z is left out
+    assert result.scores["avg@3"].value == pytest.approx((1 / 2 + 0) / 2)
+    assert result.scores["best@3"].value == pytest.approx((1 + 0) / 2)
+    assert result.scores["maj@3"].value == pytest.approx((1 / 2 + 0) / 2)
+    assert result.scores["pass@2"].value == pytest.approx((1 + 0) / 2)
+    assert (result.num_unjudged, result.num_unscored, result.num_answers) == (4, 1, 9)
+    assert (result.no_answer, result.cut) == (pytest.approx(3 / 9), pytest.approx(3 / 9))
+    assert warnings_of(evaluation) == [
+        "b: 4 problems dropped, longer than the prompt limit",
+        "b: 4 of 9 answers are unjudged (a fault of the judge) and count nowhere; 1 problems are left out",
+    ]
+
+
+def test_a_time_out_of_the_answers_own_doing_counts_as_wrong_and_rewards_may_be_shares(tmp_path):
+    benchmark = Benchmark("b", (PromptRow("x", "1", "1"), PromptRow("y", "2", "2")), 2, 1.0)
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("x", 0), answer("x", 1, "timeout", reward=0.0, vote="w")])
+    file.append([answer("y", 0, "wrong", reward=0.75), answer("y", 1, "error", reward=0.0, vote="w")])
+    file.close()
+    (result,) = summarize({"model": "m"}, [benchmark], {"b": 0}, tmp_path, seed=0).benchmarks
+    assert result.scores["avg@2"].value == pytest.approx((1 / 2 + 0.75 / 2) / 2)
+    assert result.scores["best@2"].value == pytest.approx((1 + 0.75) / 2)
+    assert result.scores["maj@2"].value == pytest.approx((1 / 2 + 0) / 2)
+    assert (result.num_unjudged, result.num_unscored) == (0, 0)
+
+
+def test_answers_are_ordered_by_rollout_whoever_wrote_them():
+    found = judged([answer("x", 1, "wrong", vote="b"), answer("x", 0, vote="a")])
+    assert found == Answers((True, False), ("a", "b"))
+
+
+def test_a_half_written_line_is_dropped(tmp_path):
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("x", 0), answer("x", 1, text="a\ud800b\n")])
+    file.close()
+    path = tmp_path / "answers" / "b.lane_0000.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines(keepends=True)[0][:-7])
+    assert sorted(read_answers(tmp_path, "b")) == [("x", 0), ("x", 1)]
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("y", 0)])
+    file.close()
+    assert path.read_bytes().startswith(whole)
+    found = read_answers(tmp_path, "b")
+    assert sorted(found) == [("x", 0), ("x", 1), ("y", 0)]
+    assert found["x", 1].text == "a\ud800b\n"
+    path.write_bytes(whole + b"[]\n")
+    with pytest.raises(ValueError, match=r"0000\.jsonl:3: not an answer"):
+        read_answers(tmp_path, "b")
+
+
+def test_another_evaluation_does_not_continue_here(tmp_path):
+    settings = EvaluationSettings(Path("m"), (Benchmark("b", (PromptRow("x", "1", "1"),), 1, 0.0),)).record("f00d")
+    check_folder(tmp_path / "new", settings)
+    claim(tmp_path / "new", settings)
+    check_folder(tmp_path / "new", settings | {"model": "elsewhere/m"})
+    with pytest.raises(ValueError, match=r"other settings[^\n]*\n  seed: there 0, asked 7\n  weights: .*beef"):
+        check_folder(tmp_path / "new", settings | {"seed": 7, "weights": "beef"})
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and holds no evaluation"):
+        check_folder(tmp_path, settings)
+
+
+def test_settings_tell_apart_what_changes_an_answer():
+    row = PromptRow("x", "1", "1")
+    first = EvaluationSettings(Path("m"), (Benchmark("b", (row,), 1, 0.0),))
+    other = EvaluationSettings(Path("m"), (Benchmark("b", (PromptRow("x", "1", "2"),), 1, 0.0),))
+    assert first.record("f")["benchmarks"] != other.record("f")["benchmarks"]
+    assert json.loads(json.dumps(first.record("f")))["prompting"]["chat_template"] is False
+
+
+def test_weights_are_told_apart_by_content(tmp_path):
+    size = {"num_layers": 1, "hidden_size": 32, "head_dim": 32, "num_heads": 1, "num_kv_heads": 1, "ffn_size": 32}
+    folders = [make_model(tmp_path / str(i), "qwen3", seed=i % 2, **size) for i in range(3)]
+    prints = [weights_fingerprint(folder) for folder in folders]
+    assert prints[0] == prints[2] != prints[1]
+    with pytest.raises(ValueError, match="lower one of them, for example --max-tokens 56"):
+        check_positions(folders[0], 200, 100)
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        check_positions(tmp_path, 1, 1)
+    with pytest.raises(ValueError, match="holds no safetensors"):
+        weights_fingerprint(tmp_path)
+
+
+def test_a_seed_belongs_to_a_problem_and_not_to_its_place():
+    rows = [PromptRow("x", "1", "1"), PromptRow("y", "2", "2")]
+    seeds = {request_seed(seed, Request(row, i)) for seed in (0, 1) for row in rows for i in (0, 1)}
+    assert len(seeds) == 8
+    assert request_seed(0, Request(rows[0], 1)) == request_seed(0, Request(PromptRow("x", "other", "z"), 1))

@@ -1,0 +1,52 @@
+"""A feed-forward's activation: bits of torch's operations, float64's finite differences, and what it keeps."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import silu
+
+from hacpo_mega.megatron.gated import ACTIVATIONS, GatedActivation
+
+REFERENCES = {"silu": silu}
+
+
+def inputs(name: str, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up beside each other, as a matrix puts them out, and a gradient of their product."""
+    generator = torch.Generator().manual_seed(columns)
+    shapes = [(7, 1, 2 * columns), (7, 1, columns)]
+    gate_up, grad = (4 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return gate_up.to(dtype).requires_grad_(), grad.to(dtype)
+
+
+@pytest.mark.parametrize("columns", [1, 19, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_value_and_gradient_have_the_bits_of_torchs_operations(name, dtype, columns):
+    gate_up, grad = inputs(name, columns, dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = REFERENCES[name](gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, gate_up, grad)
+    found = GatedActivation(name)(gate_up)
+    (found_grad,) = torch.autograd.grad(found, gate_up, grad)
+    assert torch.equal(found, expected)
+    assert torch.equal(found_grad, expected_grad)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_gradient_is_that_of_finite_differences(name):
+    gate_up, _ = inputs(name, 5, torch.float64)
+    assert torch.autograd.gradcheck(GatedActivation(name), gate_up)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_it_keeps_its_input_alone(name):
+    gate_up, _ = inputs(name, 16, torch.float32)
+    kept = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
+        GatedActivation(name)(gate_up)
+    assert kept == [gate_up.data_ptr()]
+
+
+def test_an_unknown_name_is_an_error():
+    with pytest.raises(KeyError):
+        GatedActivation("swish")
