@@ -6,24 +6,34 @@ keeps scales that change from one forward to the next, so an answer scored twice
 Written against TransformerEngine 2.9 to 2.11. Imports it nowhere: Megatron does, and installed.py before it.
 """
 
+import copy
 from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import ModuleSpec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families import Family
 
 
-def chosen_transformer(asked: str, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
+def chosen_transformer(asked: str, family: Family, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
     """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
 
     `version` is that of the installed TransformerEngine, None where there is none. ValueError, in one line, where
     "te" cannot be.
     """
-    fits = on_cuda and dtype is torch.bfloat16
+    if asked == "te" and not family.fits_te:
+        raise ValueError(
+            f'transformer = "te" is not for {family.model_type}, whose norms are in other places: '
+            'set transformer = "auto"'
+        )
+    fits = on_cuda and dtype is torch.bfloat16 and family.fits_te
     if asked == "te" and version is None:
         raise ValueError(
             'transformer = "te", but TransformerEngine is not installed here: build it (docs/guide/gpus.md), or set '
@@ -41,28 +51,36 @@ class PackedTEAttention(torch.nn.Module):
     """TransformerEngine's attention over packed sequences.
 
     What is padded between sequences is nothing here, and the field that says so is what the rotary embedding reads
-    (model.py); TransformerEngine would take it for the places of the sequences.
+    (model.py); TransformerEngine would take it for the places of the sequences. With context parallelism it is told of
+    this rank's share of the heads alone, which it sees over all tokens (context_parallel.py).
     """
 
-    def __init__(self, attend: type, **place: object) -> None:
+    def __init__(
+        self, attend: type, config: TransformerConfig, pg_collection: ProcessGroupCollection, **place: object
+    ) -> None:
         super().__init__()
-        self.attend = attend(**place)
+        self.cp, cp, tp = pg_collection.cp, pg_collection.cp.size(), pg_collection.tp.size()
+        share = copy.copy(config)
+        share.num_attention_heads //= cp
+        share.num_query_groups = max(share.num_query_groups, tp * cp) // cp
+        self.attend = attend(config=share, pg_collection=pg_collection, **place)
 
     def forward(
         self,
-        query_TND: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
+        query_tND: torch.Tensor,
+        key_tKD: torch.Tensor,
+        value_tKD: torch.Tensor,
         attention_mask: None,
         *,
         packed_seq_params: PackedSeqParams,
         **megatron_options: object,
     ) -> torch.Tensor:
-        """Return the attention output, [T, N * D]."""
+        """Return the attention output of this rank's tokens [t, N * D]."""
         unpadded = replace(packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
-        return self.attend(
-            query_TND, key_TKD, value_TKD, attention_mask, packed_seq_params=unpadded, **megatron_options
-        )
+        whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
+        output = self.attend(*whole, attention_mask, packed_seq_params=unpadded, **megatron_options)
+        heads = output.unflatten(1, (-1, query_tND.shape[2]))
+        return all_to_all_heads(heads, self.cp, gathers_tokens=False).flatten(1)
 
 
 class WithBias:
@@ -73,12 +91,15 @@ class WithBias:
         return linear(*sizes, bias=True, **options)
 
 
-def te_decoder_spec(num_layers: int, *, qk_norm: bool, output_bias: bool) -> TransformerBlockSubmodules:
+def te_decoder_spec(
+    architecture: Architecture, config: TransformerConfig, num_layers: int
+) -> TransformerBlockSubmodules:
     """Megatron's spec of TransformerEngine's layers, for the `num_layers` of one pipeline stage."""
-    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    assert architecture.kin.fits_te, architecture.family
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
-    if output_bias:
+    if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
     layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)

@@ -80,6 +80,16 @@ class Architecture:
         return FAMILIES[self.family]
 
     @property
+    def copies_qk_norm(self) -> bool:
+        """Whether it has a norm of queries and one of keys that every tensor-parallel rank has whole."""
+        return self.qk_norm and not self.kin.whole_qk_norm
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether neighbouring numbers of a head turn together."""
+        return self.kin.interleaved
+
+    @property
     def rotary_dim(self) -> int:
         """How many numbers of a head, its first ones, rotary positions turn."""
         return int(self.head_dim * self.rotary_share)
@@ -90,7 +100,7 @@ class Architecture:
         return cls(
             family=family.model_type,
             qkv_bias=family.qkv_bias or attention_bias,
-            output_bias=attention_bias,
+            output_bias=attention_bias and family.output_bias,
             qk_norm=family.qk_norm,
             **sizes,
         )
@@ -103,6 +113,7 @@ class Architecture:
         family = _family(path, fields.given)
         _refuse_variants(path, fields.given, family)
         hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+        unsaid = family.unsaid
         rope_theta, rope, rotary_share = read_rope(path, fields, family)
         try:
             return cls.of_family(
@@ -110,17 +121,17 @@ class Architecture:
                 num_layers=fields.count("num_hidden_layers"),
                 hidden_size=hidden_size,
                 num_heads=num_heads,
-                num_kv_heads=fields.count("num_key_value_heads", default=family.num_kv_heads or num_heads),
-                head_dim=fields.count("head_dim", default=family.head_dim or hidden_size // num_heads),
+                num_kv_heads=fields.count("num_key_value_heads", default=unsaid.get("num_key_value_heads", num_heads)),
+                head_dim=fields.count("head_dim", default=unsaid.get("head_dim", hidden_size // num_heads)),
                 ffn_size=fields.count("intermediate_size"),
                 vocab_size=fields.count("vocab_size"),
                 max_positions=fields.count("max_position_embeddings"),
-                norm_eps=fields.positive("rms_norm_eps", default=1e-6),
+                norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
                 rope_theta=rope_theta,
                 rope=rope,
                 rotary_share=rotary_share,
                 tied=fields.flag("tie_word_embeddings", default=False),
-                attention_bias=fields.flag("attention_bias", default=False),
+                attention_bias=fields.flag("attention_bias", default=unsaid.get("attention_bias", False)),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"

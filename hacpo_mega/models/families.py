@@ -44,26 +44,36 @@ ONLY: Mapping[str, Any] = {
     "pruned_heads": {},
 }
 
-# A norm before attention and one before the feed-forward: Megatron's names -> those of a folder.
+# Norms of a layer, Megatron's names -> those of a folder: before attention and feed-forward; after both; all four.
+# What comes after is a part of the sum with the residual (megatron/norms.py, AddNormed).
 BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+AFTER = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
+AROUND = {
+    **BEFORE,
+    "self_attn_bda.norm": "post_self_attn_layernorm",
+    "mlp_bda.norm": "post_mlp_layernorm",
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of dense decoders with rotary positions, RMSNorm and SwiGLU.
+    """A family of dense decoders with rotary positions, RMSNorm and a gated feed-forward.
 
     model_type      as config.json and Megatron's model builder know it
     architecture    the class that transformers and vLLM run
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
-    may_have_bias   whether `attention_bias` may be true, for a bias on the output projection, too
+    may_have_bias   whether `attention_bias` may be true
+    output_bias     whether it then stands for a bias on the output projection, too
     qk_norm         whether queries and keys are normalised
+    whole_qk_norm   whether that is over all heads together, before they are split
+    interleaved     whether neighbours turn together, not the halves of what turns
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
-    head_dim        where config.json does not say it; None: hidden size over heads
-    num_kv_heads    where config.json does not say it; None: as many as heads
+    unsaid          what a config.json means where it does not say a field; head_dim else is the hidden size over heads,
+                    num_key_value_heads as many as heads
     ignores         fields of the family that change nothing, given what `only` fixes
     only            fields of the family, with the one value that is supported
     why             of an `only` field, what is wrong with another value; no entry: it computes something else
@@ -75,14 +85,16 @@ class Family:
     architecture: str
     qkv_bias: bool = False
     may_have_bias: bool = False
+    output_bias: bool = True
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    interleaved: bool = False
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     stored_fused: frozenset[str] = frozenset()
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
-    head_dim: int | None = None
-    num_kv_heads: int | None = None
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
@@ -96,6 +108,11 @@ class Family:
         free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
         return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
 
+    @property
+    def fits_te(self) -> bool:
+        """Whether TransformerEngine's layers are its own: a norm before each block, a part of what follows it."""
+        return self.norms == BEFORE and not self.whole_qk_norm
+
     def knows(self, name: str) -> bool:
         """Whether a config.json of the family may have this field."""
         return name in READ | DESCRIBES | self.ignores or name in ONLY or name in self.only
@@ -105,13 +122,19 @@ _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
 
 LLAMA = Family("llama", "LlamaForCausalLM", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, num_kv_heads=32, only=_WINDOW, ignores=_NO_WINDOW)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    qkv_bias=True,
+    unsaid={"num_key_value_heads": 32},
+    only=_WINDOW,
+    ignores=_NO_WINDOW,
+)
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     qk_norm=True,
-    head_dim=128,
-    num_kv_heads=32,
+    unsaid={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
     why={
@@ -121,8 +144,14 @@ QWEN3 = Family(
 )
 # v0.3, Nemo and Small; a v0.1 has a window of 4096 tokens, which Megatron's attention here would not have.
 _NULL = {"sliding_window": None}
-MISTRAL = Family("mistral", "MistralForCausalLM", num_kv_heads=8, only=_NULL, made_with=_NULL, norm_eps=1e-5)
-
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    unsaid={"num_key_value_heads": 8},
+    only=_NULL,
+    made_with=_NULL,
+    norm_eps=1e-5,
+)
 # Phi-3 medium at 4k, Phi-4 and Phi-4-reasoning; mini has longrope or a window. transformers reads yarn as longrope.
 PHI3 = Family(
     "phi3",
@@ -130,9 +159,36 @@ PHI3 = Family(
     stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
     rope_kinds=("default",),
     may_turn_a_part=True,
+    unsaid={"rms_norm_eps": 1e-5},
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
     only={**_NULL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     norm_eps=1e-5,
 )
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    qk_norm=True,
+    whole_qk_norm=True,
+    norms=AFTER,
+    unsaid={"rms_norm_eps": 1e-5},
+    rope_theta=500_000.0,
+)
+# The models of April 2025; GLM-4-9B of 2024 is another architecture.
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    may_have_bias=True,
+    output_bias=False,
+    norms=AROUND,
+    stored_fused=frozenset({"gate_up_proj"}),
+    interleaved=True,
+    rotary_share=0.5,
+    may_turn_a_part=True,
+    unsaid={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+)
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, GLM4)
+}

@@ -18,8 +18,10 @@ FROM_ARCHITECTURE = {
     "num_query_groups": "num_kv_heads",
     "kv_channels": "head_dim",
     "layernorm_epsilon": "norm_eps",
-    "qk_layernorm": "qk_norm",
+    # By it Megatron adds up the gradients of norms that are copies on every tensor rank.
+    "qk_layernorm": "copies_qk_norm",
     "add_qkv_bias": "qkv_bias",
+    "rotary_interleaved": "interleaved",
 }
 FROM_LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp"}
 
@@ -45,7 +47,6 @@ FIXED: dict[str, Any] = {
     "softmax_type": "vanilla",
     "window_size": None,
     "no_rope_freq": None,
-    "rotary_interleaved": False,
     "apply_query_key_layer_scaling": False,
     "attention_output_gate": False,
     "qk_clip": False,
@@ -57,6 +58,7 @@ FIXED: dict[str, Any] = {
     "apply_rope_fusion": False,
     "fused_single_qkv_rope": False,
     "persist_layer_norm": False,
+    # What cuts a pack and what lets attention see all of it lies outside of the layers (megatron/context_parallel.py).
     "context_parallel_size": 1,
     "hierarchical_context_parallel_sizes": None,
     "expert_model_parallel_size": 1,

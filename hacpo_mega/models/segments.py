@@ -23,6 +23,7 @@ class Cut(enum.Enum):
 
     WHOLE = "replicated on every rank"
     COLUMNS = "split along the input dimension"
+    ROWS = "split along the output dimension"
     GATE_UP = "gate and up fused, each split along the output dimension"
     QKV = "query, key and value fused by key/value group, split along the output dimension"
     VOCAB = "rows of the vocabulary, padded"
@@ -130,8 +131,10 @@ def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> lis
     if architecture.qkv_bias:
         slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, fused(self_attn, "bias", qkv, "qkv_proj")))
     if architecture.qk_norm:
-        slots.append(_whole(f"{attention}q_layernorm.weight", f"{self_attn}q_norm.weight", architecture.head_dim))
-        slots.append(_whole(f"{attention}k_layernorm.weight", f"{self_attn}k_norm.weight", architecture.head_dim))
+        cut = Cut.ROWS if kin.whole_qk_norm else Cut.WHOLE
+        for name, rows in (("q", query_rows), ("k", kv_rows)):
+            source = Source(f"{self_attn}{name}_norm.weight", (rows if kin.whole_qk_norm else architecture.head_dim,))
+            slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))

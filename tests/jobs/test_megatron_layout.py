@@ -38,7 +38,12 @@ CASES = {
     "mistral-six-layers": {"family": "mistral", "tied": True, "num_layers": 6, "rope_scaling": YARN_ROPE},
     # query, key and value in one stored matrix, gate and up in another; half of a head turns
     "phi3": {"family": "phi3", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
+    # norms after both blocks, and one over all heads of the queries and one over those of the keys, across ranks
+    "olmo2": {"family": "olmo2", "tied": False},
+    # norms around both blocks, neighbours of half a head turn, gate and up in one stored matrix
+    "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
 }
+LATER = ("phi3", "olmo2", "glm4")
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
 # (case, tp, pp) -> fields of Megatron's configuration; backward computes activations of this case again
 RECOMPUTED = "qwen2-biased"
@@ -46,10 +51,10 @@ RUNS: dict[tuple[str, int, int], dict[str, object]] = {
     **{(RECOMPUTED, *layout): {} for layout in [(1, 1), (2, 1), (1, 2), (2, 2)]},
     **{
         (name, tp, 1): {}
-        for name in ("qwen3-tied", "qwen3-untied", "llama-scaled", "llama-one-kv-head", "phi3")
+        for name in ("qwen3-tied", "qwen3-untied", "llama-scaled", "llama-one-kv-head", *LATER)
         for tp in (1, 2)
     },
-    **{(name, tp, 2): {} for name in ("qwen3-tied", "llama-scaled", "llama-one-kv-head", "phi3") for tp in (1, 2)},
+    **{(name, tp, 2): {} for name in ("qwen3-tied", "llama-scaled", "llama-one-kv-head", *LATER) for tp in (1, 2)},
     # three layers over two stages
     **{("qwen3-untied", tp, 2): {"num_layers_in_first_pipeline_stage": 2} for tp in (1, 2)},
     # more tensor ranks than key/value heads: each head is on two ranks, and on four

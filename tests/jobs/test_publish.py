@@ -22,6 +22,8 @@ MODELS = {
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "llama-untied": {"family": "llama", "tied": False, "rope_scaling": YARN_ROPE},
     "phi3": {"family": "phi3", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
+    "olmo2": {"family": "olmo2", "tied": False},
+    "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
 }
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))

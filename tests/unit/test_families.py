@@ -55,8 +55,21 @@ PHI4 = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "atten
   "original_max_position_embeddings": 16384, "pad_token_id": 100349, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
   "rope_scaling": null, "rope_theta": 250000, "sliding_window": null, "tie_word_embeddings": false,
   "torch_dtype": "bfloat16", "transformers_version": "4.47.0", "use_cache": true, "vocab_size": 100352}"""
+OLMO2 = """{"architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+  "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32,
+  "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+  "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32",
+  "transformers_version": "4.47.0.dev0", "use_cache": true, "vocab_size": 100352}"""
+GLM4 = """{"architectures": ["Glm4ForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+  "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+  "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4",
+  "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+  "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552}"""
 PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
-             "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03, "phi-4": PHI4}  # fmt: skip
+             "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03, "phi-4": PHI4,
+             "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4}  # fmt: skip
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "num_experts": 8, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -97,6 +110,9 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     stated = {"vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings, **sizes}
     assert read(tmp_path, json.loads(config.to_json_string(use_diff=True)) | stated) == whole
     assert whole.num_kv_heads == config.num_key_value_heads
+    assert (whole.norm_eps, whole.rope_theta) == (config.rms_norm_eps, config.rope_parameters["rope_theta"])
+    assert whole.tied == config.tie_word_embeddings
+    assert whole.rotary_share == config.rope_parameters.get("partial_rotary_factor", 1.0)
     assert whole.head_dim == (getattr(config, "head_dim", None) or 16)
 
 

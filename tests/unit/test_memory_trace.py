@@ -8,7 +8,19 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from memory_benchmark import LLAMA, QWEN2, SMALL, learn_of_budget, learn_of_trace, paper_plans, plan_of, traced
+from memory_benchmark import (
+    GLM4,
+    LLAMA,
+    OLMO2,
+    QWEN2,
+    SMALL,
+    TRACEABLE,
+    learn_of_budget,
+    learn_of_trace,
+    paper_plans,
+    plan_of,
+    traced,
+)
 from paper_models import make_paper_workplace
 
 from hacpo_mega.lab.memory_trace import TracedMemory
@@ -21,6 +33,29 @@ PAPER = [
     ("qwen-4b-base_llama-3b-instruct", "llama-3b-instruct"),
     ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
+]
+# Ranks that share tokens: fewer than the two key/value heads of a tensor rank, as many, more.
+WITH_CONTEXT = [
+    ((), {"cp": 2}),
+    ((), {"tp": 2, "cp": 2, "recompute": "mlp"}),
+    ((QWEN2,), {"cp": 4, "recompute": "full"}),
+    ((), {"cp": 2, "device": CPU}),
+    ((LLAMA,), {"cp": 4, "device": CPU}),
+]
+
+OTHER_NORMS = [
+    plan_of(model, tp, device=device) for model in (OLMO2, GLM4) for tp, device in ((2, TRACEABLE), (1, CPU))
+]
+OTHER_CHOICES = [
+    plan_of(tp=2, recompute="full"),
+    plan_of(tp=2),
+    plan_of(LLAMA),
+    plan_of(LLAMA, recompute="full"),
+    plan_of(QWEN2, tp=2, recompute="mlp"),
+    plan_of(device=CPU),
+    plan_of(tp=2, device=CPU),
+    *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
+    *OTHER_NORMS,
 ]
 
 
@@ -88,19 +123,32 @@ def test_every_layer_takes_the_same():
     "plan",
     [
         plan_of(tp=2, recompute="mlp"),
-        plan_of(tp=2, recompute="full"),
-        plan_of(tp=2),
-        plan_of(LLAMA),
-        plan_of(LLAMA, recompute="full"),
-        plan_of(QWEN2, tp=2, recompute="mlp"),
-        plan_of(device=CPU),
-        plan_of(tp=2, device=CPU),
         plan_of(LLAMA, device=CPU, recompute="full"),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_CHOICES),
     ],
-    ids=lambda plan: f"{plan.architecture.family}-tp{plan.layout.tp}-{plan.recompute}-{plan.device.number}",
+    ids=lambda plan: (
+        f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.number}"
+    ),
 )
 def test_every_choice(plan):
     check(plan, traced(plan))
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_that_share_the_tokens_share_the_activations(cp):
+    """Within a twentieth: an output is kept by attention for its heads, and by the next matrix for its tokens."""
+    model = replace(LLAMA, num_kv_heads=4)
+    whole, plan = traced(plan_of(model)), plan_of(model, cp=cp)
+    shared = traced(plan)
+    check(plan, shared)
+    assert shared.saved == pytest.approx(whole.saved / cp, rel=0.05)
+    assert shared.moments == pytest.approx(whole.moments / cp, rel=2e-3)
+
+
+@pytest.mark.nightly
+def test_a_stage_whose_ranks_share_the_tokens():
+    plan = plan_of(LLAMA, tp=2, pp=2, cp=2)
+    check(plan, traced(plan, stage=1), stage=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -267,9 +267,13 @@ def test_a_host_that_cannot_take_a_checkpoint_is_refused(tmp_path):
     assert "copies" not in command(PAIR, "checkpoint.asynchronous=false", "--cluster", small)
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path):
-    found = command(write_small_job(tmp_path), "--cluster", write_cluster(tmp_path), "--json", tmp_path)
-    assert f"--json {tmp_path}: cannot be written" in found
+def test_a_file_that_cannot_be_written_or_is_read_is_refused(tmp_path):
+    job, cluster = write_small_job(tmp_path), write_cluster(tmp_path)
+    before = job.read_bytes(), cluster.read_bytes()
+    assert f"{tmp_path}: is a folder" in command(job, "--cluster", cluster, "--json", tmp_path)
+    for read in (job, cluster):
+        assert f"{read}: is what is read" in command(job, "--cluster", cluster, "--json", read)
+    assert (job.read_bytes(), cluster.read_bytes()) == before
 
 
 def test_bad_input_ends_with_2_and_one_line():

@@ -1,0 +1,87 @@
+"""The norms that Megatron's local spec lacks: under sequence parallelism, over all heads, after a block.
+
+Shapes: T tokens of this rank, N heads of this rank, D head size, H hidden size.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, built as Megatron builds norms.
+
+    Under sequence parallelism each rank sees a slice of the tokens, so its weight gradient is a part of the sum; the
+    attribute `sequence_parallel` makes Megatron's finalize_model_grads add the parts.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class WholeRMSNorm(torch.nn.Module):
+    """An RMSNorm over all heads together, of which a tensor-parallel rank has some (OLMo 2).
+
+    The weight [N * D] is this rank's part. Every rank sees all tokens here, and the squares are summed over ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
+        """`hidden_size` is D, as Megatron builds norms of queries and keys; `num_heads` is N."""
+        super().__init__()
+        self.eps, self.group = eps, parallel_state.get_tensor_model_parallel_group()
+        own = torch.ones(num_heads * hidden_size, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(own)
+        # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
+        self.weight.tensor_model_parallel, self.weight.partition_dim, self.weight.partition_stride = True, 0, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., N, D], normalised over both and over the ranks."""
+        numbers = x.float()
+        squares = numbers.square().sum(dim=(-2, -1), keepdim=True)
+        size = self.weight.numel() * self.group.size()
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)
+        scaled = numbers * torch.rsqrt(squares / size + self.eps) * self.weight.float().view(x.shape[-2:])
+        return scaled.type_as(x)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum that every rank reads, so its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class AddNormed(torch.nn.Module):
+    """The sum with the residual where a block's output is normalised first; Megatron's is a plain one."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """The function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""
+        return self._add
+
+    def _add(
+        self, output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        output, bias = output_with_bias
+        assert dropout == 0.0, dropout
+        # Megatron switches gradients on here, also where nothing is trained: the norm's weight would keep it all.
+        with torch.set_grad_enabled(output.requires_grad or residual.requires_grad):
+            return residual + self.norm(output if bias is None else output + bias)

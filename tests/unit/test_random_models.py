@@ -1,0 +1,78 @@
+"""Twenty random members of every family, as Megatron's layers and as Hugging Face in float64: their logits."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight
+from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.megatron.weights import load_hf_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families import FAMILIES
+
+pytestmark = pytest.mark.nightly
+NUM_MODELS = 20
+LENGTHS = (23, 1, 40, 40)
+ROPES = {"default": None, "linear": {"rope_type": "linear", "factor": 3.0}, "llama3": LLAMA3_ROPE, "yarn": YARN_ROPE}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[None]:
+    """This process as an agent's only rank."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    initialize_parallel(1, 1, seed=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def random_sizes(name: str, rng: random.Random) -> dict:
+    """Arguments of make_model that a member of the family can have."""
+    family = FAMILIES[name]
+    num_kv_heads = rng.choice([1, 2, 3])
+    num_heads, head_dim = num_kv_heads * rng.choice([1, 2, 5]), rng.choice([8, 16, 32])
+    rope = dict(ROPES[rng.choice(family.rope_kinds)] or {})
+    if family.may_turn_a_part:
+        rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
+    return {
+        "num_layers": rng.choice([1, 2, 4]),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        # One family has no head size of its own.
+        "hidden_size": num_heads * head_dim if "head_dim" not in family.unsaid else rng.choice([24, 40, 96]),
+        "ffn_size": rng.choice([40, 96, 160]),
+        "vocab_size": rng.choice([97, 128, 131, 259]),
+        "tied": rng.random() < 0.5,
+        "attention_bias": family.may_have_bias and rng.random() < 0.5,
+        "rope_scaling": rope,
+        "seed": rng.randrange(1000),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_twenty_random_members_are_hugging_faces_in_float64(world, tmp_path, family):
+    rng = random.Random(family)
+    for index in range(NUM_MODELS):
+        sizes = random_sizes(family, rng)
+        folder = make_model(tmp_path / str(index), family, **sizes)
+        architecture = Architecture.from_folder(folder)
+        model = build_model(architecture, tp=1, pp=1, dtype=torch.float32, max_positions=64)
+        load_hf_weights(model, folder)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+        tokens_T = torch.randint(sizes["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(index))
+        positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
+        with torch.no_grad():
+            hidden_TH = forward_packed(model, tokens_T, positions_T, torch.tensor([0, *LENGTHS]).cumsum(0).int())
+            logits_TV = (hidden_TH @ lm_head_weight(model).T)[:, : sizes["vocab_size"]]
+            expected_TV = torch.cat([theirs(sequence[None]).logits[0] for sequence in tokens_T.split(list(LENGTHS))])
+        torch.testing.assert_close(
+            logits_TV.double(), expected_TV, atol=1e-4, rtol=0, msg=lambda text, sizes=sizes: f"{sizes}: {text}"
+        )
