@@ -11,6 +11,8 @@ from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.nightly
+
 READERS = {
     "starts.jsonl": read_starts,
     "metrics.jsonl": lambda run: read_metrics(run / "metrics.jsonl"),
