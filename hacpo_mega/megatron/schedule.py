@@ -2,11 +2,12 @@
 
 The scaling law, in one place. After `accumulate_gradients` the buffers hold
 
-    d/dw  sum over data-parallel ranks, sum over their micro-batches, of  loss
+    d/dw  sum over cells, sum over their micro-batches, of  loss
 
-a plain sum: nothing divides by the number of micro-batches, of ranks or of tokens. A mean is made by the loss itself,
-which divides by a count of the whole update that every rank was handed. So a gradient depends neither on how samples
-were packed nor on how many ranks share them, and a rank without samples adds zero.
+a plain sum, over the ranks of data and of context parallelism (though each of the latter holds the whole loss:
+context_parallel.py says why). Nothing divides by the number of micro-batches, of ranks or of tokens. A mean is made by
+the loss itself, which divides by a count of the whole update that every rank was handed. So a gradient depends neither
+on how samples were packed nor on how many ranks share them, and a rank without samples adds zero.
 
 Megatron's own defaults divide twice (by num_microbatches in the schedule, by the data-parallel size in DDP). Its
 `calculate_per_token_loss` switches both off and would instead divide by a token count in `finalize_model_grads`; that
@@ -123,14 +124,15 @@ def _run(model: DistributedDataParallel, batches: Sequence[MicroBatch], step: Ca
 
 
 def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
-    """Sum gradients over the data-parallel, sequence-parallel and tied-embedding groups, and divide by nothing."""
-    first = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())[0]
+    """Sum gradients over cells and cp ranks, over sequence-parallel and tied-embedding groups; divide by nothing."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    first = torch.distributed.get_process_group_ranks(group)[0]
     with spans.span("reduce gradients", "collective", f"gradients/{spans.owner}/{first}"):
         finalize_model_grads(models, None, **groups)
 
 
 def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:
-    """Sum of a scalar over the data-parallel ranks of this stage; an update's loss is the last stage's."""
+    """Sum over cells of a scalar that all ranks of this stage of a cell hold; an update's loss is the last one's."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total.item()

@@ -34,6 +34,14 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
+# Ranks that share tokens: fewer than the two key/value heads of a tensor rank, as many, more.
+WITH_CONTEXT = [
+    ((), {"cp": 2}),
+    ((), {"tp": 2, "cp": 2, "recompute": "mlp"}),
+    ((QWEN2,), {"cp": 4, "recompute": "full"}),
+    ((), {"cp": 2, "device": CPU}),
+    ((LLAMA,), {"cp": 4, "device": CPU}),
+]
 ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
 
 OTHER_NORMS = [
@@ -111,12 +119,32 @@ def test_every_layer_takes_the_same():
         plan_of(device=CPU),
         plan_of(tp=2, device=CPU),
         plan_of(LLAMA, device=CPU, recompute="full"),
+        *(pytest.param(plan_of(*model, **layout), marks=pytest.mark.nightly) for model, layout in WITH_CONTEXT),
         *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_NORMS),
     ],
-    ids=lambda plan: f"{plan.architecture.family}-tp{plan.layout.tp}-{plan.recompute}-{plan.device.number}",
+    ids=lambda plan: (
+        f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.number}"
+    ),
 )
 def test_every_choice(plan):
     check(plan, traced(plan))
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_that_share_the_tokens_share_the_activations(cp):
+    """Within a twentieth: an output is kept by attention for its heads, and by the next matrix for its tokens."""
+    model = replace(LLAMA, num_kv_heads=4)
+    whole, plan = traced(plan_of(model)), plan_of(model, cp=cp)
+    shared = traced(plan)
+    check(plan, shared)
+    assert shared.saved == pytest.approx(whole.saved / cp, rel=0.05)
+    assert shared.moments == pytest.approx(whole.moments / cp, rel=2e-3)
+
+
+@pytest.mark.nightly
+def test_a_stage_whose_ranks_share_the_tokens():
+    plan = plan_of(LLAMA, tp=2, pp=2, cp=2)
+    check(plan, traced(plan, stage=1), stage=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
