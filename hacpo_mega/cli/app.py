@@ -7,7 +7,9 @@ node is bad (preflight).
 The imports inside functions are on purpose: `--help` and `check` must answer without torch.
 """
 
+import errno
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -244,15 +246,31 @@ def theory(
 
 
 def main() -> None:
-    """Entry point. What the user can mend is shown without a traceback: his input (2), a store out of reach (1)."""
+    """Entry point. What the user can mend is shown without a traceback: his input (2), a store or disk (1)."""
     try:
+        _require_folder()
         app()
     except (ValueError, Unreachable) as error:
         say(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except Exception as error:  # a fault of ours may quote foreign text, which a terminal would obey
-        say("".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
+        say(_of_a_full_disk(error) or "".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
         sys.exit(1)
+
+
+def _require_folder() -> None:
+    """ValueError where the folder that this process is in has been removed: no path counts from it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ValueError("the current folder does not exist any more: change to one that does") from error
+
+
+def _of_a_full_disk(error: Exception) -> str | None:
+    """What is said where a file, or what a command prints, found no room; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"{error.filename or 'what this command prints'} cannot be written: {error.strerror}"
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan memory, messages, seconds and waiting on a cluster, and the layout in which all agents finish together."""
+    from hacpo_mega.data.files import refuse_overwriting, replacing
     from hacpo_mega.lab.planning.cluster_file import load_cluster
     from hacpo_mega.lab.planning.configuration import load_planned
     from hacpo_mega.lab.planning.plan import make_plan
@@ -36,6 +37,8 @@ def plan(
     from hacpo_mega.lab.planning.table import as_json, shown
     from hacpo_mega.lab.planning.work import Lengths, work_of
 
+    if json_file is not None:
+        refuse_overwriting(json_file, [config_file, cluster_file])
     cluster = load_cluster(cluster_file)
     planned = load_planned(config_file, overrides or (), cluster)
     lengths = Lengths(prompt_tokens, answer_tokens)
@@ -47,6 +50,7 @@ def plan(
     say(shown(found, ways))
     if json_file is not None:
         try:
-            json_file.write_text(as_json(found, ways), encoding="utf-8")
+            with replacing(json_file) as file:
+                file.write(as_json(found, ways))
         except OSError as error:
             raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); give a file") from error

@@ -15,7 +15,17 @@ from pathlib import Path
 
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
 from hacpo_mega.data.containers import Record, Row, rows_of
-from hacpo_mega.data.files import DataProblem, PromptRow, absence, content_id, field_names, fields_text, replacing
+from hacpo_mega.data.files import (
+    MAX_BAD_ROWS,
+    TOO_MANY,
+    DataProblem,
+    PromptRow,
+    absence,
+    content_id,
+    field_names,
+    fields_text,
+    replacing,
+)
 from hacpo_mega.data.row_values import (
     HALF_A_PAIR,
     gold_problem,
@@ -193,6 +203,9 @@ def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset
     problems, defects = [], []
     layout_of_file = ""
     for row in rows_of(path):
+        if len(defects) > MAX_BAD_ROWS:
+            defects.append(DataProblem(row.file, row.line, None, TOO_MANY))
+            break
         if isinstance(row.record, DataProblem):
             defects.append(row.record)
             continue

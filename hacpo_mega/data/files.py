@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from hacpo_mega.data.row_values import (
     quoted,
     row_tools_problem,
 )
-from hacpo_mega.data.saved_folders import is_saved, saved_batches
+from hacpo_mega.data.saved_folders import data_files, is_saved, saved_batches
 from hacpo_mega.models.documents import parse_json
 
 NUM_PROBLEMS_SHOWN = 20
@@ -40,8 +40,11 @@ MAX_LINE_BYTES = 16 * 2**20
 # Packed text takes a tenth of its size; what is hardly anything but its own repetition, a thousandth.
 MAX_TIMES_UNPACKED = 200
 ALWAYS_UNPACKED_BYTES = 64 * 2**20
+TOO_LARGE = f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
 MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
+TOO_MANY = f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"
 PARQUET_ROWS = 16  # that are unpacked at once
+ROW_BYTES = 64  # of a row of a table beside its values: a column without any costs a file nothing
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
 
 
@@ -126,10 +129,7 @@ def read_prompts(
                 rows.append(row)
             problems += found
             if len(problems) > MAX_BAD_ROWS:
-                return rows, [
-                    *problems,
-                    DataProblem(file, line, None, f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"),
-                ]
+                return rows, [*problems, DataProblem(file, line, None, TOO_MANY)]
         if num_records == 0:
             problems.append(DataProblem(file, None, None, "has no rows"))
     return rows, problems
@@ -216,10 +216,7 @@ def read_lines(
         while raw := lines.readline(MAX_LINE_BYTES + 1):
             line, most_bytes = line + 1, most_bytes - len(raw)
             if most_bytes < 0:
-                what = (
-                    f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
-                )
-                yield line, DataProblem(file, line, None, what)
+                yield line, DataProblem(file, line, None, TOO_LARGE)
                 return
             if len(raw) > MAX_LINE_BYTES:  # what follows may be gigabytes, also of a small packed file
                 what = f"has more than {MAX_LINE_BYTES:,} bytes; nothing is read from here on"
@@ -250,12 +247,14 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
             if large := _largest_group(table, file.stat().st_size):
                 yield 1, DataProblem(file, None, None, f"{large}; nothing is read")
                 return
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS):
+            for batch in _bounded(table.iter_batches(batch_size=PARQUET_ROWS), file.stat().st_size):
                 yield from _rows_of(batch, file, line)
                 line += len(batch)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
+    except ValueError as error:
+        yield line + 1, DataProblem(file, line + 1, None, str(error))
 
 
 def _read_batches(folder: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
@@ -263,14 +262,32 @@ def _read_batches(folder: Path) -> Iterator[tuple[int, dict[str, Any] | DataProb
     line = 0
     try:
         split = HubSplit.parse(folder)
-        for batch in saved_batches(folder, PARQUET_ROWS) if split is None else split.batches(PARQUET_ROWS):
+        for batch in _saved(folder) if split is None else split.batches(PARQUET_ROWS):
             yield from _rows_of(batch, folder, line)
             line += len(batch)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(folder, line + 1, None, f"unreadable Arrow: {first}")
     except ValueError as error:
-        yield 0, DataProblem(folder, None, None, str(error))
+        yield line, DataProblem(folder, line or None, None, str(error))
+
+
+def _saved(folder: Path) -> Iterator[pyarrow.RecordBatch]:
+    packed_bytes = sum(file.stat().st_size for file in data_files(folder))
+    return _bounded(saved_batches(folder, PARQUET_ROWS), packed_bytes)
+
+
+def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Iterator[pyarrow.RecordBatch]:
+    """The batches of a file of that size; ValueError where they come to more than `most_unpacked`.
+
+    One text that two billion rows share, in a dictionary or a run, and a column of nulls take a file nothing.
+    """
+    left = most_unpacked(packed_bytes)
+    for batch in batches:
+        left -= batch.nbytes + ROW_BYTES * len(batch)
+        if left < 0:
+            raise ValueError(TOO_LARGE)
+        yield batch
 
 
 def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:

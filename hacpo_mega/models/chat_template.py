@@ -97,8 +97,15 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"texts": texts}
 
 
+def _limit(kind: int, most: int) -> None:
+    """Bounds this process; a login node may have bound it more, which nobody can take back."""
+    _, allowed = resource.getrlimit(kind)
+    bound = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+    resource.setrlimit(kind, (bound, bound))
+
+
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_CPU, CPU_SECONDS)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
     print(json.dumps(_answer(json.load(sys.stdin))))

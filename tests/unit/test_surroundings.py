@@ -1,0 +1,49 @@
+"""What a command says where the machine around it is not as it should be: no folder, no room, less memory allowed."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.models.chat_template import MEMORY_BYTES
+
+pytestmark = pytest.mark.nightly
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def config_file(tmp_path) -> Path:
+    agent = agent_table(tmp_path, "a", "qwen3", CHARACTERS, chat_template=True)
+    (Path(agent["model"]) / "chat_template.jinja").write_text(TEMPLATE)
+    return write_config(tmp_path, [agent], algorithm={"method": "gspo"})
+
+
+def check(config_file: Path, *shell: str, out: object = subprocess.PIPE) -> subprocess.CompletedProcess:
+    """`hacpo-mega check` from a shell that has done `shell` before."""
+    steps = " && ".join([*shell, f"exec {sys.executable} -m hacpo_mega.cli check {config_file}"])
+    return subprocess.run(["bash", "-c", steps], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+
+
+def test_a_folder_that_is_gone_and_a_full_disk_are_a_line(config_file, tmp_path):
+    (tmp_path / "gone").mkdir()
+    done = check(config_file, f"cd {tmp_path}/gone", "rmdir ../gone")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "the current folder does not exist any more: change to one that does\n"
+    with open("/dev/full", "w") as full:
+        done = check(config_file, out=full)
+    assert done.returncode == 1
+    assert done.stderr == "what this command prints cannot be written: No space left on device\n"
+
+
+def test_a_login_node_that_allows_less_memory_than_a_template_may_take_blames_no_template(config_file):
+    """A limit that an administrator has set can only be lowered."""
+    allowed = MEMORY_BYTES // 2  # enough for check itself
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY and hard < allowed:
+        pytest.skip(f"this machine allows {hard} bytes")
+    done = check(config_file, f"ulimit -v {allowed >> 10}")
+    assert (done.returncode, done.stderr) == (0, "")
