@@ -274,6 +274,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         spec.model,
         tp=spec.tp,
         pp=spec.pp,
+        cp=spec.cp,
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,

@@ -1,7 +1,8 @@
 """Where every process of a job belongs: pure arithmetic on ranks, without torch and without communication.
 
     global rank = first rank of its agent + agent rank            agents own contiguous blocks, in configuration order
-    agent rank  = cell * (tp * pp) + pp_rank * tp + tp_rank       cells are contiguous, tensor ranks are neighbours
+    agent rank  = cell * (tp * cp * pp) + (pp_rank * cp + cp_rank) * tp + tp_rank     cells are contiguous, tensor ranks
+                                                                  are neighbours, then those of a sequence
     cell        = lane * cells_per_lane + cell_in_lane            a cell is one replica; its first rank is the leader
 
 It lives beside place.py, which needs torch, so that `hacpo-mega check` and the launchers can ask for the number of
@@ -27,20 +28,29 @@ class AgentShape:
     pp: int = 1
     cells_per_lane: int = 1
     engine_tp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.cells_per_lane, self.engine_tp) < 1:
-            raise ValueError(f"agent {self.name}: tp, pp, cells_per_lane and engine_tp must be at least 1, got {self}")
+        if min(self.tp, self.cp, self.pp, self.cells_per_lane, self.engine_tp) < 1:
+            raise ValueError(
+                f"agent {self.name}: tp, cp, pp, cells_per_lane and engine_tp must be at least 1, got {self}"
+            )
         if self.cell_size % self.engine_tp:
             nearest = max(size for size in range(1, self.engine_tp + 1) if self.cell_size % size == 0)
             raise ValueError(
-                f"agent {self.name}: a cell has tp {self.tp} x pp {self.pp} = {self.cell_size} ranks, which engines of "
+                f"agent {self.name}: a cell has {self.product} = {self.cell_size} ranks, which engines of "
                 f"engine_tp {self.engine_tp} do not fill. Nearest: {nearest}"
             )
 
     @property
     def cell_size(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.cp * self.pp
+
+    @property
+    def product(self) -> str:
+        """How the ranks of a cell come about, for tables and messages."""
+        context = f"cp {self.cp} x " if self.cp > 1 else ""
+        return f"tp {self.tp} x {context}pp {self.pp}"
 
     @property
     def engines_per_cell(self) -> int:
@@ -60,6 +70,7 @@ class Coordinate:
     cell_in_lane: int
     cell_rank: int
     pp_rank: int
+    cp_rank: int
     tp_rank: int
     engine: int
     engine_rank: int
@@ -71,7 +82,8 @@ class Coordinate:
 
     def __str__(self) -> str:
         cell = f"agent {self.agent_name}, lane {self.lane}, cell {self.cell_in_lane}"
-        return f"rank {self.global_rank} ({cell}, pp {self.pp_rank}, tp {self.tp_rank})"
+        context = f"cp {self.cp_rank}, " if self.cp_rank else ""
+        return f"rank {self.global_rank} ({cell}, pp {self.pp_rank}, {context}tp {self.tp_rank})"
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class RankMap:
     def of(cls, config: Config) -> "RankMap":
         """The map of a configuration."""
         shapes = (
-            AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel)
+            AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel, agent.cp)
             for agent in config.agents
         )
         return cls(config.lanes, tuple(shapes), config.placement == "shared")
@@ -147,7 +159,8 @@ class RankMap:
         agent_rank = global_rank - self.first_ranks[agent]
         cell, cell_rank = divmod(agent_rank, shape.cell_size)
         lane, cell_in_lane = divmod(cell, shape.cells_per_lane)
-        pp_rank, tp_rank = divmod(cell_rank, shape.tp)
+        replica, tp_rank = divmod(cell_rank, shape.tp)
+        pp_rank, cp_rank = divmod(replica, shape.cp)
         engine, engine_rank = divmod(cell_rank, shape.engine_tp)
         return Coordinate(
             global_rank=global_rank,
@@ -159,21 +172,25 @@ class RankMap:
             cell_in_lane=cell_in_lane,
             cell_rank=cell_rank,
             pp_rank=pp_rank,
+            cp_rank=cp_rank,
             tp_rank=tp_rank,
             engine=engine,
             engine_rank=engine_rank,
         )
 
-    def rank_of(self, agent: int, lane: int, cell_in_lane: int = 0, pp_rank: int = 0, tp_rank: int = 0) -> int:
+    def rank_of(
+        self, agent: int, lane: int, cell_in_lane: int = 0, pp_rank: int = 0, tp_rank: int = 0, cp_rank: int = 0
+    ) -> int:
         """The global rank at a place: the inverse of `coordinate`. Raises ValueError where there is no such place."""
         if not 0 <= agent < len(self.agents):
             raise ValueError(f"there is no agent {agent}; this job has {len(self.agents)}")
         shape = self.agents[agent]
-        place = ((lane, self.lanes), (cell_in_lane, shape.cells_per_lane), (pp_rank, shape.pp), (tp_rank, shape.tp))
+        inside = ((pp_rank, shape.pp), (cp_rank, shape.cp), (tp_rank, shape.tp))
+        place = ((lane, self.lanes), (cell_in_lane, shape.cells_per_lane), *inside)
         if any(not 0 <= index < size for index, size in place):
-            raise ValueError(f"agent {shape.name} has no (lane, cell, pp, tp) = {[i for i, _ in place]}: {shape}")
+            raise ValueError(f"agent {shape.name} has no (lane, cell, pp, cp, tp) = {[i for i, _ in place]}: {shape}")
         cell = lane * shape.cells_per_lane + cell_in_lane
-        return self.first_ranks[agent] + cell * shape.cell_size + pp_rank * shape.tp + tp_rank
+        return self.first_ranks[agent] + cell * shape.cell_size + (pp_rank * shape.cp + cp_rank) * shape.tp + tp_rank
 
     def leaders(self, lane: int) -> list[int]:
         """Global ranks of the leaders of a lane, by agent, then by cell: the senders of an exchange, in its order."""
@@ -194,7 +211,7 @@ class RankMap:
     def arithmetic(self) -> str:
         """How the world size comes about, for error messages."""
         terms = (
-            f"{shape.name}: {self.lanes} lanes x {shape.cells_per_lane} cells x tp {shape.tp} x pp {shape.pp} = "
+            f"{shape.name}: {self.lanes} lanes x {shape.cells_per_lane} cells x {shape.product} = "
             f"{self.agent_world_size(agent)}"
             for agent, shape in enumerate(self.agents)
         )
@@ -217,7 +234,8 @@ class RankMap:
 
     def _table_row(self, agent: int, lanes: list[int]) -> Iterator[str]:
         shape = self.agents[agent]
-        yield f"{shape.name} (tp {shape.tp}, pp {shape.pp}, {shape.engines_per_cell} engine(s) of {shape.engine_tp})"
+        layout = shape.product.replace(" x ", ", ")
+        yield f"{shape.name} ({layout}, {shape.engines_per_cell} engine(s) of {shape.engine_tp})"
         for lane in lanes:
             if lane < 0:
                 yield "..."

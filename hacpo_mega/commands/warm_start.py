@@ -53,6 +53,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         draft,
         tp=spec.tp,
         pp=spec.pp,
+        cp=spec.cp,
         optimizer=plan.optimizer,
         total_updates=plan.num_updates,
         max_positions=spec.init.max_positions,

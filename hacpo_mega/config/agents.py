@@ -134,11 +134,14 @@ class AgentConfig(Section):
     tp: Count = 1
     """Tensor parallel size: processes that share every layer of the actor."""
     pp: Count = 1
-    """Pipeline parallel size: stages that the actor's layers are dealt to, tp processes each."""
+    """Pipeline parallel size: stages that the actor's layers are dealt to, tp x cp processes each."""
+    cp: Count = 1
+    """Context parallel size, for long sequences: processes that share the tokens of a micro-batch, and in attention the
+    heads of each tensor rank, which tp x cp must divide; each keeps 1 / cp of the activations."""
     cells_per_lane: Count = 1
-    """Replicas of the agent in each lane: tp x pp processes each, and each its share of the lane's prompts."""
+    """Replicas of the agent in each lane: tp x cp x pp processes each, and each its share of the lane's prompts."""
     engine_tp: Count | None = None
-    """Processes of one vLLM engine, a divisor of tp x pp; not given: tp x pp, one engine per cell."""
+    """Processes of one vLLM engine, a divisor of tp x cp x pp; not given: all of them, one engine per cell."""
     trust_remote_code: Flag = False
     """Whether Python code that lies in the model folder may run, which some tokenizers need."""
     chat_template: Flag = False
@@ -182,7 +185,7 @@ class AgentConfig(Section):
     @property
     def cell_size(self) -> int:
         """Ranks of one replica of this agent."""
-        return self.tp * self.pp
+        return self.tp * self.cp * self.pp
 
     @property
     def engine_tensor_parallel(self) -> int:

@@ -129,12 +129,13 @@ def _batches(config: Config) -> Iterator[str]:
             f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: {longest}"
         )
     for agent in config.agents:
-        # Sequence parallelism cuts a micro-batch into tp equal parts, so packing fills it up to a multiple of tp.
-        if training.max_tokens_per_microbatch % agent.tp:
+        # Ranks of cp, and under sequence parallelism of tp, share a micro-batch equally: packing fills it up.
+        if training.max_tokens_per_microbatch % (parts := agent.tp * agent.cp):
+            words, sizes = ("tp x cp", f"{agent.tp} x {agent.cp} = {parts}") if agent.cp > 1 else ("tp", f"{parts}")
             yield (
-                f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of tp "
-                f"of agent {agent.name} ({agent.tp}). Nearest: "
-                f"{nearest_multiples(training.max_tokens_per_microbatch, agent.tp)}"
+                f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of "
+                f"{words} of agent {agent.name} ({sizes}). Nearest: "
+                f"{nearest_multiples(training.max_tokens_per_microbatch, parts)}"
             )
 
 
@@ -220,7 +221,7 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
     try:
-        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel)
+        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp)
     except ValueError as problem:
         yield from () if table_lines else [str(problem)]
         return

@@ -95,7 +95,9 @@ def _nearest(config: Config, agent: AgentConfig, budget: Budget) -> str:
     for words, changed in _changes(config, agent, budget):
         if changed.fits() and not changed.engine_is_too_small:
             return f"Nearest: {words} ({_gib(changed.peak)} GiB)"
-    return "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch or tp is enough"
+    return (
+        "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch, tp or cp is enough"
+    )
 
 
 def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Budget]]:
@@ -116,22 +118,24 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     tokens = actor.num_tokens // 2
     while tokens >= longest:
-        at_most = tokens // agent.tp * agent.tp
+        parts = agent.tp * agent.cp
+        at_most = tokens // parts * parts
         shorter = replace(lightest, num_tokens=at_most)
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
-    for tp in range(agent.tp + 1, 65):
-        engine_tp = engine.tp if engine.stays_awake else tp * agent.pp
-        layout = replace(actor.layout, tp=tp, engine_tp=engine_tp)
-        if not layout_problems(actor.architecture, layout) and actor.num_tokens % tp == 0:
+    for key, size in (*(("tp", n) for n in range(agent.tp + 1, 65)), *(("cp", n) for n in range(agent.cp + 1, 65))):
+        layout = replace(actor.layout, **{key: size})
+        engine_tp = engine.tp if engine.stays_awake else layout.cell_size
+        layout = replace(layout, engine_tp=engine_tp)
+        if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
             wider, words = replace(engine, tp=engine_tp), ", engine_tp = 1" if engine.stays_awake else ""
-            yield f"tp = {tp}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
+            yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
     return ActorPlan(
         architecture,
-        Layout.of(agent.tp, agent.pp, agent.megatron),
+        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp),
         dp=config.lanes * agent.cells_per_lane,
         num_tokens=config.training.max_tokens_per_microbatch,
         diagnoses=config.training.diagnose_every > 0,
@@ -187,7 +191,8 @@ def memory_table(budgets: dict[str, Budget]) -> str:
 def _layout(budget: Budget) -> str:
     actor = budget.actor
     stage = f" (stage {budget.stage})" if actor.layout.pp > 1 else ""
-    return f"tp {actor.layout.tp}, pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
+    context = f"cp {actor.layout.cp}, " if actor.layout.cp > 1 else ""
+    return f"tp {actor.layout.tp}, {context}pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
 
 
 def _gib(size: int) -> str:

@@ -61,7 +61,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
     """A line for every key that is decided here, that the package does not know, or whose value has another type."""
     for table, given, decided in (("megatron", megatron, DECIDED), ("vllm", vllm, DECIDED_VLLM)):
         for key in sorted(decided & given.keys()):
-            by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, pp, engine_tp"
+            by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, cp, pp, engine_tp"
             yield f"{table}.{key} is decided by this project, from the model folder and the agent's {by}; remove it"
         free = {key: value for key, value in given.items() if key not in decided}
         fields = installed_fields(table) if free else None

@@ -151,7 +151,7 @@ class TrainingConfig(Section):
     """Prompts whose answers train one optimizer update, over all lanes; a multiple of lanes x cells_per_lane. The
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
-    """Tokens that a process runs forward and backward at once; a multiple of every tp."""
+    """Tokens that a process runs forward and backward at once; a multiple of every tp x cp."""
     pack_by: Literal["tokens", "flops", "pipeline"] = "tokens"
     """Whether answers fill as few micro-batches as hold their tokens, or these are evened by FLOPs, in which attention
     counts, or stay as few with those of the fewest FLOPs at both ends of an update; changes results by rounding."""

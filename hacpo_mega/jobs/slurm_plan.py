@@ -128,9 +128,11 @@ class Plan:
             first = self.rank_map.first_ranks[agent]
             size = self.nodes[self.node_of(first)].kind.ranks
             room = f"a cell fills {shape.cell_size // size} nodes" if shape.cell_size > size else "cells are whole"
-            tensor = f"over {-(-shape.tp // size)} nodes" if shape.tp > size else "on one node"
+            block = shape.tp * shape.cp
+            tensor = f"over {-(-block // size)} nodes" if block > size else "on one node"
+            ranks = "tensor" if shape.cp == 1 else "tensor and context"
             stages = f", its {shape.pp} pipeline stages next to each other" if shape.pp > 1 else ""
-            lines.append(f"{shape.name}: {room}, the tensor ranks of a cell {tensor}{stages}")
+            lines.append(f"{shape.name}: {room}, the {ranks} ranks of a cell {tensor}{stages}")
         homes = {self.node_of(leader) for leader in self.rank_map.leaders(0)}
         lines.append(f"lane 0: its leaders exchange {'over' if len(homes) > 1 else 'inside'} {_span('node', homes)}")
         return lines
@@ -165,20 +167,22 @@ def _kind(slurm: SlurmConfig, own: SlurmAgentConfig, name: str) -> NodeKind:
 
 
 def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: bool) -> None:
-    """ValueError where a tensor parallel group would cross nodes, or a cell would be cut at a node's end."""
+    """ValueError where what all layers share (tp x cp) would cross nodes, or a cell would be cut at a node's end."""
     key = "gpus_per_node" if kind.gpus else "ranks_per_node"
-    fits = kind.ranks % shape.tp == 0 or shape.cell_size < kind.ranks
+    block = shape.tp * shape.cp
+    name, words = ("tp", f"tp {block}") if shape.cp == 1 else ("tp x cp", f"tp {shape.tp} x cp {shape.cp}")
+    fits = kind.ranks % block == 0 or shape.cell_size < kind.ranks
     if not (fits or tp_across_nodes):
         raise ValueError(
-            f"agent {shape.name}: tp {shape.tp} would cross nodes of slurm.{key} {kind.ranks}, and every layer would "
-            f"wait for the network. Choose tp {_spoken(_divisors(kind.ranks))}, or slurm.tp_across_nodes=true"
+            f"agent {shape.name}: {words} would cross nodes of slurm.{key} {kind.ranks}, and every layer would "
+            f"wait for the network. Choose {name} {_spoken(_divisors(kind.ranks))}, or slurm.tp_across_nodes=true"
         )
     small, large = sorted((shape.cell_size, kind.ranks))
     if large % small:
         divisors = [n for n in _divisors(shape.cell_size) if n <= kind.ranks]
         raise ValueError(
-            f"slurm.{key} ({kind.ranks}) does not divide the cells of agent {shape.name} (tp {shape.tp} x pp "
-            f"{shape.pp} = {shape.cell_size} ranks), nor they it: a cell would be cut at a node's end. Nearest: "
+            f"slurm.{key} ({kind.ranks}) does not divide the cells of agent {shape.name} ({shape.product} "
+            f"= {shape.cell_size} ranks), nor they it: a cell would be cut at a node's end. Nearest: "
             f"{divisors[-1]}"
         )
 

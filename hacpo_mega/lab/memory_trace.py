@@ -81,7 +81,7 @@ def trace_actor(
     head is the CPU's either way, since a Triton kernel has no fake. Needs a process without process groups.
     """
     with ExitStack() as stack:
-        stack.enter_context(_fake_world(layout, dp, rank=pp_rank * layout.tp))
+        stack.enter_context(_fake_world(layout, dp, rank=pp_rank * layout.tp * layout.cp))
         # A compiler would look for numbers; what it fuses keeps the same for backward.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
@@ -94,6 +94,7 @@ def trace_actor(
                 architecture,
                 tp=layout.tp,
                 pp=layout.pp,
+                cp=layout.cp,
                 dtype=torch.bfloat16 if on_cuda else torch.float32,
                 max_positions=num_tokens,
                 recompute=recompute,
@@ -161,11 +162,11 @@ class _Run:
         """Hidden states of this stage; one that is not the first gets its input as from the stage before."""
         bare = unwrapped(self.model)
         if not bare.pre_process:
-            local = self.num_tokens // bare.pg_collection.tp.size()
+            local = self._own_tokens // bare.pg_collection.tp.size()
             bare.set_input_tensor(
                 torch.empty(local, 1, bare.config.hidden_size, dtype=bare.config.params_dtype, requires_grad=True)
             )
-        counting = self._counting()
+        counting = self._counting(self.num_tokens)
         return forward_packed(self.model, counting, counting, torch.tensor([0, self.num_tokens], dtype=torch.int32))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -174,9 +175,9 @@ class _Run:
             return hidden
         weight, tp = lm_head_weight(self.model), parallel_state.get_tensor_model_parallel_group()
         return linear_logprob(
-            hidden.index_select(0, self._counting()),
+            hidden.index_select(0, self._counting(self._own_tokens)),
             weight,
-            self._counting() % self.architecture.vocab_size,
+            self._counting(self._own_tokens) % self.architecture.vocab_size,
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             group=tp if tp.size() > 1 else None,
@@ -189,8 +190,12 @@ class _Run:
         del hidden
         torch.autograd.backward(answer, torch.ones_like(answer))
 
-    def _counting(self) -> torch.Tensor:
-        return torch.tensor(range(self.num_tokens))  # a literal: the numbers of a micro-batch are known
+    @property
+    def _own_tokens(self) -> int:
+        return self.num_tokens // parallel_state.get_context_parallel_world_size()
+
+    def _counting(self, tokens: int) -> torch.Tensor:
+        return torch.tensor(range(tokens))  # a literal: the numbers of a micro-batch are known
 
 
 def _step(optimizer: ActorOptimizer) -> None:
@@ -284,10 +289,10 @@ def _fake_world(layout: Layout, dp: int, rank: int) -> Iterator[None]:
         answers[:] = [mine] * len(answers)
 
     assert not dist.is_initialized(), "a trace is a world of its own: give it a process without groups"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.tp * layout.pp * dp)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.cell_size * dp)
     try:
         with _replaced(dist, "all_gather_object", gather):
-            initialize_parallel(layout.tp, layout.pp, seed=1)
+            initialize_parallel(layout.tp, layout.pp, seed=1, cp=layout.cp)
             yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -4,7 +4,8 @@ Every method is called by all ranks of a cell with the same samples, and `learn`
 Its heart is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: what scores an answer is,
 bit for bit, what the first update of a step sees again. The scaling of gradients is in schedule.py, Adam in
 optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), and sampling (the engine).
-Shapes: T tokens and R trained rows of a micro-batch, B its samples, H hidden size.
+Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens and N trained rows that this rank of cp
+has of it.
 """
 
 import json
@@ -25,6 +26,7 @@ from hacpo_mega.algorithm import mean_logprobs
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
+from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
 from hacpo_mega.megatron.installed import VERSION
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
@@ -34,6 +36,8 @@ from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
 from hacpo_mega.megatron.schedule import (
     DATA_PARALLEL,
+    NO_TOKEN_COUNT,
+    LastStage,
     accumulate_gradients,
     data_parallel,
     forward_only,
@@ -51,10 +55,11 @@ from hacpo_mega.samples.packing import pack, pack_update
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
+Packing = Callable[[Sequence[TokenSequence]], Sequence[MicroBatch]]
 
 
 class Actor:
-    """A Hugging Face folder as a trainable Megatron model, spread over tp * pp ranks and repeated over cells."""
+    """A Hugging Face folder as a trainable Megatron model, spread over tp * cp * pp ranks and repeated over cells."""
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Actor:
         *,
         tp: int,
         pp: int,
+        cp: int = 1,
         optimizer: OptimizerConfig,
         total_updates: int,
         max_tokens_per_microbatch: int,
@@ -96,10 +102,10 @@ class Actor:
         folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
-        self.folder, self.tp, self.temperature = Path(folder), tp, temperature
+        self.folder, self.tp, self.cp, self.temperature = Path(folder), tp, cp, temperature
         cost = partial(forward_flops, self.architecture, 1)
         evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
-        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp, cost=evened)
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp * cp, cost=evened)
         self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress, self._reports = on_progress, reports
@@ -109,7 +115,7 @@ class Actor:
         self.transformer = chosen_transformer(
             transformer, self.architecture.kin, dtype=self.dtype, on_cuda=cuda, version=VERSION
         )
-        initialize_parallel(tp, pp, seed, timeout_s)
+        initialize_parallel(tp, pp, seed, timeout_s, cp=cp)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions
             model = self._build(tp, pp, positions, recompute, overrides)
@@ -126,6 +132,7 @@ class Actor:
             self.architecture,
             tp=tp,
             pp=pp,
+            cp=self.cp,
             dtype=self.dtype,
             max_positions=max_positions,
             recompute=recompute,
@@ -166,14 +173,16 @@ class Actor:
             logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
 
-    def _token_logprobs(self, hidden_TH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def _token_logprobs(self, hidden_tH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Log-probs of the trained rows, fp32 [R]: the head, without logits. Last pipeline stage only."""
         finish_gather(self.model)  # the head is no module's forward
-        weight_VH = lm_head_weight(self.model)
-        return linear_logprob(
-            hidden_TH.index_select(0, batch.rows_R.to(self.device, non_blocking=True)),
+        weight_VH, tokens = lm_head_weight(self.model), own_tokens(len(batch.tokens_T))
+        own = own_rows(batch.rows_R, tokens)
+        rows_N = batch.rows_R[own] - tokens.start
+        logprob_N = linear_logprob(
+            hidden_tH.index_select(0, rows_N.to(self.device, non_blocking=True)),
             weight_VH,
-            batch.targets_R,
+            batch.targets_R[own],
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             temperature=self.temperature,
@@ -181,31 +190,22 @@ class Actor:
             # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
             fuse_main_grad=weight_VH.dtype != torch.float32,
         )
+        return sum_rows(logprob_N, own, len(batch.rows_R))
 
     # ---- learning
 
-    def learn(self, samples: Sequence[Sample], loss_fn: LossFn) -> UpdateStats:
-        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty."""
-        return self._update(self._pack_update(samples), loss_fn)
-
-    def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
-        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
-
-        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
-            return -logprob_R.sum() / num_trained_tokens, None
-
-        return self._update(self._pack(sequences), cross_entropy)
-
-    def _update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> UpdateStats:
-        """Backward through all micro-batches, one step of the optimizer.
+    def learn(self, samples: Sequence[TokenSequence], loss_fn: LossFn, packing: Packing | None = None) -> UpdateStats:
+        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
 
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
         over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
-        update. A loss or a gradient that is not finite anywhere skips the update everywhere.
+        update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
+        micro-batches; by default own answers are packed apart from others'.
         """
+        batches = (packing or self._pack_update)(samples)
         with megatron_platform():
             with self._spans.span("forward and backward"):
-                seen = self._backward(batches, loss_fn)
+                seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports), self._reports, self.device)
@@ -215,14 +215,22 @@ class Actor:
                 start_gather(self.model)
         return update_stats(batches, loss, reports, step)
 
-    def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:
-        """The gradient of these micro-batches in the model's buffers; (loss, report) of each, on the last stage."""
+    def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
+        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
 
-        def last_stage(hidden_TH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, Any]]:
-            loss, report = loss_fn(self._token_logprobs(hidden_TH, batch), on_device(batch, self.device))
-            return loss, (loss.detach(), report)
+        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
+            return -logprob_R.sum() / num_trained_tokens, None
 
-        return accumulate_gradients(self.model, Told(batches, self._on_progress), last_stage)
+        return self.learn(sequences, cross_entropy, self._pack)
+
+    def _loss_of(self, loss_fn: LossFn) -> LastStage:
+        """What the last stage makes of hidden states: the loss, and (loss, report) for whoever asked for the update."""
+
+        def last_stage(hidden_tH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            loss, report = loss_fn(self._token_logprobs(hidden_tH, batch), on_device(batch, self.device))
+            return loss, NO_TOKEN_COUNT, (loss.detach(), report)
+
+        return last_stage
 
     def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
         """How long the gradients of groups of samples are, and how they lie to the first one; nothing is learnt.
@@ -235,7 +243,8 @@ class Actor:
         found = []
         with megatron_platform():
             for place, samples in enumerate(groups):
-                self._backward(self._pack_update(samples), loss_fn)
+                batches = Told(self._pack_update(samples), self._on_progress)
+                accumulate_gradients(self.model, batches, self._loss_of(loss_fn))
                 present = self.optimizer.counted_gradients()
                 if place == 0:
                     first = [gradient.clone() for gradient in present]
@@ -314,7 +323,7 @@ class Actor:
         """
         finish_gather(self.model)
         problem = None
-        if parallel_state.get_data_parallel_rank() == 0:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
             try:
                 save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
             except OSError as error:

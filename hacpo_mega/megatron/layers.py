@@ -1,7 +1,7 @@
 """The layers Megatron's local spec lacks: packed attention, an output bias, and the norms of norms.py.
 
 With them one layer spec serves the CPU and any GPU without TransformerEngine. Shapes: T tokens of a packed micro-batch,
-N query heads and K key/value heads of this rank, D head size.
+t = T / cp of them on a rank, N query heads and K key/value heads of this rank, D head size.
 """
 
 import inspect
@@ -9,6 +9,7 @@ import inspect
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.norms import AddNormed, RMSNorm, WholeRMSNorm
 from hacpo_mega.models.architecture import Architecture
@@ -29,29 +31,36 @@ class PackedAttention(torch.nn.Module):
 
     CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention over sequences of
     similar length. Both take the same path with and without gradients, so a score and the training forward agree to the
-    last bit.
+    last bit. With context parallelism they see all tokens of this rank's share of the heads (context_parallel.py).
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_place: object) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **_place: object,
+    ) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0, "dropout would make a score differ from the training forward"
-        self.scale = softmax_scale
+        self.scale, self.cp = softmax_scale, pg_collection.cp
 
     def forward(
         self,
-        query_TND: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
+        query_tND: torch.Tensor,
+        key_tKD: torch.Tensor,
+        value_tKD: torch.Tensor,
         attention_mask: None,
         *,
         packed_seq_params: PackedSeqParams,
         **_megatron_options: object,
     ) -> torch.Tensor:
-        """Return the attention output [T, N, D]."""
+        """Return the attention output of this rank's tokens [t, N, D]."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
-        flash = query_TND.is_cuda and query_TND.dtype in (torch.bfloat16, torch.float16)
+        flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
         attend = _attend_flash if flash else _attend_in_groups
-        return attend(query_TND, key_TKD, value_TKD, packed_seq_params, self.scale)
+        whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
+        return all_to_all_heads(attend(*whole, packed_seq_params, self.scale), self.cp, gathers_tokens=False)
 
 
 def _attend_flash(

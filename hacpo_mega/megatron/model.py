@@ -1,8 +1,8 @@
 """A Hugging Face architecture as a Megatron model whose last stage answers hidden states, not logits.
 
 The language-model head is a fused kernel outside (hacpo_kernels.linear_logprob), so no [T, V] tensor ever exists here.
-Shapes: T tokens of a packed micro-batch, H hidden size, V vocabulary (V/tp on a rank), P pairs of a head's numbers
-that turn with the position.
+Shapes: T tokens of a packed micro-batch, t = T/cp of them on a rank, H hidden size, V vocabulary (V/tp on a rank), P
+pairs of a head's numbers that turn with the position.
 Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
 """
 
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
 from hacpo_mega.config.pass_through import table_problems
+from hacpo_mega.megatron.context_parallel import own_tokens, rotate_by_given_angles
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies
@@ -39,6 +40,8 @@ class HiddenStateModel(GPTModel):
         self.architecture, self.stages, self.fuses_norms = architecture, stages, fuses_norms
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
+        for layer in self.decoder.layers:
+            rotate_by_given_angles(layer.self_attention)
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
@@ -51,7 +54,7 @@ class HiddenStateModel(GPTModel):
         return hidden, twice[:, None, None, :], None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
-        """Between stages [T/tp, 1, H] as Megatron sends it; from the last stage [T, H], all tokens on every rank."""
+        """Between stages [t/tp, 1, H] as Megatron sends it; from the last [t, H], the same on every tensor rank."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -67,6 +70,7 @@ def build_model(
     *,
     tp: int,
     pp: int,
+    cp: int = 1,
     dtype: torch.dtype,
     max_positions: int,
     recompute: str = "none",
@@ -80,7 +84,7 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    layout = Layout.of(tp, pp, overrides or {})
+    layout = Layout.of(tp, pp, overrides or {}, cp=cp)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})
@@ -154,19 +158,21 @@ def forward_packed(
     """One forward of this rank's stage over sequences packed end to end; usable in a Megatron forward step.
 
     tokens_T, positions_T: int64; positions restart in every sequence. cu_seqlens: int32 [B + 1], on the CPU so that
-    reading its longest sequence does not wait for the device. T must be a multiple of tp. Returns hidden states [T, H]
-    after the final norm on the last stage; on the others, Megatron's [T/tp, 1, H]. Every stage but the first gets its
-    input by set_input_tensor.
+    reading its longest sequence does not wait for the device. T must be a multiple of tp * cp. Returns hidden states of
+    this rank's tokens, after the final norm [t, H] on the last stage; on the others, Megatron's [t/tp, 1, H]. Every
+    stage but the first gets its input by set_input_tensor.
     """
     assert cu_seqlens.device.type == "cpu", cu_seqlens.device
     num_tokens, tp = tokens_T.numel(), parallel_state.get_tensor_model_parallel_world_size()
-    assert num_tokens % tp == 0, (num_tokens, tp)
     assert num_tokens == cu_seqlens[-1], (num_tokens, cu_seqlens)
+    own = own_tokens(num_tokens)
+    num_own = own.stop - own.start
+    assert num_own % tp == 0, (num_tokens, num_own, tp)
     device = unwrapped(model).rope_P.device
     starts, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
-    # Angles come per token already: for the rotary embedding the pack is one sequence (cu_seqlens_*_padded is what
-    # Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
-    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
+    # Angles come per token already: for the rotary embedding this rank's tokens are one sequence (cu_seqlens_*_padded
+    # is what Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
+    whole = torch.tensor([0, num_own], dtype=torch.int32)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
@@ -176,7 +182,7 @@ def forward_packed(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    tokens_1T, positions_1T = (tensor.to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
+    tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
     with megatron_platform():
         return model(input_ids=tokens_1T, position_ids=positions_1T, attention_mask=None, packed_seq_params=packed)
 

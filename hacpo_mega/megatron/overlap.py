@@ -27,6 +27,7 @@ def reduction_inside_backward(model: DistributedDataParallel, *, has_samples: bo
     if not wrapping.overlap_grad_reduce:
         yield
         return
+    # The ranks of cp have the same samples, so the cells of one of them decide for all.
     least = torch.tensor(int(has_samples), device=next(model.parameters()).device)
     group = parallel_state.get_data_parallel_group()
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)

@@ -14,8 +14,9 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+NAMES_A_DEVICE = (str, torch.device)
 
-# A cell's ranks are neighbours: rank = cell * (tp * pp) + pp_rank * tp + tp_rank.
+# A cell's ranks are neighbours: rank = cell * (tp * cp * pp) + (pp_rank * cp + cp_rank) * tp + tp_rank.
 RANK_ORDER = "tp-cp-ep-pp-dp"
 
 
@@ -36,20 +37,23 @@ def megatron_platform() -> Iterator[None]:
         yield
 
 
-def initialize_parallel(tp: int, pp: int, seed: int, timeout_s: float = 1800.0) -> None:
+def initialize_parallel(tp: int, pp: int, seed: int, timeout_s: float = 1800.0, *, cp: int = 1) -> None:
     """Megatron's groups over the current default process group (one agent's world), and its random streams.
 
     Rank order is RANK_ORDER; data parallelism takes the rest of the world. `timeout_s` bounds every collective of these
-    groups. Raises ValueError if tp * pp does not divide the world. Gloo twins of the groups are not made: optimizers
-    take `use_gloo_process_groups=False`.
+    groups. Raises ValueError if tp * cp * pp does not divide the world. Gloo twins of the groups are not made:
+    optimizers take `use_gloo_process_groups=False`.
     """
     world_size = torch.distributed.get_world_size()
-    if world_size % (tp * pp):
-        raise ValueError(f"tp * pp = {tp} * {pp} = {tp * pp} does not divide the agent's {world_size} ranks")
+    if world_size % (cell := tp * cp * pp):
+        raise ValueError(f"tp * cp * pp = {tp} * {cp} * {pp} = {cell} does not divide the agent's {world_size} ranks")
     with megatron_platform():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            # Megatron lays out experts, too: as wide, their pipelines have the ranks of these.
+            expert_model_parallel_size=cp,
             order=RANK_ORDER,
             distributed_timeout_minutes=timeout_s / 60.0,  # a timedelta is made of it, which takes parts of minutes
             create_gloo_process_groups=False,
@@ -66,18 +70,22 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        args, kwargs = _on_cpu(args), {key: _device_on_cpu(value) for key, value in (kwargs or {}).items()}
-        # Pinned memory exists only beside an accelerator.
-        kwargs.pop("pin_memory", None)
-        answer = func(*args, **kwargs)
+        # Some thousand calls of a step come here, and few of them name a device.
+        for value in args:
+            if isinstance(value, NAMES_A_DEVICE):
+                args = tuple(map(_device_on_cpu, args))
+                break
+        if not kwargs:
+            answer = func(*args)
+        else:
+            kwargs = {key: _device_on_cpu(value) for key, value in kwargs.items()}
+            # Pinned memory exists only beside an accelerator.
+            kwargs.pop("pin_memory", None)
+            answer = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(answer, str):
             # The distributed optimizer sorts parameters by this string.
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
-
-
-def _on_cpu(args: tuple) -> tuple:
-    return tuple(_device_on_cpu(value) for value in args)
 
 
 def _device_on_cpu(value: Any) -> Any:

@@ -6,14 +6,17 @@ keeps scales that change from one forward to the next, so an answer scored twice
 Written against TransformerEngine 2.9 to 2.11. Imports it nowhere: Megatron does, and installed.py before it.
 """
 
+import copy
 from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import Family
@@ -48,28 +51,36 @@ class PackedTEAttention(torch.nn.Module):
     """TransformerEngine's attention over packed sequences.
 
     What is padded between sequences is nothing here, and the field that says so is what the rotary embedding reads
-    (model.py); TransformerEngine would take it for the places of the sequences.
+    (model.py); TransformerEngine would take it for the places of the sequences. With context parallelism it is told of
+    this rank's share of the heads alone, which it sees over all tokens (context_parallel.py).
     """
 
-    def __init__(self, attend: type, **place: object) -> None:
+    def __init__(
+        self, attend: type, config: TransformerConfig, pg_collection: ProcessGroupCollection, **place: object
+    ) -> None:
         super().__init__()
-        self.attend = attend(**place)
+        self.cp, cp, tp = pg_collection.cp, pg_collection.cp.size(), pg_collection.tp.size()
+        share = copy.copy(config)
+        share.num_attention_heads //= cp
+        share.num_query_groups = max(share.num_query_groups, tp * cp) // cp
+        self.attend = attend(config=share, pg_collection=pg_collection, **place)
 
     def forward(
         self,
-        query_TND: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
+        query_tND: torch.Tensor,
+        key_tKD: torch.Tensor,
+        value_tKD: torch.Tensor,
         attention_mask: None,
         *,
         packed_seq_params: PackedSeqParams,
         **megatron_options: object,
     ) -> torch.Tensor:
-        """Return the attention output, [T, N * D]."""
+        """Return the attention output of this rank's tokens [t, N * D]."""
         unpadded = replace(packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
-        return self.attend(
-            query_TND, key_TKD, value_TKD, attention_mask, packed_seq_params=unpadded, **megatron_options
-        )
+        whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
+        output = self.attend(*whole, attention_mask, packed_seq_params=unpadded, **megatron_options)
+        heads = output.unflatten(1, (-1, query_tND.shape[2]))
+        return all_to_all_heads(heads, self.cp, gathers_tokens=False).flatten(1)
 
 
 class WithBias:

@@ -2,9 +2,9 @@
 
 Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
 tests/unit/test_memory_trace.py holds the sums to the real Megatron model (lab/memory_trace.py). The letters are
-those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which every tensor-parallel rank holds
-S = T / tp between its layers; h hidden size, q and k query and key/value heads of a rank, d head size, f feed-forward
-columns and v vocabulary rows of a rank.
+those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which a rank of cp has t = T / cp and
+every tensor-parallel rank of it holds S = t / tp between its layers; h hidden size, q and k query and key/value heads
+of a tensor rank, d head size, f feed-forward columns and v vocabulary rows of a rank.
 Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
@@ -69,6 +69,16 @@ class ActorPlan:
     shares: bool = False
     device: Device = CUDA
 
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro-batch that a rank of cp has."""
+        return self.num_tokens // self.layout.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer's state of the same weights."""
+        return self.dp * self.layout.cp
+
 
 @dataclass(frozen=True)
 class ActorMemory:
@@ -98,7 +108,7 @@ class ActorMemory:
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
     numbers = num_weights(plan.architecture, plan.layout, stage)
-    share = math.ceil(numbers / plan.dp)
+    share = math.ceil(numbers / plan.shards)
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
@@ -131,10 +141,10 @@ def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> i
 class _Layer:
     """Bytes of the tensors of one layer and one micro-batch.
 
-    residual   [S, h], between the layers; gathered [T, h]
+    residual   [S, h], between the layers; gathered [t, h]
     norm       what a norm keeps beside its input, its output among it
     attention  all that attention keeps, its norm included
-    ffn        [T, f]; mlp: all that the feed-forward keeps, its norm not included
+    ffn        [t, f]; mlp: all that the feed-forward keeps, its norm not included
     down       the gradient of the feed-forward's second matrix
     more_norms what norms keep beyond two
     """
@@ -150,7 +160,7 @@ class _Layer:
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
-        a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+        a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
         norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
         return cls(
@@ -185,22 +195,24 @@ class _Layer:
 
 def _attention(plan: ActorPlan) -> int:
     """Bytes that attention keeps after its norm."""
-    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+    a, tokens, number = plan.architecture, plan.own_tokens, plan.device.number
+    tp, cp = plan.layout.tp, plan.layout.cp
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
-    head = tokens * a.head_dim * number  # of one head
+    head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
+    met = max(k, cp)  # keys and values, of which each rank has a copy of its own
+    rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
-    kept = (
-        (q + 2 * k + q) * head
-        + 4 * tokens * a.rotary_dim * number
-        + (_statistics_rows(tokens) if plan.device.flash_attention else tokens) * q * FLOAT32
-    )
+    kept = (q + 2 * met + q) * head + 4 * tokens * a.rotary_dim * number + rows * (q // cp) * FLOAT32
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
-        kept += (q + q + k) * head
+        kept += (q + q + met) * head
+    if cp > 1:
+        # The output of this rank's tokens beside that of its heads; the CPU keeps values beside their padded copy, too.
+        kept += q * head if plan.device.flash_attention else met * head
     if a.kin.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
-    if a.qk_norm or not plan.device.flash_attention:
+    if a.qk_norm or not (plan.device.flash_attention or cp > 1):
         # A view of keys or values keeps all of the fused projection.
         kept += (q + 2 * k) * head
     if a.qk_norm:
@@ -219,7 +231,7 @@ def _statistics_rows(tokens: int) -> int:
 
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
-    a, tokens = plan.architecture, plan.num_tokens
+    a, tokens = plan.architecture, plan.own_tokens
     angles = tokens * a.rotary_dim * FLOAT32 if plan.recompute == "full" else 0
     return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
 
@@ -231,7 +243,7 @@ def _end(layer: _Layer) -> int:
 
 def _head(plan: ActorPlan) -> int:
     """What the log-probs and their backward take at most, every token being trained (kernels/hacpo_kernels)."""
-    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.num_tokens, plan.device.number
+    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     rows, row = min(tokens, logit_rows(columns, triton=plan.device.triton_head)), a.hidden_size
     last_rows = (tokens - 1) % rows + 1
@@ -271,7 +283,7 @@ def _waiting(plan: ActorPlan) -> int:
 
 def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
-    a, tp, tokens = plan.architecture, plan.layout.tp, plan.num_tokens
+    a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
     inside = 4 * layer.residual + layer.mlp + tokens * a.head_dim * FLOAT32
     columns = padded_vocab_size(a.vocab_size, tp) // tp

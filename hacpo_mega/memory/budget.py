@@ -6,7 +6,7 @@ of parts, so that a reader can add it up.
 Imports no torch. Not here: where the numbers come from in a configuration (config/device_memory.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -162,15 +162,14 @@ class Budget:
         return self.capacity is None or self.peak <= (1.0 - room) * self.capacity
 
 
-def stages_of(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Iterator[Budget]:
-    """The budget of every pipeline stage."""
-    for stage in range(actor.layout.pp):
-        yield Budget(actor, engine, capacity, stage)
-
-
 def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Budget:
-    """The budget of the pipeline stage that takes the most."""
-    return max(stages_of(actor, engine, capacity), key=lambda budget: budget.peak)
+    """The budget of the pipeline stage that takes the most.
+
+    Of those between the first and the last, which have equal layers, the earliest has most micro-batches in flight.
+    """
+    last = actor.layout.pp - 1
+    stages = (Budget(actor, engine, capacity, stage) for stage in sorted({0, min(1, last), last}))
+    return max(stages, key=lambda budget: budget.peak)
 
 
 def left_behind(engine: EnginePlan) -> int:

@@ -1,6 +1,7 @@
 """Which parallel layouts a model can have: the one place that knows. `hacpo-mega check` and the model builder call it.
 
-A layout cuts every layer into tp shards, and the layers into pp stages; engine_tp is the tensor parallelism of vLLM.
+A layout cuts every layer into tp shards, the layers into pp stages and the tokens of a micro-batch into cp parts, whose
+ranks share the heads of attention; engine_tp is the tensor parallelism of vLLM.
 Every problem is a line with the numbers and the nearest valid value. Imports no torch and no Megatron.
 Not here: how a parameter is cut (segments.py), and how many cells and ranks there are (cluster/rank_map.py).
 """
@@ -27,14 +28,26 @@ class Layout:
     first_layers: int | None = None
     last_layers: int | None = None
     engine_tp: int | None = None
+    cp: int = 1
 
     @classmethod
-    def of(cls, tp: int, pp: int, megatron: Mapping[str, Any], engine_tp: int | None = None) -> "Layout":
+    def of(cls, tp: int, pp: int, megatron: Mapping[str, Any], engine_tp: int | None = None, cp: int = 1) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp)
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp)
+
+    @property
+    def cell_size(self) -> int:
+        """Ranks of one replica of the model."""
+        return self.tp * self.cp * self.pp
+
+    def product(self) -> str:
+        """How the ranks of a cell come about, in words: "tp x pp (2 x 2 = 4)", with cp where there is any."""
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
+        named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+        return f"{' x '.join(named)} ({' x '.join(map(str, named.values()))} = {self.cell_size})"
 
 
 def layout_problems(
@@ -49,7 +62,8 @@ def layout_problems(
     max_positions       tokens of the longest prompt and answer together
     engine_head_sizes   head sizes that the engine's attention knows; None: all
     """
-    problems = [*_tensor_problems(architecture, layout), *_pipeline_problems(architecture.num_layers, layout)]
+    problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
+    problems += _pipeline_problems(architecture.num_layers, layout)
     if layout.engine_tp is not None:
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
     if max_positions is not None and max_positions > architecture.max_positions:
@@ -85,10 +99,29 @@ def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
     return _sharing_problems(architecture, "tp", layout.tp, also)
 
 
+def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
+    """Why cp ranks cannot share the heads that a tensor rank has; its tp must be one that the model can have.
+
+    With more ranks than key/value heads, each head goes to several.
+    """
+    heads, kv_heads, tp = architecture.num_heads, architecture.num_kv_heads, layout.tp
+
+    def fits(cp: int) -> bool:
+        return heads % (tp * cp) == 0 and _copies(kv_heads, tp * cp)
+
+    if fits(layout.cp):
+        return []
+    nearest = _nearest(layout.cp, [cp for cp in range(1, heads // tp + 1) if fits(cp)])
+    return [
+        f"cp ({layout.cp}): tp x cp ({tp} x {layout.cp} = {tp * layout.cp}) must divide the model's {heads} attention "
+        f"heads, and its {kv_heads} key/value heads or be a multiple of them. Nearest: cp = {nearest}"
+    ]
+
+
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    cell = {f"tp x pp ({layout.tp} x {layout.pp} = {{}})": layout.tp * layout.pp}
+    cell = {layout.product(): layout.cell_size}
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, cell)
     if head_sizes is not None and architecture.head_dim not in head_sizes:
         problems.append(head_size_problem(architecture.head_dim, head_sizes))
@@ -107,21 +140,23 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
         **also,
     }
 
-    def copies(n: int) -> bool:
-        return max(kv_heads, n) % min(kv_heads, n) == 0
-
-    valid = [n for n in range(1, heads + 1) if copies(n) and not any(size % n for size in divided.values())]
+    valid = [n for n in range(1, heads + 1) if _copies(kv_heads, n) and not any(size % n for size in divided.values())]
     nearest = f"Nearest: {key} = {_nearest(ranks, valid)}"
     problems = [
         f"{key} ({ranks}) must divide {words.format(size)}. {nearest}"
         for words, size in divided.items()
         if size % ranks
     ]
-    if not copies(ranks):
+    if not _copies(kv_heads, ranks):
         problems.append(
             f"{key} ({ranks}) must divide the model's {kv_heads} key/value heads or be a multiple of them. {nearest}"
         )
     return problems
+
+
+def _copies(kv_heads: int, ranks: int) -> bool:
+    """Whether each rank has equally many key/value heads, or each head is on equally many ranks."""
+    return max(kv_heads, ranks) % min(kv_heads, ranks) == 0
 
 
 def _pipeline_problems(num_layers: int, layout: Layout) -> Iterator[str]:

@@ -58,6 +58,7 @@ FIXED: dict[str, Any] = {
     "apply_rope_fusion": False,
     "fused_single_qkv_rope": False,
     "persist_layer_norm": False,
+    # What cuts a pack and what lets attention see all of it lies outside of the layers (megatron/context_parallel.py).
     "context_parallel_size": 1,
     "hierarchical_context_parallel_sizes": None,
     "expert_model_parallel_size": 1,

@@ -106,7 +106,8 @@ def _facts(run: Run) -> Html:
 
 
 def _describe_agent(agent: dict[str, Any]) -> str:
-    layout = f"tp {agent.get('tp', 1)}, pp {agent.get('pp', 1)}"
+    sizes = {key: agent.get(key, 1) for key in ("tp", "cp", "pp")}
+    layout = ", ".join(f"{key} {size}" for key, size in sizes.items() if key != "cp" or size > 1)
     return f"{agent.get('name')} ({agent.get('model', 'unknown model')}; {layout})"
 
 

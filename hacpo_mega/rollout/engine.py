@@ -13,9 +13,7 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import hashlib
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,12 +29,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
+from hacpo_mega.rollout.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
@@ -51,6 +52,7 @@ from hacpo_mega.rollout.host_process import (
     require_process,
     without_message_queue,
 )
+from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 RELOADING = Reloading(
@@ -61,16 +63,7 @@ RELOADING = Reloading(
 )
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
-    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
-
-    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
-    resumed run answers as the first one did, whatever its layout.
-    """
-    place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
-    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
 class Engine:
@@ -138,7 +131,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
             load_format="dummy" if random_weights else "auto",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **defaults, **(options or {})},
+            **{"use_tqdm_on_load": False, **({} if self._on_cuda else FOR_CPU), **defaults, **(options or {})},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)
@@ -147,6 +140,8 @@ class Engine:
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config = llm.llm_engine.vllm_config
+            if not self._on_cuda:
+                _draw_by_row(worker_of(llm).model_runner)
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -189,6 +184,7 @@ class Engine:
                 logprobs=0 if return_logprobs else None,
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,
             )
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
@@ -337,6 +333,11 @@ class Engine:
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
+
+
+def _draw_by_row(runner: Any) -> None:
+    """On the CPU, where vLLM has its first model runner; the second one draws by row itself."""
+    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
 
 
 # For good, since it also runs when an engine that nobody closed is collected.

@@ -85,15 +85,15 @@ def pack(
 
     First-fit decreasing over lengths (ties in the given order): deterministic, within 11/9 of the fewest micro-batches,
     and neighbours have similar lengths, which evens out attention. With `cost` as many, or more where their tokens do
-    not fit otherwise, and each sequence, longest first, in the one that has cost least so far. `multiple` (the
-    tensor-parallel size under sequence parallelism) rounds T up and must divide `max_tokens`. Sequences without trained
+    not fit otherwise, and each sequence, longest first, in the one that has cost least so far. `multiple` (tp x
+    cp, the ranks that share the tokens) rounds T up and must divide `max_tokens`. Sequences without trained
     tokens are left out.
 
     Raises ValueError when a sequence alone is longer than `max_tokens`.
     """
     if max_tokens % multiple:
         raise ValueError(
-            f"max_tokens_per_microbatch ({max_tokens}) must be a multiple of tp ({multiple}). "
+            f"max_tokens_per_microbatch ({max_tokens}) must be a multiple of tp x cp ({multiple}). "
             f"Nearest: {max_tokens // multiple * multiple}."
         )
     trained = [sequence for sequence in sequences if sequence.num_trained > 0]

@@ -1,4 +1,4 @@
-"""A checkpoint is of no layout: tensor and pipeline parallel sizes, cells, and one process without any take it up.
+"""A checkpoint is of no layout: any tp, cp and pp, any number of cells, and one process without any take it up.
 
 What an actor holds is read here by Megatron's own gather of the optimizer's state, put into the model's parameters and
 named by the exporter: nothing of the code that stores takes part.
@@ -42,7 +42,13 @@ LAYOUTS = {
     "tp 2 x pp 2": {"tp": 2, "pp": 2, **UNEVEN},
     "tp 4": {"tp": 4},
     "four cells, from tp 2 x pp 2": {},
+    "cp 2, two cells": {"cp": 2},
+    "pp 2 x cp 2": {"pp": 2, "cp": 2, **UNEVEN},
+    "tp 2, two cells, from cp 2": {"tp": 2},
 }
+# Those that write what they have taken up, and those that take this up.
+WRITERS = {"tp 2 x pp 2": "again", "cp 2, two cells": "shared"}
+READERS = {"four cells, from tp 2 x pp 2": "again", "tp 2, two cells, from cp 2": "shared"}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for name, shape in MODELS.items():
         make_model(folder / name, **shape)
-        for state in ("state", "again"):
+        for state in ("state", "again", "shared"):
             (folder / f"{name}.{state}").mkdir()
     for state in ("half.state", "half.again"):
         (folder / state).mkdir()
@@ -78,9 +84,9 @@ def visit_layouts_of(folder: Path, name: str) -> dict:
     found = {"written": (state_of(writer), update(writer, 2))}
     for layout, options in LAYOUTS.items():
         actor = make_actor(folder / name, optimizer=ADAM, **options)
-        actor.load(folder / f"{name}.{'again' if 'from' in layout else 'state'}", **counts)
-        if layout == "tp 2 x pp 2":
-            save(actor, folder / f"{name}.again")
+        actor.load(folder / f"{name}.{READERS.get(layout, 'state')}", **counts)
+        if layout in WRITERS:
+            save(actor, folder / f"{name}.{WRITERS[layout]}")
         found[layout] = (state_of(actor), update(actor, 2))
     return found
 
@@ -189,7 +195,7 @@ def test_one_process_without_a_group_reads_the_weights(model, seen, folder):
     assert not dist.is_initialized()
     sources = tuple(all_sources(Architecture.from_folder(folder / model)))
     expected = seen[model]["written"][0]["weights"]
-    for state in ("state", "again"):
+    for state in ("state", "again", "shared"):
         found = dict(stored_weights(folder / f"{model}.{state}", sources, torch.float32))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -163,6 +163,8 @@ BATCHES = [
         "training.prompts_per_step (10) must be a multiple of the 4 skills of data.skills. Nearest: 8 or 12"),
     one("cells", "agents.a.cells_per_lane=3", "(4) must be a multiple of lanes x cells_per_lane of agent a (1 x 3 = 3"),
     one("a micro-batch too small", "training.max_tokens_per_microbatch=19", "must hold one prompt and answer"),
+    Case("a micro-batch of unequal parts", ("agents.a.tp=2", "agents.a.cp=2", "training.max_tokens_per_microbatch=258"),
+         ("(258) must be a multiple of tp x cp of agent a (2 x 2 = 4). Nearest: 256 or 260",)),
     Case("an odd micro-batch", ("agents.a.tp=2", "training.max_tokens_per_microbatch=257"),
          ("training.max_tokens_per_microbatch (257) must be a multiple of tp of agent a (2). Nearest: 256 or 258",)),
 ]  # fmt: skip

@@ -37,8 +37,9 @@ OLMO2 = replace(SMALL, family="olmo2")
 GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 
 
-def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE) -> ActorPlan:
-    return ActorPlan(architecture, Layout(tp, pp), dp=2, num_tokens=2048, recompute=recompute, device=device)
+def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1) -> ActorPlan:
+    layout = Layout(tp, pp, cp=cp)
+    return ActorPlan(architecture, layout, dp=2, num_tokens=2048, recompute=recompute, device=device)
 
 
 def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> TracedMemory:

@@ -21,8 +21,9 @@ from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.models.publish_plan import engine_shards
 from hacpo_mega.models.segments import stage_slots
 from hacpo_mega.records import TokenSequence
-from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.row_noise import answer_seed
 
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192

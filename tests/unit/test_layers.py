@@ -3,7 +3,9 @@
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from hacpo_mega.megatron.layers import PackedAttention, similar_lengths
 
@@ -37,7 +39,8 @@ def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths)
     inputs = [tensor.float().requires_grad_() for tensor in inputs]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
-    found_TND = PackedAttention(config, softmax_scale=0.3)(*inputs, None, packed_seq_params=packed)
+    alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))
+    found_TND = PackedAttention(config, alone, softmax_scale=0.3)(*inputs, None, packed_seq_params=packed)
     (found_TND * direction_TND).sum().backward()
     atol = ROUNDING * float(inputs[2].abs().max())
     torch.testing.assert_close(found_TND.double(), expected_TND, rtol=0, atol=atol)

@@ -260,6 +260,13 @@ QWEN = Architecture(
         (Layout(first_layers=3), "with pp = 1 the only stage has all 6 layers; remove it"),
         (Layout(tp=4, engine_tp=3), "engine_tp (3) must divide the model's 2 key/value heads or be a multiple of them"),
         (Layout(tp=4, engine_tp=3), "engine_tp (3) must divide tp x pp (4 x 1 = 4). Nearest: engine_tp = 2"),
+        (Layout(tp=2, cp=2, engine_tp=3), "engine_tp (3) must divide tp x cp x pp (2 x 2 x 1 = 4). Nearest: engine_tp"),
+        (
+            Layout(tp=2, cp=4),
+            "cp (4): tp x cp (2 x 4 = 8) must divide the model's 12 attention heads, and its 2 key/value heads or be a "
+            "multiple of them. Nearest: cp = 3",
+        ),
+        (Layout(cp=3), "and its 2 key/value heads or be a multiple of them. Nearest: cp = 2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_explained(layout, problem):
@@ -278,6 +285,7 @@ def test_heads_that_the_engines_attention_does_not_know_are_refused():
 ADVICE = {
     "tp": ("tp", "tp ("),
     "pp": ("pp", "pp ("),
+    "cp": ("cp", "cp ("),
     "engine_tp": ("engine_tp", "engine_tp ("),
     FIRST_STAGE: ("first_layers", "megatron."),
     LAST_STAGE: ("last_layers", "megatron."),
@@ -292,8 +300,8 @@ def test_every_nearest_value_is_valid():
         sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * rng.choice([1, 2, 3]), "head_dim": 8}
         architecture = replace(QWEN, num_layers=rng.randint(1, 7), ffn_size=rng.choice([12, 24, 60]), **sizes)
         first, last = (rng.choice([None, None, 0, 1, 2, 3]) for _ in range(2))
-        tp, pp = rng.randint(1, 9), rng.randint(1, 6)
-        layout = Layout(tp, pp, first, last, engine_tp=tp)
+        tp, pp, cp = rng.randint(1, 9), rng.randint(1, 6), rng.randint(1, 5)
+        layout = Layout(tp, pp, first, last, engine_tp=tp, cp=cp)
         for line in layout_problems(architecture, layout):
             if advice := re.search(r"Nearest: (\w+) = (\d+)", line):
                 field, beginning = ADVICE[advice[1]]

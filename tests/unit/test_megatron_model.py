@@ -103,7 +103,7 @@ def test_what_the_model_cannot_have_is_refused(world, source, options, message):
 
 
 def test_a_layout_larger_than_the_world_is_refused(world):
-    with pytest.raises(ValueError, match=r"tp \* pp = 2 \* 3 = 6 does not divide the agent's 1 ranks"):
+    with pytest.raises(ValueError, match=r"tp \* cp \* pp = 2 \* 1 \* 3 = 6 does not divide the agent's 1 ranks"):
         initialize_parallel(2, 3, seed=1)
 
 

@@ -34,10 +34,28 @@ PAPER = [
     ("qwen-4b-base_qwen-8b-base", "qwen-4b-base"),
     ("qwen-4b-base_qwen-8b-base", "qwen-8b-base"),
 ]
-ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
+# Ranks that share tokens: fewer than the two key/value heads of a tensor rank, as many, more.
+WITH_CONTEXT = [
+    ((), {"cp": 2}),
+    ((), {"tp": 2, "cp": 2, "recompute": "mlp"}),
+    ((QWEN2,), {"cp": 4, "recompute": "full"}),
+    ((), {"cp": 2, "device": CPU}),
+    ((LLAMA,), {"cp": 4, "device": CPU}),
+]
 
 OTHER_NORMS = [
     plan_of(model, tp, device=device) for model in (OLMO2, GLM4) for tp, device in ((2, TRACEABLE), (1, CPU))
+]
+OTHER_CHOICES = [
+    plan_of(tp=2, recompute="full"),
+    plan_of(tp=2),
+    plan_of(LLAMA),
+    plan_of(LLAMA, recompute="full"),
+    plan_of(QWEN2, tp=2, recompute="mlp"),
+    plan_of(device=CPU),
+    plan_of(tp=2, device=CPU),
+    *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
+    *OTHER_NORMS,
 ]
 
 
@@ -73,13 +91,15 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=0.02)
 
 
-@pytest.mark.parametrize("pair, agent", ONE_NOW)
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair, agent", PAPER)
 def test_the_papers_models(folder, monkeypatch, pair, agent):
     monkeypatch.chdir(folder)
     plan = paper_plans(pair)[agent]
     check(plan, extended(plan))
 
 
+@pytest.mark.nightly
 def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
     """The models that are not traced above are the same ones, by another name."""
     monkeypatch.chdir(folder)
@@ -103,20 +123,32 @@ def test_every_layer_takes_the_same():
     "plan",
     [
         plan_of(tp=2, recompute="mlp"),
-        plan_of(tp=2, recompute="full"),
-        plan_of(tp=2),
-        plan_of(LLAMA),
-        plan_of(LLAMA, recompute="full"),
-        plan_of(QWEN2, tp=2, recompute="mlp"),
-        plan_of(device=CPU),
-        plan_of(tp=2, device=CPU),
         plan_of(LLAMA, device=CPU, recompute="full"),
-        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_NORMS),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_CHOICES),
     ],
-    ids=lambda plan: f"{plan.architecture.family}-tp{plan.layout.tp}-{plan.recompute}-{plan.device.number}",
+    ids=lambda plan: (
+        f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.number}"
+    ),
 )
 def test_every_choice(plan):
     check(plan, traced(plan))
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_that_share_the_tokens_share_the_activations(cp):
+    """Within a twentieth: an output is kept by attention for its heads, and by the next matrix for its tokens."""
+    model = replace(LLAMA, num_kv_heads=4)
+    whole, plan = traced(plan_of(model)), plan_of(model, cp=cp)
+    shared = traced(plan)
+    check(plan, shared)
+    assert shared.saved == pytest.approx(whole.saved / cp, rel=0.05)
+    assert shared.moments == pytest.approx(whole.moments / cp, rel=2e-3)
+
+
+@pytest.mark.nightly
+def test_a_stage_whose_ranks_share_the_tokens():
+    plan = plan_of(LLAMA, tp=2, pp=2, cp=2)
+    check(plan, traced(plan, stage=1), stage=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -1,5 +1,6 @@
 """RankMap is a bijection whatever the size, and says what it was asked in its errors."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -15,9 +16,10 @@ SMALL = st.integers(1, 4)
 
 @st.composite
 def shapes(draw, name: str) -> AgentShape:
-    tp, pp = draw(SMALL), draw(SMALL)
-    engine_tp = draw(st.sampled_from([size for size in range(1, tp * pp + 1) if tp * pp % size == 0]))
-    return AgentShape(name, tp, pp, draw(SMALL), engine_tp)
+    tp, cp, pp = draw(SMALL), draw(SMALL), draw(SMALL)
+    cell = tp * cp * pp
+    engine_tp = draw(st.sampled_from([size for size in range(1, cell + 1) if cell % size == 0]))
+    return AgentShape(name, tp, pp, draw(SMALL), engine_tp, cp)
 
 
 @st.composite
@@ -27,26 +29,26 @@ def rank_maps(draw) -> RankMap:
 
 @given(rank_maps())
 def test_ranks_are_counted_as_nested_loops_count_them(rank_map):
-    """The definition, as loops: agents, lanes, cells, pipeline stages, tensor ranks, the last one fastest."""
+    """The definition, as loops: agents, lanes, cells, pipeline stages, cp ranks, tensor ranks, the last one fastest."""
     rank = 0
     for agent, shape in enumerate(rank_map.agents):
         first_of_agent = rank
         for lane in range(rank_map.lanes):
             for cell in range(shape.cells_per_lane):
                 leader = rank
-                for pp_rank in range(shape.pp):
+                for pp_rank, cp_rank in itertools.product(range(shape.pp), range(shape.cp)):
                     for tp_rank in range(shape.tp):
                         place = rank_map.coordinate(rank)
                         assert (place.agent, place.agent_name, place.lane, place.cell_in_lane, place.pp_rank) == (
                             (agent, shape.name, lane, cell, pp_rank)
                         )
-                        assert (place.tp_rank, place.agent_rank, place.cell_rank) == (
-                            (tp_rank, rank - first_of_agent, rank - leader)
+                        assert (place.cp_rank, place.tp_rank, place.agent_rank, place.cell_rank) == (
+                            (cp_rank, tp_rank, rank - first_of_agent, rank - leader)
                         )
                         assert place.is_leader == (rank == leader)
                         assert leader + place.engine * shape.engine_tp + place.engine_rank == rank
                         assert place.engine_rank < shape.engine_tp
-                        assert rank_map.rank_of(agent, lane, cell, pp_rank, tp_rank) == rank
+                        assert rank_map.rank_of(agent, lane, cell, pp_rank, tp_rank, cp_rank) == rank
                         rank += 1
     assert rank_map.world_size == rank
 

@@ -51,13 +51,15 @@ def test_agents_that_take_turns_are_started_otherwise():
         Plan.of(RankMap(1, (A4, AgentShape("c", tp=2)), shares_devices=True), SlurmConfig())
 
 
-def test_no_tensor_group_crosses_nodes():
+def test_no_group_of_a_layer_crosses_nodes():
     shapes = [AgentShape(f"{tp}.{pp}", tp, pp, cells) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for cells in (1, 3)]
+    shapes += [AgentShape(f"{tp}.{cp}.{pp}", tp, pp, cp=cp) for tp, cp in ((1, 8), (2, 4), (4, 2)) for pp in (1, 2)]
     plan = plan_of(*shapes, lanes=2)
     node = {rank: n for n, each in enumerate(plan.nodes) for rank in range(each.first, each.first + each.num_ranks)}
     for rank in range(plan.rank_map.world_size):
         place = plan.rank_map.coordinate(rank)
-        assert node[rank] == node[rank - place.tp_rank] == plan.node_of(rank)
+        first = rank - place.tp_rank - place.cp_rank * plan.rank_map.agents[place.agent].tp
+        assert node[rank] == node[first] == plan.node_of(rank)
         if plan.rank_map.agents[place.agent].cell_size <= 8:
             assert node[rank] == node[rank - place.cell_rank], "a cell that fits a node is on one"
 
@@ -66,6 +68,7 @@ def test_no_tensor_group_crosses_nodes():
     ("shapes", "slurm", "said"),
     [
         ([B8], {"gpus_per_node": 4}, "tp 8 would cross nodes of slurm.gpus_per_node 4"),
+        ([AgentShape("f", 2, cp=4)], {"gpus_per_node": 4}, "tp 2 x cp 4 would cross nodes .* Choose tp x cp 1, 2 or 4"),
         ([AgentShape("e", tp=2, pp=3)], {}, r"gpus_per_node \(8\) does not divide the cells .* = 6 ranks.* Nearest: 6"),
         (
             [A4, B8],

@@ -1,10 +1,11 @@
-"""Which layouts let all agents finish together: every tp, pp, engine and number of cells that models can have and fit.
+"""Which layouts let all agents finish together: every tp, cp, pp, engine and number of cells that models can have.
 
 For every number of lanes each agent's layouts are judged for themselves, then one agent after the other is put on the
 devices that are left; of two ways to use as many devices, one that is nowhere faster is dropped. More devices or
 memory only add ways, so the best never gets slower.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Way:
 
     def overrides(self) -> list[str]:
         """What makes a configuration this one, as key=value."""
-        keys = ("tp", "pp", "cells_per_lane", "engine_tp")
+        keys = ("tp", "cp", "pp", "cells_per_lane", "engine_tp")
         own = [f"agents.{s.plan.name}.{key}={getattr(s.plan.agent, key)}" for s in self.choices for key in keys]
         return [f"lanes={self.lanes}", *own]
 
@@ -117,7 +118,7 @@ class _Search:
         if agent.name not in self.layouts:
             self.layouts[agent.name] = list(_layouts(self.planned, agent, cluster))
         for changes in self.layouts[agent.name]:
-            room = cluster.num_devices // (config.lanes * changes["tp"] * changes["pp"])
+            room = cluster.num_devices // (config.lanes * changes["tp"] * changes["cp"] * changes["pp"])
             for cells in _divisors(config.prompts_per_update // config.lanes):
                 if cells > room:
                     break
@@ -130,7 +131,7 @@ class _Search:
                     yield Choice(plan, stretches(plan.phases_s))
 
     def _budget(self, config: Config, agent: AgentConfig) -> Budget:
-        key = (agent.name, agent.tp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
+        key = (agent.name, agent.tp, agent.cp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
         if key not in self.budgets:
             model = self.planned.models[agent.name]
             self.budgets[key] = agent_budget(config, agent, model, on_cpu=self.cluster.on_cpu)
@@ -139,25 +140,22 @@ class _Search:
 
 def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
     """Where the groups of an agent lie that begins at a node."""
-    shape = AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel)
+    shape = AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel, agent.cp)
     return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node)
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """tp, pp and engine_tp that the model can have, tensor ranks inside a node; models/layout.py decides."""
+    """tp, cp, pp and engine_tp that the model can have, ranks of tp x cp inside a node; models/layout.py decides."""
     model, config = planned.models[agent.name], planned.config
     is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
-    for tp in _divisors(cluster.devices_per_node):
-        for pp in range(1, MAX_STAGES + 1) if is_even else (agent.pp,):
-            for engine_tp in _divisors(tp * pp):
-                layout = Layout.of(tp, pp, agent.megatron, engine_tp)
-                is_inside = cluster.devices_per_node % engine_tp == 0
-                if (
-                    is_inside
-                    and not layout_problems(model, layout)
-                    and config.training.max_tokens_per_microbatch % tp == 0
-                ):
-                    yield {"tp": tp, "pp": pp, "engine_tp": engine_tp}
+    node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
+    shares = [(tp, cp) for tp in _divisors(node) for cp in _divisors(node // tp) if tokens % (tp * cp) == 0]
+    stages = range(1, MAX_STAGES + 1) if is_even else (agent.pp,)
+    for (tp, cp), pp in itertools.product(shares, stages):
+        for engine_tp in _divisors(tp * cp * pp):
+            layout = Layout.of(tp, pp, agent.megatron, engine_tp, cp)
+            if node % engine_tp == 0 and not layout_problems(model, layout):
+                yield {"tp": tp, "cp": cp, "pp": pp, "engine_tp": engine_tp}
 
 
 def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
@@ -205,7 +203,7 @@ def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest
     config = planned.config.model_copy(update={"lanes": 1})
     found = []
     for changes in _layouts(planned, agent, cluster):
-        size = changes["tp"] * changes["pp"]
+        size = changes["tp"] * changes["cp"] * changes["pp"]
         if fitting := [cells for cells in _divisors(config.prompts_per_update) if cells * size <= cluster.num_devices]:
             seated = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
             needed = bisect_left(

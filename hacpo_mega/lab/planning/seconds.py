@@ -47,8 +47,7 @@ class Demand:
     @property
     def engines(self) -> float:
         """Engines of the agent."""
-        layout = self.budget.actor.layout
-        return self.budget.actor.dp * layout.tp * layout.pp / self.budget.engine.tp
+        return self.budget.actor.dp * self.budget.actor.layout.cell_size / self.budget.engine.tp
 
     @property
     def at_once(self) -> float:
@@ -141,7 +140,7 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
     passed = rates.learn_passes * answers * work.length * _kept_per_token(actor)
     numbers = num_weights(actor.architecture, actor.layout, demand.budget.stage)
     # The gradient's buffer is cleared, Adam works on this rank's share.
-    step = work.updates * numbers * (FLOAT32 + STEP_PASSES / actor.dp)
+    step = work.updates * numbers * (FLOAT32 + STEP_PASSES / actor.shards)
     return {
         "compute": (3.0 + again) * forward / (_peak_of_cell(demand, cluster) * rates.learn),
         "memory": passed / cluster.memory_bytes_per_s(),
@@ -164,8 +163,7 @@ def _num_tensors(model: Architecture) -> int:
 
 
 def _peak_of_cell(demand: Demand, cluster: Cluster) -> float:
-    layout = demand.budget.actor.layout
-    return 1e12 * cluster.device.peak_tflops * layout.tp * layout.pp
+    return 1e12 * cluster.device.peak_tflops * demand.budget.actor.layout.cell_size
 
 
 def _feed_forward_share(actor: ActorPlan) -> float:

@@ -2,7 +2,8 @@
 
 Of n ranks each sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
 for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
-their outputs; backward mirrors that and gathers the inputs again for the gradient of the weights.
+their outputs; backward mirrors that and gathers the inputs again for the gradient of the weights. Context parallelism
+sends queries, keys, values and the output of every attention to other ranks, and their gradients back.
 """
 
 import math
@@ -25,15 +26,19 @@ TOKEN_BYTES = 4 + 4
 # Gathers and scatters of one layer's activations: forward, backward, and what recomputation repeats.
 FORWARD, BACKWARD = 4, 6
 AGAIN = {"none": 0, "mlp": 2, "full": FORWARD}
+# All-to-alls of an attention, one way: of queries, keys, values, the output.
+EXCHANGES = 4
 # Sums over tensor parallelism in a layer of the engine.
 ENGINE_SUMS = 2
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Which groups of an agent stay inside a node: of tensor ranks, of stages, of the cells, of one engine."""
+    """Which groups of an agent stay inside a node: of tensor ranks, of these and those of cp, of stages, of the
+    cells, of one engine."""
 
     tp: bool
+    cp: bool
     pp: bool
     dp: bool
     engine: bool
@@ -72,6 +77,7 @@ def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
 
     return Spread(
         tp=together(shape.tp, shape.tp),
+        cp=together(shape.tp * shape.cp, shape.tp * shape.cp),
         pp=together(shape.cell_size, shape.cell_size),
         dp=together(last - first, last - first),
         engine=together(shape.engine_tp, shape.engine_tp),
@@ -119,7 +125,7 @@ def _of_engine(budget: Budget, work: Work, spread: Spread, rounds: float) -> Ite
     a, tp = budget.actor.architecture, budget.engine.tp
     if tp == 1:
         return
-    engines = budget.actor.dp * budget.actor.layout.tp * budget.actor.layout.pp / tp
+    engines = budget.actor.dp * budget.actor.layout.cell_size / tp
     tokens = work.answers / engines * work.answer_tokens + _prompts_of_engine(work, engines) * work.prompt_tokens
     sums = ENGINE_SUMS * a.num_layers
     size = sums * 2 * (tp - 1) / tp * tokens * a.hidden_size * budget.actor.device.number
@@ -136,7 +142,9 @@ def _of_model(
 ) -> Iterator[Message]:
     actor = budget.actor
     a, layout, number = actor.architecture, actor.layout, actor.device.number
-    row = a.hidden_size * number
+    row, tokens = a.hidden_size * number, tokens / layout.cp
+    if layout.cp > 1:
+        yield _of_attention(phase, budget, tokens, batches, spread)
     if layout.tp > 1:
         collectives = gathers * math.ceil(a.num_layers / layout.pp)
         size = collectives * (layout.tp - 1) / layout.tp * tokens * row
@@ -145,13 +153,24 @@ def _of_model(
         yield Message(phase, "sends of pp", spread.pp, ways * tokens / layout.tp * row, ways * batches, piped=True)
 
 
+def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
+    """What a rank of cp sends of its `tokens` around every attention, forward, backward and computed again."""
+    actor = budget.actor
+    a, layout = actor.architecture, actor.layout
+    ways = {"score": 1, "learn": 2 + (actor.recompute == "full")}[phase]
+    q, k = a.num_heads // layout.tp, max(a.num_kv_heads // layout.tp, layout.cp)
+    attentions = ways * math.ceil(a.num_layers / layout.pp)
+    size = attentions * (layout.cp - 1) / layout.cp * tokens * 2 * (q + k) * a.head_dim * actor.device.number
+    return Message(phase, "heads of cp", spread.cp, size, attentions * EXCHANGES * batches, piped=True)
+
+
 def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
-    if actor.dp > 1:
+    if (ranks := actor.shards) > 1:
         numbers = num_weights(actor.architecture, actor.layout, budget.stage)
-        size = (actor.dp - 1) / actor.dp * numbers * (FLOAT32 + actor.device.number)
-        # Each of the ring's 2 (dp - 1) steps waits for the one before.
-        count = 2.0 * (actor.dp - 1) * work.updates
+        size = (ranks - 1) / ranks * numbers * (FLOAT32 + actor.device.number)
+        # Each of the ring's 2 (ranks - 1) steps waits for the one before.
+        count = 2.0 * (ranks - 1) * work.updates
         yield Message("learn", "gradients and weights of dp", spread.dp, size * work.updates, count)
 
 
@@ -161,7 +180,7 @@ def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iter
     mine = message_bytes(work.answers / budget.actor.dp, work.answer_tokens)
     if lane > mine:
         yield Message("exchange", "answers down the lane", False, lane - mine, 4.0)
-    if budget.actor.layout.tp * budget.actor.layout.pp > 1:
+    if budget.actor.layout.cell_size > 1:
         yield Message("exchange", "answers inside a cell", spread.pp, lane, 2.0)
 
 
