@@ -34,14 +34,14 @@ class Publication:
     """From the actor of this rank's cell into its engines. Every rank of the cell calls every method."""
 
     def __init__(self, place: Place, actor: Actor, engine: Engine) -> None:
-        """`engine` is awake. Makes the plan; collective over the cell."""
+        """`engine` is awake. Makes the plan; collective over the agent."""
         self._place, self._actor, self._engine = place, actor, engine
         self._own = ActorShards(actor.model)
         self._parts = engine.weights(self._own.published)
         for payload in place.gather_cell(json.dumps(dict(self._parts.left_over)).encode()):
             self._parts.leave(json.loads(payload))
         self.plan = self._plan([part.shard for part in self._parts.parts])
-        self._exchange = Exchange(self.plan, self._own.dtype, actor.device)
+        self._exchange = Exchange(self.plan, self._own.dtype, actor.device, actor.timeout)
         self._verified: PublishPlan | None = None
 
     @property

@@ -123,7 +123,7 @@ class Actor:
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)
 
     def _build(
         self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
@@ -303,7 +303,7 @@ class Actor:
         With `copies` it may be written while the actor learns on: what is written is the actor as it is now.
         """
         if self._saving_group is None:
-            self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
+            self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
         write = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
 

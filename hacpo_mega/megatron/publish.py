@@ -8,6 +8,7 @@ Not here: who sends what (models/publish_plan.py), where it arrives (rollout/eng
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -68,9 +69,12 @@ class _Bucket:
 class Exchange:
     """A plan as a rank of a cell executes it, any number of times; every method is collective over the cell."""
 
-    def __init__(self, plan: PublishPlan, dtype: torch.dtype, device: torch.device) -> None:
-        """Numbers are of `dtype`, on `device`. RuntimeError where the ranks of the cell have made different plans."""
-        self._group = parallel_state.get_model_parallel_group()
+    def __init__(self, plan: PublishPlan, dtype: torch.dtype, device: torch.device, timeout: timedelta) -> None:
+        """Numbers are of `dtype`, on `device`; `timeout` bounds what waits for other ranks. Collective over the agent.
+
+        RuntimeError where the ranks of the cell have made different plans.
+        """
+        self._group = _cell_group(plan.num_ranks, timeout)
         self._rank, self._dtype, self._device = self._group.rank(), dtype, device
         assert plan.num_ranks == self._group.size(), (plan.num_ranks, self._group.size())
         self._require_one_plan(plan)
@@ -129,6 +133,16 @@ class Exchange:
 
     def _room(self, pieces: Iterable[Piece]) -> torch.Tensor:
         return torch.empty(sum(piece.what.size for piece in pieces), dtype=self._dtype, device=self._device)
+
+
+def _cell_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The ranks of this cell, which are neighbours: Megatron's group of a model, which leaves cp out, or a new one."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() == size:
+        return group
+    cells = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+    groups = [dist.new_group(list(cell), timeout=timeout) for cell in cells]
+    return groups[dist.get_rank() // size]
 
 
 @dataclass

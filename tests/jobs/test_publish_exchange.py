@@ -5,12 +5,13 @@ jobs/test_publish.py holds against vLLM.
 """
 
 import itertools
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from job import run_group
+from job import TIMEOUT_S, run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
@@ -63,7 +64,7 @@ def publish(model, architecture: Architecture, full: dict[str, torch.Tensor], en
         assert not inside(engine[piece.written], mine[piece.written], piece.what).isnan().any()
         left[piece.written] -= piece.what.size
 
-    exchange = Exchange(plan, torch.float32, torch.device("cpu"))
+    exchange = Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
     for _ in range(2):
         exchange.run(
             lambda piece: own.view(piece.read, piece.what),
@@ -95,7 +96,7 @@ def other_plan_is_refused(plan) -> bool:
     if parallel_state.get_model_parallel_group().rank() == 1:
         plan = type(plan)(plan.num_ranks, plan.itemsize, plan.buckets[1:])
     try:
-        Exchange(plan, torch.float32, torch.device("cpu"))
+        Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
     except RuntimeError as error:
         return "different plans" in str(error)
     return False
