@@ -29,8 +29,7 @@ def process_untouched() -> Iterator[None]:
 
     On CPU it also replaces torch.set_num_threads, when it starts.
     Not in a thread beside training (engine_thread.py): what was put back there would be taken from the main thread.
-    Answers with seeds are drawn from generators of their own; on CPU vLLM draws from torch's global one all the same
-    and drops what it drew. Training draws from none of them, so nobody sees who drew when.
+    Answers are drawn from none of them (row_noise.py; on CUDA vLLM's own kernel).
     """
     if threading.current_thread() is not threading.main_thread():
         yield

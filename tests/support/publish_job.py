@@ -18,7 +18,8 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.records import TokenSequence
-from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.row_noise import answer_seed
 
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192
