@@ -28,15 +28,16 @@ MODELS = {
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
-FAST = ("qwen3-tied", LAYOUTS[-1])
 EVERY_LAYOUT = ("qwen3-tied", "llama-untied")
 CASES = [
-    pytest.param(*case, marks=[] if case == FAST else [pytest.mark.nightly])
+    case
     for case in itertools.product(MODELS, LAYOUTS)
     if case[0] in EVERY_LAYOUT or case[1] in (LAYOUTS[1], LAYOUTS[3])
 ]
 each_case = pytest.mark.parametrize("model, layout", CASES)
-each_model = pytest.mark.parametrize("model", [FAST[0], pytest.param("llama-untied", marks=pytest.mark.nightly)])
+each_model = pytest.mark.parametrize("model", EVERY_LAYOUT)
+# A smaller look by day: what `doctor` compares after an update, and what a run compares after it has published.
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,6 @@ def test_engines_of_one_cell_answer_alike(saw, model):
         assert [s.answer_ids.tolist() for s in step_first] == [s.answer_ids.tolist() for s in step_second]
 
 
-@pytest.mark.nightly
 @each_model
 def test_layouts_learn_the_same(saw, model):
     """One cell, whichever way it is cut and published, ends at the same policy (answers are the same by seed)."""
@@ -140,7 +140,6 @@ def test_layouts_learn_the_same(saw, model):
         np.testing.assert_allclose(other, same_cell[0], atol=2e-4, rtol=0)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("rank", (0, 1))
 @each_model
 def test_an_engine_in_the_process_does_not_change_training(saw, model, rank):

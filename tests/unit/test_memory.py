@@ -186,6 +186,7 @@ def test_an_engine_that_answers_while_the_actor_learns_is_in_every_phase():
     assert any("Nearest: rollout.one_step_off = false (" in line for line in lines), lines
 
 
+@pytest.mark.nightly
 def test_nothing_helps_a_model_that_fits_nowhere():
     lines = complaints("device_memory_gib=4")
     assert len(lines) == 2
@@ -233,6 +234,7 @@ def test_offload_gives_the_state_of_the_optimizer_to_the_engine(capsys, monkeypa
     assert "phase 'generate'" in line and "moments" not in line
 
 
+@pytest.mark.nightly
 def test_agents_that_take_turns_leave_the_device_to_each_other(capsys, monkeypatch):
     """Against the same agent with a device of its own; of another agent its context stays, and its engine's graphs."""
     over = f"{LARGE}.recompute=mlp"
@@ -272,6 +274,7 @@ def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
     assert "diagnose" not in budgets_of(PAIR)["qwen-4b-base"].phases
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_choice():
     others = (f"{LARGE}.recompute=full", f"{LARGE}.offload=optimizer", GIVEN, SHARED)
     before, now = (plain(load_config(PAIR, list(overrides))) for overrides in ((), others))
