@@ -9,7 +9,7 @@ has of it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -289,10 +289,13 @@ class Actor:
 
     # ---- weights
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
+    def weights(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the whole model (or those in `only`) by its Hugging Face name, one after another.
+
+        Collective over the cell.
+        """
         finish_gather(self.model)
-        return full_tensors(self.model, sent=self._spans.sent)
+        return full_tensors(self.model, sent=self._spans.sent, only=only)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
         """The counts for `load`, and what writes weights and optimizer into an empty folder. Collective over the agent.
