@@ -297,6 +297,7 @@ def check_damage_is_seen(place: Place, rank_map: RankMap) -> str:
     return "no error"
 
 
+@pytest.mark.nightly
 def test_two_versions_in_one_job_name_each_other():
     from_a, from_b = run_job(RankMap(1, (AgentShape("A"), AgentShape("B"))), check_damage_is_seen)
     assert from_a.startswith("message of rank 1 (agent B,")

@@ -112,6 +112,7 @@ def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
         assert {essence(plan) for plan in paper_plans(pair).values()} <= traced_above
 
 
+@pytest.mark.nightly
 def test_every_layer_takes_the_same():
     plan = with_layers(plan_of(tp=2), 6)
     one_by_one = traced(plan)

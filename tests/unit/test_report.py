@@ -110,6 +110,7 @@ def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) ->
     assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_killed_early_still_reports(tmp_path: Path) -> None:
     write_run(tmp_path, ("qwen", "llama"), num_steps=6, evaluate_every=6)
     path = tmp_path / "metrics.jsonl"
