@@ -113,10 +113,8 @@ class Engine:
         if not self._on_cuda:
             require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
-        self.max_model_len = max_model_len
-        self._names = published_names(model)
-        self._memory = Memory.AWAKE
-        self._is_loaded = not random_weights
+        self.max_model_len, self._names = max_model_len, published_names(model)
+        self._memory, self._is_loaded = Memory.AWAKE, not random_weights
         start = partial(
             LLM,
             model=str(model),
