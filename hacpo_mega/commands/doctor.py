@@ -22,7 +22,7 @@ from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of,
 from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
 from hacpo_mega.models.visible import say
 from hacpo_mega.records import TokenSequence
-from hacpo_mega.rollout.engine import answer_seed
+from hacpo_mega.rollout.row_noise import answer_seed
 
 NUM_ANSWERS = 8
 PROMPT_TOKENS = 16

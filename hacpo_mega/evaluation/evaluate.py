@@ -33,7 +33,8 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import check_positions
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.records import Completion, Judgement, Stop
-from hacpo_mega.rollout.engine import Engine, answer_seed
+from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.

@@ -13,54 +13,57 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import hashlib
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from hacpo_mega.config.pass_through import DECIDED_VLLM
-from hacpo_mega.models.folder import eos_token_ids, head_size
-from hacpo_mega.models.layout import head_size_problem
-from hacpo_mega.models.weight_files import HEAD, published_names
+from hacpo_mega.models.folder import eos_token_ids
+from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
-from hacpo_mega.rollout.engine_defaults import engine_defaults
+from hacpo_mega.rollout.decode_scheduler import decode_scheduler
+from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
-from hacpo_mega.rollout.held_weights import differences
+from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
+from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
     free_memory_unmeasured,
     joined_to_default_group,
     keeping_default_group,
+    quiet,
+    require_process,
     without_message_queue,
 )
+from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
+RELOADING = Reloading(
+    initialize_layerwise_reload,
+    finalize_layerwise_reload,
+    (UnquantizedLinearMethod, UnquantizedEmbeddingMethod),
+    logger,
+)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
-    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
-
-    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
-    resumed run answers as the first one did, whatever its layout.
-    """
-    place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
-    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
 class Engine:
@@ -96,8 +99,8 @@ class Engine:
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
-        _check_options(options or {})
-        _check_process(tensor_parallel_size)
+        require_free_options(options or {})
+        require_process(tensor_parallel_size)
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
         defaults = engine_defaults(
             on_cuda=self._on_cuda,
@@ -108,12 +111,10 @@ class Engine:
             expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
         if not self._on_cuda:
-            _check_cpu_attention(model)
+            require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
-        self.max_model_len = max_model_len
-        self._names = published_names(model)
-        self._memory = Memory.AWAKE
-        self._is_loaded = not random_weights
+        self.max_model_len, self._names = max_model_len, published_names(model)
+        self._memory, self._is_loaded = Memory.AWAKE, not random_weights
         start = partial(
             LLM,
             model=str(model),
@@ -128,7 +129,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
             load_format="dummy" if random_weights else "auto",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **defaults, **(options or {})},
+            **{"use_tqdm_on_load": False, **({} if self._on_cuda else FOR_CPU), **defaults, **(options or {})},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)
@@ -137,6 +138,8 @@ class Engine:
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config = llm.llm_engine.vllm_config
+            if not self._on_cuda:
+                _draw_by_row(worker_of(llm).model_runner)
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -179,6 +182,7 @@ class Engine:
                 logprobs=0 if return_logprobs else None,
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,
             )
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
@@ -220,39 +224,51 @@ class Engine:
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
         with self._door.open() as llm:
-            worker_of(llm).reload_weights(weights_iterator=self._recorded(weights, given))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
             llm.reset_prefix_cache()
-        # vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
-        missing, unknown = self._names - given, given - self._names - {HEAD}
-        if self._names and (missing or unknown):
-            raise ValueError(
-                f"published weights do not fit the model folder: {len(missing)} missing {sorted(missing)[:4]}, "
-                f"{len(unknown)} unknown {sorted(unknown)[:4]}"
-            )
+        require_names(given, self._names)
         self._is_loaded = True
 
-    def _recorded(
-        self, weights: Iterable[tuple[str, torch.Tensor]], given: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            given.add(name)
-            yield name, tensor
-            if self._has_tied_embeddings and not self._on_cuda and name.endswith("embed_tokens.weight"):
-                # On CPU the output layer keeps a packed copy of the tied embedding, which would stay as it was.
-                yield HEAD, tensor
+    def weights(self, published: Mapping[str, tuple[int, ...]]) -> EngineWeights:
+        """Where every part of the published tensors (name -> shape) belongs, as vLLM's own loaders say."""
+        self._require(Memory.AWAKE, "weights", needs_weights=False)
+        with self._door.open() as llm:
+            config = llm.llm_engine.vllm_config.model_config
+            return EngineWeights.recorded(worker_of(llm).get_model(), published, config, RELOADING)
 
-    def differences(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """A line for every tensor of which this rank holds other numbers than these (name, full tensor) pairs have.
+    @contextmanager
+    def receiving(self, weights: EngineWeights) -> Iterator[Receiver]:
+        """Publish: inside, every part is written once. Cached prefixes, which the old weights computed, are forgotten.
 
-        Takes all pairs, as `load` does. Not for an engine that quantizes, which has other numbers on purpose.
+        RuntimeError when something was not written, or while asleep.
         """
-        self._require(Memory.WEIGHTS, "differences", needs_weights=True)
+        self._require(Memory.WEIGHTS, "receiving", needs_weights=False)
+        self._is_loaded = False  # until all of it is
+        with self._door.open() as llm, torch.inference_mode():
+            receiver = Receiver(weights, partial(self._reload, llm))
+            yield receiver
+            llm.reset_prefix_cache()
+        if receiver.missing:
+            raise RuntimeError(f"{len(receiver.missing)} parameters were not published, first {receiver.missing[:4]}")
+        self._is_loaded = True
+
+    def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with quiet(RELOADING.logger):  # that other layers are not among them
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
+
+    def _packs_head(self) -> bool:
+        return self._has_tied_embeddings and not self._on_cuda
+
+    @contextmanager
+    def held(self) -> Iterator[list[HeldPart]]:
+        """What the engine multiplies with, for as long as it is looked at."""
+        self._require(Memory.WEIGHTS, "held", needs_weights=True)
         with self._door.open() as llm:
             model = worker_of(llm).get_model()
             # Where folders hold a matrix fused, it is published so, whatever vLLM could also take.
             stored = {name.split(".")[-2] for name in self._names if name.count(".")}
             fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
-            return list(differences(model, fused, self._has_tied_embeddings, weights))
+            yield list(held_parts(model, fused, self._has_tied_embeddings))
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.
@@ -317,30 +333,9 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    for key in sorted(DECIDED_VLLM & options.keys()):
-        raise ValueError(
-            f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
-        )
-
-
-def _check_process(tensor_parallel_size: int) -> None:
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-        raise ValueError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is "
-            f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
-            "process: set it to 0 before Python starts, or start with hacpo-mega, which does"
-        )
-    assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
-    if dist.get_world_size() % tensor_parallel_size:
-        raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
-
-
-def _check_cpu_attention(model: Path) -> None:
-    """Raise ValueError for a head size that vLLM would only refuse at the first answer."""
-    head_dim, known = head_size(model), CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim is not None and head_dim not in known:
-        raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
+def _draw_by_row(runner: Any) -> None:
+    """On the CPU, where vLLM has its first model runner; the second one draws by row itself."""
+    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
 
 
 # For good, since it also runs when an engine that nobody closed is collected.

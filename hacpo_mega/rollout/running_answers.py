@@ -52,6 +52,9 @@ class RunningAnswers:
     def _cut(self) -> list[Any]:
         """Ends what is running, with the tokens that it has; vLLM's own abort says nothing more of it."""
         engine = self._llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        if hasattr(scheduler, "take_held"):  # not vLLM's own
+            engine.output_processor.process_outputs(scheduler.take_held())
         states = list(engine.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, self._cut_reason, None) for state in states]
         engine.abort_request([state.request_id for state in states], internal=True)

@@ -157,12 +157,20 @@ def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
     assert np.mean(different) > 0.95
 
 
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_engines_of_one_and_of_two_ranks_draw_the_same_answers(saw, agent, rank):
+    """But where rounding decides between two tokens, which is rare: at most one of 41 answers."""
+    seen = saw[agent, rank]
+    pairs = zip(tokens_of(seen["replica answers"]), tokens_of(seen["answers"]), strict=True)
+    assert sum(one != two for one, two in pairs) <= 1
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_unwanted_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw, agent):
-    """When 3 of 41 have ended, on both ranks: the whole answers' beginnings, with their log-probs."""
+    """When the first of 41 has ended, on both ranks: the whole answers' beginnings, with their log-probs."""
     seen, neighbour = saw[agent, 0], saw[agent, 1]
     ended = [stop is not Stop.CUT for _, stop, _ in seen["cut"]]
-    assert len(seen["cut"]) == 41 and 3 <= sum(ended) < 41
+    assert len(seen["cut"]) == 41 and 1 <= sum(ended) < 41
     for (token_ids, stop, logprobs), (whole, ending, _) in zip(seen["cut"], seen["answers"], strict=True):
         assert token_ids.tolist() == whole[: len(token_ids)].tolist()
         assert len(logprobs) == len(token_ids)
@@ -170,7 +178,7 @@ def test_unwanted_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw
     assert sorted(place for place, _ in seen["told"]) == list(range(41))
     for place, (token_ids, stop, _) in seen["told"]:
         assert (token_ids.tolist(), stop) == (seen["cut"][place][0].tolist(), seen["cut"][place][1])
-    assert all(ended[place] for place, _ in seen["told"][:3]), "in the order in which they end"
+    assert ended[seen["told"][0][0]], "in the order in which they end"
     assert [answer[0].tolist() for answer in neighbour["cut"]] == [answer[0].tolist() for answer in seen["cut"]]
 
 
@@ -226,14 +234,14 @@ def test_the_trainers_process_is_left_as_it_was(saw, agent, rank):
 
 
 @pytest.mark.parametrize("agent, rank", RANKS)
-def test_an_engine_in_a_thread_gives_the_same_answers_and_touches_no_generator_but_torchs(saw, agent, rank):
-    """What vLLM draws from that one on the CPU reaches no answer; jobs/test_answers_ahead.py disturbs all of them."""
+def test_an_engine_in_a_thread_gives_the_same_answers_and_touches_no_generator(saw, agent, rank):
+    """Nor do they reach an answer: jobs/test_answers_ahead.py disturbs all of them."""
     seen = saw[agent, rank]
     assert tokens_of(seen["beside"]) == tokens_of(seen["here"])
     for one, other in zip(seen["beside"], seen["here"], strict=True):
         assert one[2].tolist() == other[2].tolist()
     before, after = seen["process beside"]
-    assert after[1:] == before[1:]
+    assert after == before
 
 
 @pytest.mark.parametrize("agent, rank", RANKS)

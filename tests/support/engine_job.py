@@ -20,8 +20,9 @@ from vllm.distributed import parallel_state
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.models.folder import eos_token_ids
-from hacpo_mega.rollout.engine import Completion, Engine, answer_seed
+from hacpo_mega.rollout.engine import Completion, Engine
 from hacpo_mega.rollout.engine_thread import EngineThread
+from hacpo_mega.rollout.row_noise import answer_seed
 
 EOS = 7
 MAX_MODEL_LEN = 256
@@ -109,7 +110,7 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["answers"] = draw(engine, everyone)
     told: list[tuple[int, tuple]] = []
     seen["told"] = told
-    watched = {"on_answer": lambda *answer: told.append(answer), "is_unwanted": lambda: len(told) >= 3}
+    watched = {"on_answer": lambda *answer: told.append(answer), "is_unwanted": lambda: len(told) >= 1}
     seen["cut"] = draw(engine, everyone, **watched)
     told[:] = [(place, plain(answer)) for place, answer in told]
     seen["again"] = draw(engine, everyone)
@@ -164,6 +165,9 @@ def replicas(models: Path, agent: str) -> dict:
     seen["here"] = draw(engine, few)
     seen["unwanted"] = draw(engine, few, is_unwanted=lambda: True)
     seeds = [answer_seed(1, 0, 0, rollout, dist.get_rank()) for rollout in range(NUM_DRAWS)]
+    engine.load(weights(models / f"{agent}-other").items())
+    seen["replica answers"] = draw(engine, range(len(prompts())))
+    engine.load(full.items())
     seen["draws"] = [c.token_ids[0] for c in engine.generate([sequences()[0]] * NUM_DRAWS, seeds, max_tokens=1)]
     engine.close()
     return seen

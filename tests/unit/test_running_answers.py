@@ -23,6 +23,7 @@ class TwoRequests:
             for n in (1, 2)
         }
         self.output_processor = SimpleNamespace(request_states=states)
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))
 
     def abort_request(self, request_ids: list[str], internal: bool) -> None:
         self.aborted += request_ids

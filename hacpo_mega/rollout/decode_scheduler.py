@@ -1,0 +1,315 @@
+"""vLLM's scheduler with a short way for a step in which every running request gets its next token and nothing else.
+
+Most steps of a rollout are of this kind, and vLLM's own way walks over each request there: slots, hashes, a record of
+its one token, that record's way to the answer. Here only requests at the edge of a cache block are looked at, by vLLM's
+own functions in vLLM's order, and tokens wait until their request ends. Requests, blocks, their hashes, waves, who is
+preempted and who ends when are those of vLLM to the bit (tests/jobs/test_decode_scheduler.py): whatever else a step may
+bring, a new request, one that lacks a block, a prompt read in parts, goes vLLM's way.
+It gets vLLM handed in; only engine.py imports that. Not here: what is drawn (row_noise.py), who is told
+(running_answers.py).
+"""
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+# Steps after which the tokens that wait are passed on, so that they take little memory however long answers are.
+MOST_HELD = 64
+
+
+class DecodeBatch:
+    """Requests (R) that all get one token a step, in the scheduler's order, and what of them has not been passed on.
+
+    computed_R   tokens of each whose keys and values are in the cache; it has one more
+    left_R       tokens that each may still get
+    scheduled    the step that the model has been given
+    num_held     last tokens of each that nobody has been told
+    """
+
+    def __init__(self, requests: Sequence[Any], max_model_len: int) -> None:
+        """Of requests of which `are_decoding` holds."""
+        self.requests = list(requests)
+        self.ids = [request.request_id for request in requests]
+        self.computed_R = np.array([request.num_computed_tokens for request in requests])
+        self.num_outputs_R = np.array([request.num_output_tokens for request in requests])
+        self.left_R = np.array(
+            [min(r.max_tokens - r.num_output_tokens, max_model_len - r.num_tokens) for r in requests]
+        )
+        params = requests[0].sampling_params
+        self.ends = np.array(_ends(params), np.int64)
+        self.wants_logprobs = params.num_logprobs is not None
+        self.scheduled: Any = None
+        self.num_held = 0
+        self._logprobs_RT = np.empty((len(requests), MOST_HELD), np.float32)
+        self._ranks_RT = np.empty((len(requests), MOST_HELD), np.int64)
+        self._row_ids: list[str] = []
+        self._rows_R = np.arange(0)
+
+    def at_block_edge(self, block_size: int) -> tuple[list[int], int]:
+        """Places of requests whose next token opens a block or fills one, and how many open one."""
+        offset_R = self.computed_R % block_size
+        opens_R = offset_R == 0
+        return np.flatnonzero(opens_R | (offset_R == block_size - 1)).tolist(), int(opens_R.sum())
+
+    def advance(self) -> None:
+        """The model is given the last token of each."""
+        for request in self.requests:
+            request.num_computed_tokens += 1
+        self.computed_R += 1
+
+    def take(self, answered: Any) -> np.ndarray:
+        """What the model has drawn: a token of each, whether it was the last one [R]."""
+        if answered.req_ids != self._row_ids:
+            self._row_ids = answered.req_ids
+            self._rows_R = np.array([answered.req_id_to_index[name] for name in self.ids])
+        tokens_R = np.array(answered.sampled_token_ids)[self._rows_R, 0]
+        for request, token in zip(self.requests, tokens_R.tolist(), strict=True):
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+        if self.wants_logprobs:
+            self._logprobs_RT[:, self.num_held] = answered.logprobs.logprobs[self._rows_R, 0]
+            self._ranks_RT[:, self.num_held] = answered.logprobs.sampled_token_ranks[self._rows_R]
+            self._logprobs_type = type(answered.logprobs)
+        self.num_outputs_R += 1
+        self.left_R -= 1
+        self.num_held += 1
+        return np.isin(tokens_R, self.ends) | (self.left_R == 0)
+
+    def held(self, place: int) -> tuple[list[int], Any]:
+        """The tokens of a request that nobody has been told, with their log-probs as vLLM passes them on."""
+        tokens = self.requests[place]._output_token_ids[-self.num_held :]
+        if not self.wants_logprobs:
+            return tokens, None
+        logprobs_T1 = self._logprobs_RT[place, : self.num_held, None].copy()
+        ranks_T = self._ranks_RT[place, : self.num_held].copy()
+        return tokens, self._logprobs_type(np.array(tokens)[:, None], logprobs_T1, ranks_T)
+
+    def keep(self, goes_on_R: np.ndarray) -> None:
+        """Forgets the requests that do not go on."""
+        self.requests, self.ids = (list(compress(row, goes_on_R)) for row in (self.requests, self.ids))
+        self.computed_R, self.num_outputs_R = self.computed_R[goes_on_R], self.num_outputs_R[goes_on_R]
+        self.left_R, self._row_ids = self.left_R[goes_on_R], []
+        self._logprobs_RT, self._ranks_RT = self._logprobs_RT[goes_on_R], self._ranks_RT[goes_on_R]
+
+
+def decode_scheduler(vllm: Any) -> type:
+    """The class, of vLLM's module v1.core.sched.scheduler."""
+    return type("DecodeScheduler", (DecodeSteps, vllm.Scheduler), {"vllm": vllm})
+
+
+class DecodeSteps:
+    """The short way, to stand before vLLM's Scheduler in a class of both; `vllm` is the module of that."""
+
+    vllm: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """As vLLM makes its own."""
+        super().__init__(*arguments, **options)
+        self._batch: DecodeBatch | None = None
+        self._left_over: list[Any] = []
+        self._decodes_alone = self._knows_all_that_steps_may_bring()
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """The next step, the short way where every running request gets a token and nobody comes or goes."""
+        batch = None if throttle_prefills else self._decoding()
+        if batch is None:
+            self._leave()
+            return super().schedule(throttle_prefills)
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        new_blocks: list[Any] = [None] * len(batch.requests)
+        for place in batch.at_block_edge(self.block_size)[0]:
+            slots = self.kv_cache_manager.allocate_slots(batch.requests[place], 1)
+            new_blocks[place] = slots.get_block_ids(allow_none=True)
+        self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
+        batch.scheduled = self._step_of(batch, new_blocks)
+        batch.advance()
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        return batch.scheduled
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """What the step has brought: only requests that ended, or all after MOST_HELD steps."""
+        batch = self._batch
+        if batch is not None and batch.requests != self.running:  # some were ended from outside, within the step
+            for request in batch.requests:
+                request.num_in_flight_tokens += 1
+            self._leave()
+            batch = None
+        if batch is None or batch.scheduled is not scheduler_output:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            return self._with_left_over(outputs)
+        batch.scheduled = None
+        ended_R = batch.take(model_runner_output)
+        self._hash_full_blocks(batch)
+        outputs = [self._ended(batch, place) for place in np.flatnonzero(ended_R).tolist()]
+        if outputs:
+            goes_on_R = ~ended_R
+            self.running = list(compress(self.running, goes_on_R))
+            batch.keep(goes_on_R)
+        if batch.num_held == MOST_HELD:
+            outputs += self._held_of(batch)
+        return self._with_left_over({0: self.vllm.EngineCoreOutputs(outputs=outputs)} if outputs else {})
+
+    def take_held(self) -> list[Any]:
+        """Records of the tokens that have waited, for vLLM's output processor: what it lacks of running answers."""
+        self._leave()
+        held, self._left_over = self._left_over, []
+        return held
+
+    def _decoding(self) -> DecodeBatch | None:
+        """The running requests, if all that the next step does is to give each of them a token."""
+        if not self._decodes_alone or not self.running or self._pause_state != self.vllm.PauseState.UNPAUSED:
+            return None
+        if self._batch is None or self._batch.requests != self.running:
+            self._leave()
+            if not self._may_admit_nobody(0) or not are_decoding(self.running, self.prev_step_scheduled_req_ids):
+                return None
+            self._batch = DecodeBatch(self.running, self.max_model_len)
+        num_opened = self._batch.at_block_edge(self.block_size)[1]
+        enough = num_opened <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return self._batch if enough and self._may_admit_nobody(num_opened) else None
+
+    def _may_admit_nobody(self, num_blocks: int) -> bool:
+        """Whether it is sure that nobody waits who could run, once so many blocks are given to those who do."""
+        most = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        if len(self.running) > most or self.kv_holding_waiting:
+            return False
+        running = len(self.running) + self.num_waiting_for_streaming_input
+        if not self.waiting or running >= self.max_num_active_reqs or len(self.running) == most:
+            return True
+        first, slots = self.waiting.peek_request(), self.kv_cache_manager
+        if first.status not in (self.vllm.RequestStatus.WAITING, self.vllm.RequestStatus.PREEMPTED):
+            return False
+        if self.scheduler_config.enable_chunked_prefill or first.num_computed_tokens:
+            return False
+        hits, num_hits, _ = slots.get_computed_blocks(first)
+        needed = slots.coordinator.get_num_blocks_to_allocate(
+            request_id=first.request_id,
+            num_tokens=min(first.num_tokens, self.max_model_len),
+            new_computed_blocks=hits.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=num_hits,
+            num_local_computed_tokens=num_hits,
+            num_tokens_main_model=first.num_tokens,
+        )
+        return needed + slots.watermark_blocks > slots.block_pool.get_num_free_blocks() - num_blocks
+
+    def _step_of(self, batch: DecodeBatch, new_blocks: list[Any]) -> Any:
+        """As vLLM writes down a step in which all of these get a token."""
+        cached = self.vllm.CachedRequestData(
+            req_ids=batch.ids,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=new_blocks,
+            num_computed_tokens=batch.computed_R.tolist(),
+            num_output_tokens=batch.num_outputs_R.tolist(),
+        )
+        return self.vllm.SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict.fromkeys(batch.ids, 1),
+            total_num_scheduled_tokens=len(batch.ids),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+            num_spec_tokens_to_schedule=self.num_spec_tokens,
+            ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+        )
+
+    def _hash_full_blocks(self, batch: DecodeBatch) -> None:
+        """Where the token that was drawn fills a block, as vLLM does for every token."""
+        for place in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
+            batch.requests[place].update_block_hashes()
+
+    def _ended(self, batch: DecodeBatch, place: int) -> Any:
+        """Frees the request, and the record of all of its tokens that have waited."""
+        request = batch.requests[place]
+        assert self.vllm.check_stop(request, self.max_model_len), request.request_id
+        output = self._record(batch, place, request.get_finished_reason())
+        self._free_request(request)
+        return output
+
+    def _record(self, batch: DecodeBatch, place: int, finish_reason: Any) -> Any:
+        tokens, logprobs = batch.held(place)
+        return self.vllm.EngineCoreOutput(
+            request_id=batch.ids[place],
+            new_token_ids=tokens,
+            new_logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=batch.requests[place].stop_reason,
+        )
+
+    def _held_of(self, batch: DecodeBatch) -> list[Any]:
+        if batch.num_held == 0:
+            return []
+        records = [self._record(batch, place, None) for place in range(len(batch.ids))]
+        batch.num_held = 0
+        return records
+
+    def _leave(self) -> None:
+        """The next step may be any: what has waited goes with it."""
+        if self._batch is not None:
+            self._left_over += self._held_of(self._batch)
+            self._batch = None
+
+    def _with_left_over(self, outputs: dict[int, Any]) -> dict[int, Any]:
+        """`outputs` by client, behind what has waited."""
+        if self._left_over:
+            mine = outputs.setdefault(0, self.vllm.EngineCoreOutputs())
+            mine.outputs = self._left_over + list(mine.outputs)
+            self._left_over = []
+        return outputs
+
+    def _knows_all_that_steps_may_bring(self) -> bool:
+        """Whether this engine has nothing but requests, tokens and one cache of full attention."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        others = (
+            self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.perf_metrics,
+            self.finished_req_ids_dict, self.vllm_config.speculative_config,
+        )  # fmt: skip
+        switches = (
+            self.use_pp, self.use_v2_model_runner, self.log_stats, self.scheduler_config.async_scheduling,
+            self.has_mamba_layers, self.needs_kv_cache_zeroing, self.is_encoder_decoder, self.is_mm_encoder_only,
+            self.defer_block_free, self.enable_kv_cache_events, self.return_sampling_mask,
+            self.spec_decode_metrics_level != "none", self.num_sampled_tokens_per_step != 1, self.num_lookahead_tokens,
+            self.dcp_world_size > 1, self.pcp_world_size > 1,
+        )  # fmt: skip
+        alone = all(other is None for other in others) and not any(switches)
+        return alone and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
+
+
+def are_decoding(requests: Sequence[Any], last_scheduled: set[str]) -> bool:
+    """Whether each of them was in the last step and next gets one token, all with equal ends and log-probs."""
+    first = requests[0].sampling_params
+    return first is not None and all(_is_decoding(r, last_scheduled, first) for r in requests)
+
+
+def _is_decoding(request: Any, last_scheduled: set[str], like: Any) -> bool:
+    params = request.sampling_params
+    return (
+        params is not None
+        and request.num_tokens - request.num_computed_tokens == 1
+        and request.request_id in last_scheduled
+        and params.num_logprobs == like.num_logprobs
+        and params.num_logprobs in (None, 0)
+        and params.logprob_token_ids is None
+        and _ends(params) == _ends(like)
+        and not (params.repetition_detection or params.prompt_logprobs is not None)
+        and not (request.mm_features or request.spec_token_ids or request.use_structured_output or request.resumable)
+        and request.num_output_tokens > 0
+        and request.num_in_flight_tokens == 0
+        and request.prefill_stats is None
+        and request.trace_headers is None
+        and request.client_index == 0
+    )
+
+
+def _ends(params: Any) -> list[int]:
+    """The tokens that end a request."""
+    return [token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None]

@@ -1,0 +1,69 @@
+"""What the answers of a step are drawn with: one hash per (answer's seed, place in the answer, token), for all at once.
+
+Exponential races (Gumbel's maximum) as in vLLM, whose kernel on the CPU makes the noise of a row from a number of 64
+bits, by a hash of it and the token. vLLM draws that number from a random generator per request, one after the other,
+31 bits of each; here it is a hash of the answer's seed and of how many tokens the answer has. So a token is a function
+of logits, seed and place alone: not of the batch, its order, the rank, a preemption or a prompt read in parts.
+It takes vLLM's place on the first model runner (CPU). The second one, on CUDA, has noise of this kind by itself, from
+Triton (tests/unit/test_v2_sampler.py). Log-probs stay those of the logits that are drawn from.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+# Weyl's step between the places of an answer, and the constants of David Stafford's thirteenth mix (SplitMix64).
+PLACE = np.uint64(0xD1342543DE82EF95)
+FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+S27, S30, S31 = np.uint64(27), np.uint64(30), np.uint64(31)
+
+
+def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
+    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
+
+    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
+    resumed run answers as the first one did, whatever its layout.
+    """
+    place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def row_keys(seeds_R: np.ndarray, places_R: np.ndarray) -> np.ndarray:
+    """A number of 64 bits (int64) for every row: of the answer's seed (uint64) and the tokens that the answer has.
+
+    One to one in either of the two, so that two places of an answer never share their noise.
+    """
+    key_R = seeds_R.astype(np.uint64) + (places_R.astype(np.uint64) + np.uint64(1)) * PLACE
+    key_R = (key_R ^ (key_R >> S30)) * FIRST
+    key_R = (key_R ^ (key_R >> S27)) * SECOND
+    return (key_R ^ (key_R >> S31)).view(np.int64)
+
+
+class RowNoise:
+    """The sampler of vLLM's first model runner, after temperature, in place of its own `forward`."""
+
+    def __init__(self, runner: Any, keep_most_likely: Callable[..., torch.Tensor]) -> None:
+        """`runner` is the live model runner, `keep_most_likely` vLLM's top-k and top-p: (logits, k, p) to logits."""
+        self._runner, self._keep_most_likely = runner, keep_most_likely
+
+    def __call__(
+        self,
+        logits_RV: torch.Tensor,
+        generators: Mapping[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [R] and log-probs [R, V], float32. A row without a generator has no seed, and its token no use."""
+        logits_RV = self._keep_most_likely(logits_RV, k, p).to(torch.float32)
+        batch, rows = self._runner.input_batch, len(logits_RV)
+        seeds_R, places_R = np.zeros(rows, np.uint64), np.zeros(rows, np.int64)
+        if generators:
+            held = np.fromiter(generators, np.int64, len(generators))
+            seeds_R[held] = [generator.initial_seed() for generator in generators.values()]
+            places_R[held] = batch.num_tokens_no_spec[held] - batch.num_prompt_tokens[held]
+        keys_R = torch.from_numpy(row_keys(seeds_R, places_R))
+        return torch.ops._C.fused_gumbel_argmax(logits_RV, keys_R), logits_RV.log_softmax(dim=-1)
