@@ -110,7 +110,7 @@ def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model
     for rank, seen in enumerate(saw(model, layout)):
         assert seen["differences"] == [[]] * (NUM_UPDATES + 1)
         for name, found in seen["mutated"].items():
-            twice = 2 if name == "model.embed_tokens.weight" and model == "qwen3-tied" else 1
+            twice = 2 if name == "model.embed_tokens.weight" and MODELS[model]["tied"] else 1
             assert len(found) == (twice if rank == 1 else 0), (rank, name, found)
             assert all(line.startswith(f"{name}: not what rank ") for line in found)
     assert len(saw(model, layout)[1]["mutated"]) >= 15
@@ -122,7 +122,7 @@ def test_an_engine_that_missed_a_publish_differs_in_every_tensor(saw, model, lay
     for seen in saw(model, layout):
         differing = {line.partition(": ")[0] for line in seen["behind"]}
         assert differing == seen["mutated"].keys()
-        head = "model.embed_tokens.weight" if model == "qwen3-tied" else "lm_head.weight"
+        head = "model.embed_tokens.weight" if MODELS[model]["tied"] else "lm_head.weight"
         stale = {line.partition(": ")[0] for line in seen["stale head"]}
         assert stale == (set() if torch.cuda.is_available() else {head})
 
