@@ -1,6 +1,6 @@
 """Whole runs that end before their last step: by themselves, since going on would train nothing, or by Ctrl-C.
 
-Each ends with an exit code of its own, one line, and files that explain it (docs/guide/troubleshooting.md).
+Each ends with an exit code of its own, one line, and files that explain it (docs/reference/exit-codes.md).
 """
 
 import json
