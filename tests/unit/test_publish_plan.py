@@ -40,21 +40,22 @@ MODELS = {
 }
 SIZES = (1, 2, 4)
 STAGES = {1: (4,), 2: (1, 3), 4: (1, 1, 1, 1)}
-# tp, pp, engine_tp
+# tp, cp, pp, engine_tp
 LAYOUTS = [
-    (tp, pp, engine_tp)
-    for tp, pp, engine_tp in itertools.product(SIZES, repeat=3)
-    if tp * pp <= 4 and engine_tp <= tp * pp
+    (tp, cp, pp, engine_tp)
+    for tp, cp, pp, engine_tp in itertools.product(SIZES, repeat=4)
+    if tp * cp * pp <= (4 if cp == 1 else 8) and engine_tp <= tp * cp * pp
 ]
-each_layout = pytest.mark.parametrize("tp, pp, engine_tp", LAYOUTS)
+each_layout = pytest.mark.parametrize("tp, cp, pp, engine_tp", LAYOUTS)
 each_model = pytest.mark.parametrize("model", MODELS)
 
 
-def actor_side(model: Architecture, tp: int, pp: int) -> list[list[Shard]]:
+def actor_side(model: Architecture, tp: int, cp: int, pp: int) -> list[list[Shard]]:
     stages = STAGES[pp]
     return [
         [shard_of(held) for _, held in actor_shards(stage_slots(model, stages, stage), model, tp=tp, tp_rank=rank)]
         for stage in range(pp)
+        for _ in range(cp)  # ranks that share tokens have the same weights
         for rank in range(tp)
     ]
 
@@ -64,8 +65,8 @@ def engine_side(model: Architecture, num_ranks: int, engine_tp: int) -> list[lis
     return [list(engine_shards(slots, model, tp=engine_tp, rank=rank % engine_tp)) for rank in range(num_ranks)]
 
 
-def plan_of(model: Architecture, tp: int, pp: int, engine_tp: int, **options) -> PublishPlan:
-    return publish_plan(actor_side(model, tp, pp), engine_side(model, tp * pp, engine_tp), 4, **options)
+def plan_of(model: Architecture, tp: int, cp: int, pp: int, engine_tp: int, **options) -> PublishPlan:
+    return publish_plan(actor_side(model, tp, cp, pp), engine_side(model, tp * cp * pp, engine_tp), 4, **options)
 
 
 def part(full: np.ndarray, shard: Shard) -> np.ndarray:
@@ -82,9 +83,9 @@ def numbers_of(shards: list[Shard], number_of: dict[str, np.ndarray]) -> Iterato
 
 @each_layout
 @each_model
-def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, tp, pp, engine_tp):
+def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, tp, cp, pp, engine_tp):
     model = MODELS[model]
-    sources, targets = actor_side(model, tp, pp), engine_side(model, tp * pp, engine_tp)
+    sources, targets = actor_side(model, tp, cp, pp), engine_side(model, tp * cp * pp, engine_tp)
     plan = publish_plan(sources, targets, 4, bucket_bytes=1024)
     first, full = 0, {}
     for source in all_sources(model):
@@ -99,7 +100,7 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
     for shards, arrays in zip(targets, engine, strict=True):
         for shard, array in zip(shards, arrays, strict=True):
             np.testing.assert_array_equal(array, part(full[shard.name], shard))
-    for rank in range(tp * pp):
+    for rank in range(tp * cp * pp):
         wanted, held = (list(numbers_of(side[rank], full)) for side in (targets, sources))
         assert plan.received_bytes()[rank] == 4 * len(set(wanted) - set(held))
         assert plan.written_bytes()[rank] == 4 * len(wanted)
@@ -108,15 +109,15 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
 
 @each_layout
 @each_model
-def test_the_planner_counts_what_the_plan_moves(model, tp, pp, engine_tp):
+def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp):
     """In closed form."""
     model = MODELS[model]
-    plan, counted = plan_of(model, tp, pp, engine_tp), published(model, tp, STAGES[pp], engine_tp)
+    plan, counted = plan_of(model, tp, cp, pp, engine_tp), published(model, tp, STAGES[pp], engine_tp, cp)
     assert [4 * n for n in counted.sent] == plan.sent_bytes()
     assert [4 * n for n in counted.received] == plan.received_bytes()
     assert [4 * n for n in counted.written] == plan.written_bytes()
     pairs = {(piece.source, piece.target) for piece in plan.pieces if piece.crosses}
-    assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(tp * pp)])
+    assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(tp * cp * pp)])
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"])
@@ -135,12 +136,12 @@ def test_what_crosses_of_a_public_model_by_hand():
 
 
 @each_layout
-def test_a_bucket_is_no_larger_than_asked(tp, pp, engine_tp):
+def test_a_bucket_is_no_larger_than_asked(tp, cp, pp, engine_tp):
     model = MODELS["odd vocabulary"]
-    whole, cut = (plan_of(model, tp, pp, engine_tp, bucket_bytes=size) for size in (1 << 30, 512))
+    whole, cut = (plan_of(model, tp, cp, pp, engine_tp, bucket_bytes=size) for size in (1 << 30, 512))
     assert len(whole.buckets) == 1 and len(cut.buckets) > 10
     for bucket in cut.buckets:
-        for rank in range(tp * pp):
+        for rank in range(tp * cp * pp):
             assert sum(4 * p.what.size for p in bucket if p.target == rank) <= 512
             assert sum(4 * p.what.size for p in bucket if p.source == rank and p.crosses) <= 512
     assert (whole.sent_bytes(), whole.written_bytes()) == (cut.sent_bytes(), cut.written_bytes())

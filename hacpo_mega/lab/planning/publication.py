@@ -40,14 +40,14 @@ class _Tensors:
 
 
 @lru_cache(maxsize=4096)
-def published(architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int) -> Published:
-    """Of one publication in a cell of `tp` ranks for each of the stages, which have so many layers."""
-    num_ranks = tp * len(stages)
+def published(architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int, cp: int = 1) -> Published:
+    """Of one publication in a cell of `tp` x `cp` ranks for each of the stages, which have so many layers."""
+    num_ranks = tp * cp * len(stages)
     sent, received, written = ([0] * num_ranks for _ in range(3))
     receivers: list[set[int]] = [set() for _ in range(num_ranks)]
     for times, tensors in _held(architecture, tp, stages, engine_tp):
         for rank in range(num_ranks):
-            for holder, size in _moves(tensors, rank, tp, engine_tp):
+            for holder, size in _moves(tensors, rank, tp, cp, engine_tp):
                 written[rank] += times * size
                 if size and holder != rank:
                     received[rank] += times * size
@@ -56,16 +56,23 @@ def published(architecture: Architecture, tp: int, stages: tuple[int, ...], engi
     return Published(tuple(sent), tuple(received), tuple(written), max(map(len, receivers)))
 
 
-def _moves(tensors: _Tensors, rank: int, tp: int, engine_tp: int) -> Iterator[tuple[int, int]]:
-    """(from whom, numbers): what the rank needs, from the nearest of those who have it."""
+def _moves(tensors: _Tensors, rank: int, tp: int, cp: int, engine_tp: int) -> Iterator[tuple[int, int]]:
+    """(from whom, numbers): what the rank needs, from the nearest of those who have it.
+
+    Ranks of a cell by stage, of a stage by their part of the tokens, for which all have the same, then by tensor rank.
+    """
 
     def nearest(holders: Iterable[int]) -> int:
         return min(holders, key=lambda holder: (abs(holder - rank), holder))
 
     for t, row in enumerate(tensors.shared):
-        yield nearest(stage * tp + t for stage in tensors.stages), row[rank % engine_tp]
+        yield (
+            nearest(stage * tp * cp + c * tp + t for stage in tensors.stages for c in range(cp)),
+            row[rank % engine_tp],
+        )
     # of neighbouring ranks, all of which have it, the nearest is the rank itself or one of both ends
-    inside = (min(max(rank, stage * tp), stage * tp + tp - 1) for stage in tensors.stages)
+    width = tp * cp
+    inside = (min(max(rank, stage * width), stage * width + width - 1) for stage in tensors.stages)
     yield nearest(inside), tensors.replicated
 
 

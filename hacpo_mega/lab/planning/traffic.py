@@ -195,4 +195,4 @@ def publication_of(budget: Budget) -> Published:
     """What one publication of the agent moves in each of its cells."""
     actor = budget.actor
     stages = stage_layers(actor.architecture.num_layers, actor.layout)
-    return published(actor.architecture, actor.layout.tp, stages, budget.engine.tp)
+    return published(actor.architecture, actor.layout.tp, stages, budget.engine.tp, actor.layout.cp)
