@@ -1,13 +1,15 @@
 """A feed-forward's activation: bits of torch's operations, float64's finite differences, and what it keeps."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from hacpo_mega.megatron.gated import ACTIVATIONS, GatedActivation
 
-REFERENCES = {"silu": silu}
+REFERENCES = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
 
 def inputs(name: str, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
