@@ -131,7 +131,6 @@ class Machine:
         return [
             read_turn(
                 folder / f"{place}/measured.json",
-                num_steps=self.asked.steps,
                 tokens=[sum(self._lengths(place, WARM_UP + step)) for step in range(self.asked.steps)],
                 prompt_tokens=sum(self._codecs[place].prompt_lengths(self._prompts)),
                 threads=threads,
