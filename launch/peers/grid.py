@@ -13,17 +13,17 @@ import json
 import math
 import os
 import random
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from bench import WARM_UP, Machine, checked
 from table import Turn, grid_markdown, resident
@@ -178,26 +178,27 @@ def workload_of(cell: Cell, kinds: Sequence[str]) -> "Workload":
     return Workload(LONGEST, tuple(steps))
 
 
-def paced_rank(config_file: str, num_steps: int, workload: "Workload", line: Connection) -> None:
-    """hacpo_mega's rank, in a process forked from the server: it waits to be told before every measured step."""
+def paced_rank(config_file: str, num_steps: int, workload: "Workload", line: str) -> None:
+    """hacpo_mega's rank, in a process forked from the server: over the socket `line` it is told to take a step."""
     imported_bytes = resident("VmRSS")
     from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
 
-    steps, config = [], load_config(config_file)
-    with measured_trainer(config, workload) as trainer:
-        cpu_began = 0.0
+    steps, config, cpu_began = [], load_config(config_file), 0.0
+    with socket.socket(socket.AF_UNIX) as connection, measured_trainer(config, workload) as trainer:
+        connection.connect(line)
+        told = connection.makefile("rw")
         for number in range(num_steps):
             if number >= WARM_UP:
-                line.send("ready")
-                line.recv()
+                _say(told, "ready")
+                told.readline()
             wall_began = time.perf_counter()
             trainer.step()
             # What is still written of a step after its end is processor time of the next.
             cpu_ended = time.process_time()
             steps.append((time.perf_counter() - wall_began, cpu_ended - cpu_began))
             cpu_began = cpu_ended
-        line.send("ready")
-        line.send((steps[WARM_UP:], resident("VmHWM"), imported_bytes))
+        _say(told, "ready")
+        _say(told, json.dumps([steps[WARM_UP:], resident("VmHWM"), imported_bytes]))
 
 
 def measure(cell: Cell, asked: argparse.Namespace, peer: dict[str, str], work: Path) -> dict[str, list[list[Turn]]]:
@@ -208,42 +209,60 @@ def measure(cell: Cell, asked: argparse.Namespace, peer: dict[str, str], work: P
     config, _ = checked(asked)
     workload, threads = workload_of(cell, kinds), int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     machine = Machine(config, workload, asked, peer)
-    here, there = Pipe()
+    line = str(work / "line")
+    call = (str(file), WARM_UP + len(kinds), workload, line)
     with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(line)
+        listener.listen()
         theirs = stack.enter_context(machine.peer_process(0, work, threads))
         stack.callback(theirs.kill)
-        stack.enter_context(machine.server.ranks(1, work, paced_rank, str(file), WARM_UP + len(kinds), workload, there))
-        there.close()
+        (rank,) = stack.enter_context(machine.server.ranks(1, work, paced_rank, *call))
         try:
-            ours = _in_turn(here, theirs, len(kinds))
-        except (EOFError, BrokenPipeError) as error:
+            with _accepted(listener, rank) as ours:
+                steps, *memory = _in_turn(ours, (theirs.stdout, theirs.stdin), len(kinds))
+        except OSError as error:
             said = [(work / name).read_text(errors="replace")[-1500:] for name in ("0.err", "0/err")]
             raise RuntimeError(f"a trainer of {cell.name} failed. hacpo_mega: {said[0]}\nTRL: {said[1]}") from error
         theirs.communicate()
-    steps, *memory = ours
     tokens = [sum(n for group in step.values() for n, _ in group) for step in workload.steps[WARM_UP:]]
     turns = [Turn(1, *took, number, number, *memory) for took, number in zip(steps, tokens, strict=True)]
     sides = (turns, machine.read(0, work, threads))
     return {kind: [side[place :: len(LENGTHS)] for side in sides] for place, kind in enumerate(LENGTHS)}
 
 
-def _in_turn(ours: Connection, theirs: Any, num_steps: int) -> Any:
-    """Lets the two take a step each until all are done; what hacpo_mega says of its own."""
+def _accepted(listener: socket.socket, rank: BaseProcess) -> TextIO:
+    """The rank's end of the line; ConnectionError when it has ended before."""
+    listener.settimeout(1.0)
+    while rank.is_alive():
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            connection.settimeout(None)
+            return connection.makefile("rw")
+    raise ConnectionError
 
-    def wait() -> None:
-        while (line := theirs.stdout.readline()) != "ready\n":
-            if not line:
-                raise EOFError
 
-    ours.recv()
-    wait()
+def _in_turn(ours: TextIO, theirs: tuple[TextIO, TextIO], num_steps: int) -> list:
+    """Lets the two take a step each until all are done; what hacpo_mega says of its own. OSError when one is gone."""
+    _wait(ours)
+    _wait(theirs[0])
     for _ in range(num_steps):
-        ours.send("go")
-        ours.recv()
-        theirs.stdin.write("\n")
-        theirs.stdin.flush()
-        wait()
-    return ours.recv()
+        _say(ours, "go")
+        _wait(ours)
+        _say(theirs[1], "go")
+        _wait(theirs[0])
+    return json.loads(ours.readline())
+
+
+def _say(line: TextIO, word: str) -> None:
+    line.write(word + "\n")
+    line.flush()
+
+
+def _wait(line: TextIO) -> None:
+    while (said := line.readline()) != "ready\n":
+        if not said:
+            raise ConnectionError
 
 
 def row_name(cell: Cell, kind: str) -> tuple[str, ...]:
