@@ -274,21 +274,27 @@ class ViewCounts:
 class MicroBatch:
     """Sequences packed end to end (THD, no padding between them), as tensors on the CPU.
 
-    T tokens, B sequences, R trained rows (tokens whose log-prob counts).
+    T tokens in S segments, B sequences, R trained rows (tokens whose log-prob counts). A segment is a sequence as it is
+    read; or a prompt that several answers share, or one of these answers.
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
-    cu_seqlens                   int32 [B + 1, or B + 2 with the tail], starts of the packed sequences, ends at T
+    cu_seqlens                   int32 [S + 1], starts of the segments, ends at T
+    prefixes_S2                  int32 [S, 2], start and length of the tokens that a segment sees before its own: of its
+                                 prompt's, where that is a segment; else 0, 0
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
     row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
     sequences                    the sequences, in packed order
+    num_tokens                   T without the tail
     """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     cu_seqlens: torch.Tensor
+    prefixes_S2: torch.Tensor
     rows_R: torch.Tensor
     targets_R: torch.Tensor
     row_cu_seqlens_B: torch.Tensor
     sequences: tuple[TokenSequence, ...]
+    num_tokens: int
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
 from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -72,7 +71,7 @@ class Actor:
         total_updates: int,
         max_tokens_per_microbatch: int,
         max_positions: int | None = None,
-        pack_by: str = "tokens",
+        share_prompts: bool = True,
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
@@ -89,9 +88,8 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `pack_by` is what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the
-        cheap ones at both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was
-        sampled. `recompute` is what
+        `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1).
+        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled. `recompute` is what
         backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
         `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
         (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
@@ -103,10 +101,6 @@ class Actor:
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.tp, self.cp, self.temperature = Path(folder), tp, cp, temperature
-        cost = partial(forward_flops, self.architecture, 1)
-        evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
-        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp * cp, cost=evened)
-        self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress, self._reports = on_progress, reports
         cuda = torch.cuda.is_available()
@@ -115,6 +109,11 @@ class Actor:
         self.transformer = chosen_transformer(
             transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
         )
+        # Rows of shared prompts do not rise, as cp wants them; TransformerEngine's attention knows no such segments.
+        can_share = cp == 1 and self.transformer == "local"
+        how = {"multiple": tp * cp, "shares_prompts": share_prompts and can_share}
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
+        self._pack_update = partial(pack_update, **self._pack.keywords)
         initialize_parallel(tp, pp, seed, timeout_s, cp=cp)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions

@@ -9,7 +9,6 @@ import inspect
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -23,6 +22,7 @@ from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequenc
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
 from hacpo_mega.megatron.rope import MAGNITUDE_FIELDS
+from hacpo_mega.megatron.shared_prompts import PackedSegments, gather_tokens
 from hacpo_mega.models.architecture import Architecture
 
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
@@ -57,7 +57,7 @@ class PackedAttention(torch.nn.Module):
         value_tKD: torch.Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSegments,
         **_megatron_options: object,
     ) -> torch.Tensor:
         """Return the attention output of this rank's tokens [t, N, D]."""
@@ -73,20 +73,21 @@ def _attend_flash(
     query_TND: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: PackedSegments,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    if packed.key_places is not None:  # the kernel lets the last query of a segment see all of its keys
+        key_TKD, value_TKD = (gather_tokens(tensor, packed.key_places) for tensor in (key_TKD, value_TKD))
     return varlen_attn(
         query_TND,
         key_TKD,
         # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
         value_TKD.contiguous(),
-        starts,
-        starts,
-        longest,
-        longest,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_HEADS,
@@ -97,32 +98,45 @@ def _attend_in_groups(
     query_TND: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: PackedSegments,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Neighbouring sequences of similar length attend as one padded batch: a call for each costs more than its work.
+    """Neighbouring segments of similar length attend as one padded batch: a call for each costs more than its work.
 
-    The padding comes after a sequence, where causality hides it from every token of the sequence.
+    The padding comes after a segment, where causality hides it from every token of the segment.
     """
-    groups = similar_lengths(packed.cu_seqlens_q.diff().tolist())
-    sizes = [sum(lengths) for lengths in groups]
-    parts = zip(groups, *(tensor.split(sizes) for tensor in (query_TND, key_TKD, value_TKD)), strict=True)
-    return torch.cat([_attend_padded(lengths, *tensors, scale, window) for lengths, *tensors in parts])
-
-
-def similar_lengths(lengths: list[int]) -> list[list[int]]:
-    """Cut `lengths` into runs whose longest is at most half again as long as their shortest."""
-    groups: list[list[int]] = []
-    shortest = longest = 0
-    for length in lengths:
-        shortest, longest = min(shortest, length), max(longest, length)
-        if groups and 2 * longest <= 3 * shortest:
-            groups[-1].append(length)
+    lengths, key_lengths = (starts.diff().tolist() for starts in (packed.cu_seqlens_q, packed.cu_seqlens_kv))
+    groups = similar_lengths(lengths, key_lengths)
+    parts, first, first_key = [], 0, 0
+    for group in groups:
+        own, keys = [length for length, _ in group], [length for _, length in group]
+        query_GND = query_TND[first : first + sum(own)]
+        if own == keys:
+            meets = slice(first, first + sum(own))
+            parts.append(_attend_padded(own, query_GND, key_TKD[meets], value_TKD[meets], scale, window))
         else:
-            groups.append([length])
-            shortest = longest = length
-    return groups
+            places = packed.key_places[first_key : first_key + sum(keys)]
+            parts.append(_attend_prefixed(own, keys, query_GND, key_TKD, value_TKD, places, scale, window))
+        first, first_key = first + sum(own), first_key + sum(keys)
+    return torch.cat(parts)
+
+
+def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tuple[int, int]]]:
+    """Cut segments, of so many tokens and so many keys, into runs: the longest at most half again the shortest in both;
+    those that meet other keys than their own apart.
+    """
+    runs: list[list[tuple[int, int]]] = []
+    least = most = (0, 0)
+    for segment in zip(lengths, key_lengths, strict=True):
+        least, most = (tuple(map(pick, segment, bounds)) for pick, bounds in ((min, least), (max, most)))
+        alike = runs and (segment[0] == segment[1]) == (runs[-1][0][0] == runs[-1][0][1])
+        if alike and all(2 * high <= 3 * low for high, low in zip(most, least, strict=True)):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+            least = most = segment
+    return runs
 
 
 def _attend_padded(
@@ -150,6 +164,30 @@ def _attend_padded(
         *map(pad, (query_TND, key_TKD, value_TKD)), sees_LL, is_causal=sees_all, scale=scale, enable_gqa=True
     )
     return output.transpose(1, 2).flatten(0, 1)[places_T]
+
+
+def _attend_prefixed(
+    lengths: list[int],
+    key_lengths: list[int],
+    query_GND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    places: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Segments whose last `lengths` keys, of `key_lengths` at `places`, are their own."""
+    own_B, keys_B = (torch.tensor(of_B, device=places.device) for of_B in (lengths, key_lengths))
+    counting_Q, counting_M = (torch.arange(max(of_B), device=places.device) for of_B in (lengths, key_lengths))
+    # Where a segment has no more tokens, one that no other of its own sees: causality hides it, too.
+    query_BQ = (own_B.cumsum(0) - own_B)[:, None] + torch.minimum(counting_Q, own_B[:, None] - 1)
+    key_BM = places[(keys_B.cumsum(0) - keys_B)[:, None] + torch.minimum(counting_M, keys_B[:, None] - 1)]
+    back_BQM = counting_Q[:, None] + (keys_B - own_B)[:, None, None] - counting_M
+    sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
+    tensors = ((query_GND, query_BQ), (key_TKD, key_BM), (value_TKD, key_BM))
+    padded = (gather_tokens(tensor, of).transpose(1, 2) for tensor, of in tensors)
+    output = scaled_dot_product_attention(*padded, sees_BQM[:, None], scale=scale, enable_gqa=True)
+    return output.transpose(1, 2)[counting_Q < own_B[:, None]]
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
