@@ -1,5 +1,7 @@
 """Packing and update planning: nothing lost, nothing mixed, every row predicts the token it is said to predict."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +58,46 @@ def test_layout_of_two_sequences_and_a_tail_by_hand():
     assert batch.targets_R.tolist() == [7, 8, 4]
     assert batch.row_cu_seqlens_B.tolist() == [0, 2, 3]
     assert batch.sequences == (first, second)
+
+
+def test_layout_of_a_shared_prompt_by_hand():
+    """5 6 is read once for 7 8 and for 9, which trains one token and so reads none; 3 4 is read with 8, then a tail."""
+    long, short = (TokenSequence(np.int32([5, 6]), np.int32(answer), len(answer)) for answer in ([7, 8, 1], [9]))
+    alone = TokenSequence(np.int32([3, 4]), np.int32([8, 2]), num_trained=2)
+    batch = microbatch([[short, long], [alone]], multiple=4)
+    assert batch.tokens_T.tolist() == [5, 6, 3, 4, 8, 7, 8, 0]
+    assert batch.positions_T.tolist() == [0, 1, 0, 1, 2, 2, 3, 0]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 7, 8]
+    assert batch.prefixes_S2.tolist() == [[0, 0], [0, 0], [0, 2], [0, 0]]
+    assert batch.sequences == (alone, long, short)
+    assert batch.rows_R.tolist() == [3, 4, 1, 5, 6, 1]
+    assert batch.targets_R.tolist() == [8, 2, 7, 8, 1, 9]
+    assert batch.row_cu_seqlens_B.tolist() == [0, 2, 5, 6]
+    assert batch.num_tokens == 7
+
+
+@pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
+def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple):
+    samples = random_samples(num_prompts=6, seed=1)
+    prompts = {sample.prompt_index: sample.prompt_ids for sample in samples}
+    samples = [dataclasses.replace(sample, prompt_ids=prompts[sample.prompt_index]) for sample in samples]
+    batches = pack_update(samples, max_tokens, multiple=multiple, shares_prompts=True)
+    assert sorted(identity(s) for b in batches for s in b.sequences) == sorted(identity(s) for s in samples)
+    plain = sum(batch.num_tokens for batch in pack_update(samples, max_tokens, multiple=multiple))
+    assert sum(batch.num_tokens for batch in batches) < plain
+    for batch in batches:
+        assert batch.num_tokens <= len(batch.tokens_T) <= max_tokens and len(batch.tokens_T) % multiple == 0
+        starts = batch.cu_seqlens.tolist()
+        for place, sample in enumerate(batch.sequences):
+            text = np.concatenate([sample.prompt_ids, sample.answer_ids])
+            for number, row in enumerate(range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1])):
+                position = int(batch.rows_R[row])
+                segment = np.searchsorted(starts, position, side="right") - 1
+                first, length = batch.prefixes_S2[segment].tolist()
+                seen = [*range(first, first + length), *range(starts[segment], position + 1)]
+                assert batch.tokens_T[seen].tolist() == text[: len(sample.prompt_ids) + number].tolist()
+                assert batch.positions_T[seen].tolist() == list(range(len(seen)))
+                assert batch.targets_R[row] == text[len(seen)]
 
 
 def test_the_objective_gets_the_numbers_of_the_samples_in_packed_order():
