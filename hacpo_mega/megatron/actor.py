@@ -28,9 +28,10 @@ from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
 from hacpo_mega.megatron.installed import VERSION
+from hacpo_mega.megatron.lora import adapters_off, attach_adapters
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
-from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer
+from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.optimizer import ActorOptimizer, Leaves
 from hacpo_mega.megatron.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
@@ -50,6 +51,7 @@ from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import forward_flops
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -76,8 +78,8 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
-        offloads: bool = False,
-        leaves: bool = False,
+        leaves: Leaves = "nothing",
+        lora: Lora | None = None,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
         overrides: Mapping[str, Any] | None = None,
@@ -92,8 +94,9 @@ class Actor:
         `pack_by` is what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the
         cheap ones at both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was
         sampled. `recompute` is what
-        backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
-        `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
+        backward computes again (none, mlp, full), `leaves` what of it can leave the device: the
+        optimizer's state when `optimizer.offload` is told to, or everything (actor_offload.py); with `lora` its
+        adapters alone are trained (lora.py); `transformer` is whose layers it has
         (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
         fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
         collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
@@ -113,14 +116,20 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         self.transformer = chosen_transformer(
-            transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
+            "local" if lora is not None and transformer == "auto" else transformer,
+            self.architecture,
+            dtype=self.dtype,
+            on_cuda=cuda,
+            version=VERSION,
         )
         initialize_parallel(tp, pp, seed, timeout_s, cp=cp)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions
             model = self._build(tp, pp, positions, recompute, overrides)
+            if lora is not None:
+                attach_adapters(model, lora, seed)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self.timeout = timedelta(seconds=timeout_s)
@@ -188,7 +197,7 @@ class Actor:
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group() if self.tp > 1 else None,
             # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
-            fuse_main_grad=weight_VH.dtype != torch.float32,
+            fuse_main_grad=weight_VH.requires_grad and weight_VH.dtype != torch.float32,
         )
         return sum_rows(logprob_N, own, len(batch.rows_R))
 
@@ -260,11 +269,18 @@ class Actor:
     # ---- reference policy
 
     def keep_reference(self) -> None:
-        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks."""
-        self._reference = self._copy_of_parameters()
+        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks.
+
+        Under LoRA there is nothing to remember: it is the model without its adapters.
+        """
+        if unwrapped(self.model).lora is None:
+            self._reference = self._copy_of_parameters()
 
     def reference_token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """`token_logprobs` under the kept parameters; the present ones are back, bit for bit, afterwards."""
+        if (model := unwrapped(self.model)).lora is not None:
+            with adapters_off(model):
+                return self.token_logprobs(sequences)
         assert self._reference is not None, "keep_reference() comes first"
         with self._parameters_of(self._reference):
             return self.token_logprobs(sequences)
