@@ -96,7 +96,7 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
         what = "is not there" if digest is None else "is not what it was"
         raise ValueError(
             f"{folder} has the weights of {agent.name}, {agent.model} the architecture and the tokenizer, but its "
-            f"config.json {what}: put it back (a relative path is looked for from the current folder)"
+            f"config.json{' or a weight' if agent.lora else ''} {what}: put it back (a relative path is looked for from the current folder)"
         )
     return StoredAgent(found, config, agent)
 

@@ -72,8 +72,7 @@ def write_weights(
 
 
 def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, folder: Path) -> None:
-    """Makes a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json."""
-    folder.mkdir()
+    """Fills a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json."""
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     hub = HubModel.of_snapshot(base)
     config = {

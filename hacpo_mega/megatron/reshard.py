@@ -99,6 +99,7 @@ def save_hf(
         adapter = {name: tensor.cpu() for name, tensor in factors if writes}
         if writes:
             if bare.lora is not None:
+                (partial / ADAPTER).mkdir()
                 write_adapter(adapter, bare.lora, source_folder, partial / ADAPTER)
             _put_in_place(partial, out_folder)
     except RunStopped:
