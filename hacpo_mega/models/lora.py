@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Cut, Slot, Source, shard_shape, stage_slots
+from hacpo_mega.models.segments import Cut, Slot, Source, segments, stage_slots
 
 ALL_LINEAR = "all-linear"
 # The layers of Megatron that may have an adapter.
@@ -73,6 +73,9 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Why this model cannot have these adapters on `tp` ranks, a line each."""
+    if architecture.has_experts:
+        yield "lora: a model with experts is trained with all its weights; adapters are for dense models. Nearest: no lora"
+        return
     for adapter in adapters(replace(architecture, num_layers=1), (1,), 0, lora):
         smallest = min(min(source.shape) for source in adapter.base.sources)
         if lora.rank > smallest:
@@ -80,7 +83,8 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
                 f"lora.rank ({lora.rank}) is more than the smaller side of {adapter.base.sources[0].name} and its "
                 f"neighbours ({smallest}). Nearest: {smallest}"
             )
-        if len({shard_shape(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp)}) > 1:
+        shards = (segments(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp))
+        if len({sum(piece.stop - piece.start for piece in shard) for shard in shards}) > 1:
             names = " and ".join(map(_last, adapter.up.sources))
             yield (
                 f"lora.targets: tp ({tp}) cuts through the {architecture.num_kv_heads} key/value heads, so ranks have "
