@@ -101,7 +101,9 @@ def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     B is zero, so the model computes what it did; A is drawn as peft draws it (uniform up to 1 / sqrt(inputs)), by the
     seed and the name of its matrix, so that it is the same on every layout.
     """
-    assert not model.fuses_norms, "TransformerEngine's layers have their norms inside, in front of what an adapter reads"
+    assert not model.fuses_norms, (
+        "TransformerEngine's layers have their norms inside, in front of what an adapter reads"
+    )
     model.requires_grad_(False)
     model.lora = lora
     for adapter in adapters(model.architecture, model.stages, model.pg_collection.pp.rank(), lora):
@@ -123,7 +125,7 @@ def _layer_adapter(adapter: Adapter, model: HiddenStateModel, lora: Lora, seed: 
     weight = model.get_parameter(adapter.base.parameter)
 
     def parameter(slot: Slot) -> Parameter:
-        shape = shard_shape(slot, architecture, **cut)
+        shape = shard_shape(slot, architecture, tp=group.size())
         return Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
 
     factors = parameter(adapter.down), parameter(adapter.up), lora.scale, group
@@ -173,8 +175,10 @@ class HeldWeights:
         group = model.pg_collection.tp
         self._shards = partial(actor_shards, architecture=model.architecture, tp=group.size(), tp_rank=group.rank())
         self._factors: dict[str, list[tuple[Slot, Rectangle]]] = {}
-        found = [] if model.lora is None else adapters(
-            model.architecture, model.stages, model.pg_collection.pp.rank(), model.lora
+        found = (
+            []
+            if model.lora is None
+            else adapters(model.architecture, model.stages, model.pg_collection.pp.rank(), model.lora)
         )
         for slot, held in self._shards([slot for each in found for slot in (each.down, each.up)]):
             self._factors.setdefault(held.source.name, []).append((slot, held))
@@ -189,9 +193,7 @@ class HeldWeights:
             _view(whole, held).copy_(self.rectangle(slot.parameter, held, held.offsets, held.sizes))
         return whole
 
-    def rectangle(
-        self, parameter: str, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> Tensor:
+    def rectangle(self, parameter: str, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """The numbers at `offsets`, so many, of a Hugging Face tensor, inside of what a parameter holds of it."""
         weight = _part(_view(self._parameters[parameter].detach(), held), held, offsets, sizes)
         down, up = factor_names(held.source.name)

@@ -10,13 +10,14 @@ Not here: the engine, and which of these are there at the same time (budget.py).
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from hacpo_mega.memory.adapter_numbers import kept_by_adapters, num_factors
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.lora import Lora, adapter_slots, adapters
-from hacpo_mega.models.segments import Cut, padded_vocab_size, shard_shape, stage_slots
+from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.segments import padded_vocab_size, shard_shape, stage_slots
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
@@ -134,11 +135,8 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
 
 def num_trained(plan: ActorPlan, stage: int = 0) -> int:
     """Numbers that one rank of pipeline stage `stage` has a gradient of: its weights, or its adapters."""
-    if plan.lora is None:
-        return num_weights(plan.architecture, plan.layout, stage)
-    stages = stage_layers(plan.architecture.num_layers, plan.layout)
-    slots = adapter_slots(plan.architecture, stages, stage, plan.lora)
-    return sum(math.prod(shard_shape(slot, plan.architecture, tp=plan.layout.tp)) for slot in slots)
+    counted = plan.architecture, plan.layout, stage
+    return num_weights(*counted) if plan.lora is None else num_factors(*counted, plan.lora)
 
 
 @functools.cache  # advice asks again and again
@@ -183,9 +181,9 @@ class _Layer:
             residual=residual,
             gathered=tokens * a.hidden_size * number,
             norm=norm,
-            attention=norm + _attention(plan) + _factors(plan, "self_attention."),
+            attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
-            mlp=3 * ffn + _factors(plan, "mlp."),  # gate and up, and their product
+            mlp=3 * ffn + _factors(plan, "mlp"),  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.kin.norms) - 2) * norm,
@@ -210,19 +208,10 @@ class _Layer:
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
-    """What adapters keep beside what the matrices would: tokens at their rank, and factors in their layer's rows."""
+    """What adapters keep beside what the matrices of a block would."""
     if plan.lora is None:
         return 0
-    tp, rank, kept = plan.layout.tp, plan.lora.rank, 0
-    for adapter in adapters(replace(plan.architecture, num_layers=1), (1,), 0, plan.lora):
-        if not adapter.module.startswith(f"decoder.layers.0.{block}"):
-            continue
-        if adapter.base.cut is Cut.COLUMNS:
-            kept += plan.own_tokens // tp * rank
-        else:
-            rows = shard_shape(adapter.base, plan.architecture, tp=tp)[0]
-            kept += (plan.own_tokens + rows) * rank * len(adapter.up.sources)
-    return kept * plan.device.number
+    return kept_by_adapters(plan.architecture, plan.layout.tp, plan.lora, block, plan.own_tokens) * plan.device.number
 
 
 def _attention(plan: ActorPlan) -> int:

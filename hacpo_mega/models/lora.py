@@ -1,10 +1,10 @@
 """LoRA (arXiv 2106.09685): which matrices of a model get an adapter, and how its two factors lie on ranks.
 
-A matrix W [out, in] that is a target stays as it is and is used as W + alpha / rank * B A: A [rank, in] is the adapter's
-`down`, B [out, rank] its `up`. The Hugging Face matrices that one Megatron layer holds fused have an adapter each; of
-their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do. Of a layer
-that is split along its output, down is on every rank and up is split; of one that is split along its input, the reverse.
-So both are slots (segments.py), and whoever stores, cuts or gathers parameters needs no word of LoRA.
+A matrix W [out, in] that is a target stays as it is and is used as W + alpha / rank * B A: A [rank, in] is the
+adapter's `down`, B [out, rank] its `up`. The Hugging Face matrices that one Megatron layer holds fused have an adapter
+each; of their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do.
+Of a layer that is split along its output, down is on every rank and up is split; of one that is split along its input,
+the reverse. So both are slots (segments.py), and whoever stores, cuts or gathers parameters needs no word of LoRA.
 Names are peft's. Imports no torch. Not here: modules and merging (megatron/lora.py, megatron/merging.py).
 """
 
@@ -74,7 +74,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Why this model cannot have these adapters on `tp` ranks, a line each."""
     if architecture.has_experts:
-        yield "lora: a model with experts is trained with all its weights; adapters are for dense models. Nearest: no lora"
+        yield "lora: adapters are for dense models, and this one has experts. Nearest: without lora"
         return
     for adapter in adapters(replace(architecture, num_layers=1), (1,), 0, lora):
         smallest = min(min(source.shape) for source in adapter.base.sources)

@@ -116,7 +116,7 @@ def shards_that_differ(actor):
             wrong.append(shard.name)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, wrong)
-    return sum(every, [])
+    return [name for names in every for name in names]
 
 
 def lora_of(name, folder):
@@ -152,7 +152,11 @@ def test_what_leaves_is_the_base_with_its_adapters_merged(folders, seen, name, t
     """In every byte, shard by shard, whole and as a folder, that of one process that merges whole matrices; and W + B A
     in float64 within float32's rounding. What is no target is the base's."""
     found = seen((name, tp, pp, cp, recompute))
-    base, factors, lora = load_file(folders[name] / "model.safetensors"), found["factors"][-1], lora_of(name, folders[name])
+    base, factors, lora = (
+        load_file(folders[name] / "model.safetensors"),
+        found["factors"][-1],
+        lora_of(name, folders[name]),
+    )
     assert not found["shards differ"]
     exported = load_file(found["export"] / "model.safetensors")
     assert exported.keys() == found["weights"].keys()

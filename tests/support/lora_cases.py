@@ -1,6 +1,6 @@
 """LoRA written out from its definition, for tests: adapters on a Hugging Face model, whatever layout made them.
 
-    y = W x + alpha / rank * B (A x)
+y = W x + alpha / rank * B (A x)
 """
 
 from collections.abc import Mapping

@@ -83,7 +83,9 @@ class Plan:
         """GiB of a node's host that a checkpoint is copied to, where the agent that needs most has all its devices."""
         each = [
             # the copy of the state from which a checkpoint is written beside training
-            CHECKPOINT_BYTES_PER_PARAMETER * num_trained(replace(agent.budget.actor, layout=Layout())) / agent.num_devices
+            CHECKPOINT_BYTES_PER_PARAMETER
+            * num_trained(replace(agent.budget.actor, layout=Layout()))
+            / agent.num_devices
             for agent in self.agents
         ]
         return max(each) * self.cluster.devices_per_node / GIB
