@@ -216,8 +216,6 @@ def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float, loss: float) ->
             clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, grad_norm)
     *others, last = optimizer.chained_optimizers
     for part in others:
-        MixedPrecisionOptimizer.step_with_ready_grads(
-            part
-        )  # as below, but that it would gather all weights of the model
+        MixedPrecisionOptimizer.step_with_ready_grads(part)  # its own would gather the weights of the whole model
     last.step_with_ready_grads()
     return grad_norm, True

@@ -31,6 +31,7 @@ LAYOUTS = [
     *((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 2), (1, 4, 1, 4), (2, 2, 1, 4), (2, 2, 1, 2)),
     *((4, 1, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2)),
 ]
+RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 1, 1, 2)), ("mixtral", (2, 2, 1, 4))]
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5
@@ -50,11 +51,7 @@ def seen(folders, tmp_path_factory) -> dict[tuple, list[dict]]:
 
 
 def visit_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple, dict]:
-    return {
-        (name, layout): visit(folder, layout, exports / f"{name}{layout}")
-        for name, folder in folders.items()
-        for layout in LAYOUTS
-    }
+    return {(name, layout): visit(folders[name], layout, exports / f"{name}{layout}") for name, layout in RUNS}
 
 
 def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict:
@@ -63,8 +60,9 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     options = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "max_tokens_per_microbatch": MAX_TOKENS}
     actor = make_actor(folder, **options, reports=REPORTS)
     scores = actor.score(SAMPLES)
-    own = [(s, score) for s, score in zip(SAMPLES, scores, strict=True) if s.is_self and s.num_trained]
-    scored = [dataclasses.replace(sample, source_logprob=score.mean_logprob) for sample, score in own]
+    # A product of other rows may be rounded otherwise: what an update packs together is scored together.
+    own = [sample for sample in SAMPLES if sample.is_self and sample.num_trained]
+    scored = [dataclasses.replace(s, source_logprob=score.mean_logprob) for s, score in zip(own, actor.score(own))]
     first = PolicyLoss(0, 1.0, AlgorithmConfig(), reference={})
     ratios = [r for report in actor.learn(scored, first).reports for r in report.terms.ratio_B.tolist()]
     actor = make_actor(folder, **options)
@@ -92,12 +90,10 @@ def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dic
     return answers
 
 
-EACH = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-OF_EACH = pytest.mark.parametrize("name", MODELS)
+EACH = pytest.mark.parametrize("name, layout", RUNS, ids=str)
 
 
 @EACH
-@OF_EACH
 def test_scores_are_hugging_faces(seen, expected, name, layout):
     for found in seen[name, layout]:
         for mine, theirs in zip(found["logprobs"], expected[name][0], strict=True):
@@ -105,7 +101,6 @@ def test_scores_are_hugging_faces(seen, expected, name, layout):
 
 
 @EACH
-@OF_EACH
 def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected, name, layout):
     for found in seen[name, layout]:
         assert worst(found["gradient"], expected[name][1])[0] < AGREED
@@ -118,21 +113,18 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 @EACH
-@OF_EACH
 def test_the_norm_that_clips_is_of_both_parts(seen, expected, name, layout):
     for found in seen[name, layout]:
         assert found["norm"] == pytest.approx(norm(expected[name][1]), rel=AGREED)
 
 
 @EACH
-@OF_EACH
 def test_the_own_ratio_of_a_first_update_is_1(seen, name, layout):
     for found in seen[name, layout]:
         assert found["ratios"] and set(found["ratios"]) == {1.0}
 
 
 @EACH
-@OF_EACH
 def test_an_export_is_the_loaded_folder(seen, folders, name, layout):
     export, loaded = seen[name, layout][0]["export"], load_file(folders[name] / "model.safetensors")
     written = load_file(export / "model.safetensors")
