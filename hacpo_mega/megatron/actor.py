@@ -27,6 +27,7 @@ from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
+from hacpo_mega.megatron.expert_load import ExpertCounts
 from hacpo_mega.megatron.installed import VERSION
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
@@ -118,6 +119,7 @@ class Actor:
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions
             model = self._build(positions, recompute, overrides)
+            self._experts = ExpertCounts(model)
             self.model = data_parallel(model, self._spans, communication)
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
@@ -202,6 +204,7 @@ class Actor:
         """
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
+            self._experts.begin()
             with self._spans.span("forward and backward"):
                 seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
@@ -211,7 +214,8 @@ class Actor:
                 finish_gather(self.model)  # of a cell that had no forward since
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
-        return update_stats(batches, loss, reports, step)
+            experts = self._experts.load()
+        return update_stats(batches, loss, reports, step, experts)
 
     def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
         """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""

@@ -73,7 +73,7 @@ class Router(torch.nn.Module):
         # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (norms.py).
         self.weight.sequence_parallel = config.sequence_parallel
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
-        self.load_E = torch.zeros(architecture.num_experts, device=self.weight.device)
+        self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
 
     def forward(self, hidden_nH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first."""

@@ -70,7 +70,7 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (NUM_RANKS // cells)]
     gradient, stats = gradient_by_descent(actor, lambda: actor.learn(mine, objective))
     return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
-            "norm": stats.grad_norm, "export": export}  # fmt: skip
+            "norm": stats.grad_norm, "experts": stats.experts, "export": export}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,15 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_the_norm_that_clips_is_of_both_parts(seen, expected, name, layout):
     for found in seen[name, layout]:
         assert found["norm"] == pytest.approx(norm(expected[name][1]), rel=AGREED)
+
+
+@EACH
+def test_the_load_of_experts_is_the_same_on_every_layout(seen, name, layout):
+    num_experts = MODELS[name]["num_experts"]
+    for found in seen[name, layout]:
+        experts = found["experts"]
+        assert 1 / num_experts < experts.fullest_share < 1.0 and 0.0 < experts.entropy < 1.0
+        assert experts == seen[name, (2, 1, 1, 2)][0]["experts"]
 
 
 @EACH

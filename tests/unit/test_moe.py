@@ -1,6 +1,7 @@
 """A layer of experts by itself: its products, its gradients against a loop in float64, what it counts."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -9,11 +10,13 @@ from actor_cases import one_rank
 from tiny_models import make_model
 
 from hacpo_mega.megatron import moe
+from hacpo_mega.megatron.expert_load import expert_load
 from hacpo_mega.megatron.model import transformer_config
 from hacpo_mega.megatron.moe import expert_layer, grouped_product, looped_product
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.records import ExpertLoad
 
 COUNTS = {"uneven": [7, 0, 12, 1], "one has all": [0, 0, 20, 0], "none": [0, 0, 0, 0]}
 CASES = {"normalised": (True, 2), "as they are": (False, 3), "one expert": (False, 1)}
@@ -129,5 +132,14 @@ def test_its_load_is_counted_where_it_learns_and_nowhere_else(world, tmp_path):
         layer(hidden)
     assert not layer.router.load_E.any()
     layer(hidden)
-    assert layer.router.load_E.tolist() == [float((experts_nk == expert).sum()) for expert in range(6)]
+    assert layer.router.load_E.tolist() == [int((experts_nk == expert).sum()) for expert in range(6)]
     assert layer.router.load_E.sum() == 23 * 3
+
+
+def test_load_by_hand():
+    """Of two layers: all to one of four, and one half, a quarter, a quarter, nothing."""
+    found = expert_load(torch.tensor([[0, 8, 0, 0], [4, 2, 2, 0]]))
+    assert found.fullest_share == (1.0 + 0.5) / 2
+    assert found.entropy == pytest.approx((0.0 + 1.5 * math.log(2)) / math.log(4) / 2, rel=1e-12)
+    assert expert_load(torch.tensor([[3, 3, 3, 3]])) == ExpertLoad(0.25, pytest.approx(1.0, rel=1e-12))
+    assert expert_load(torch.zeros(2, 4, dtype=torch.int64)) is None
