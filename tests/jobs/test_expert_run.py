@@ -1,4 +1,4 @@
-"""A whole run with an agent of experts, which two ranks share, beside one without: trained, resumed, exported, evaluated.
+"""A whole run with an agent of experts, which two ranks share, beside one without: trained, resumed, exported.
 
 It reduces gradients inside backward, gathers weights during forward and has its optimizer away while its engine, which
 is over both ranks, answers.
