@@ -24,6 +24,7 @@ from hacpo_mega.config.section import (
 )
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.lora import Lora, chosen_targets
 
 
@@ -210,6 +211,11 @@ class AgentConfig(Section):
         if self.lora is None:
             return None
         return Lora(self.lora.rank, self.lora.alpha, chosen_targets(architecture, self.lora.targets))
+
+    @property
+    def layout(self) -> Layout:
+        """How a cell of this agent shares its model. ValueError for numbers of layers that are none."""
+        return Layout.of(self.tp, self.pp, self.megatron, self.engine_tensor_parallel, self.cp, self.ep)
 
     @property
     def cell_size(self) -> int:

@@ -28,6 +28,7 @@ from torch.nn.functional import linear
 
 from hacpo_mega.megatron.merging import merged
 from hacpo_mega.megatron.model import HiddenStateModel
+from hacpo_mega.megatron.names import place_of
 from hacpo_mega.models.lora import Adapter, Lora, adapters, factor_names
 from hacpo_mega.models.publish_plan import actor_shards
 from hacpo_mega.models.segments import Cut, Rectangle, Segment, Slot, segments, shard_shape
@@ -172,8 +173,7 @@ class HeldWeights:
     def __init__(self, model: HiddenStateModel) -> None:
         self._parameters = dict(model.named_parameters())
         self._lora = model.lora
-        group = model.pg_collection.tp
-        self._shards = partial(actor_shards, architecture=model.architecture, tp=group.size(), tp_rank=group.rank())
+        self._shards = partial(actor_shards, architecture=model.architecture, **place_of(model))
         self._factors: dict[str, list[tuple[Slot, Rectangle]]] = {}
         found = (
             []

@@ -11,7 +11,7 @@ import torch
 
 from hacpo_mega.megatron.hf_reader import FolderReader
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import slots_of, sources_of
+from hacpo_mega.megatron.names import place_of, slots_of, sources_of
 from hacpo_mega.models.segments import Cut, Slot, segments
 from hacpo_mega.models.weight_files import weight_problems
 
@@ -37,9 +37,8 @@ def load_hf_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _fill(parameter: torch.nn.Parameter, slot: Slot, model: HiddenStateModel, reader: FolderReader) -> None:
-    group = model.pg_collection.tp
     position = 0
-    for piece in segments(slot, model.architecture, tp=group.size(), tp_rank=group.rank()):
+    for piece in segments(slot, model.architecture, **place_of(model)):
         size = piece.stop - piece.start
         stored = reader.read(slot.sources[piece.source], piece.start, piece.stop, dim=slot.dim)
         parameter.narrow(slot.dim, position, size).copy_(stored)
