@@ -4,11 +4,14 @@ Imports of what is heavy are inside functions, as in app.py.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,6 +20,7 @@ from hacpo_mega.cluster.environment import (
     inside_a_job,
     is_first_of_its_node,
     job_size,
+    may_fork_ranks,
     prepare_environment,
     reads_first,
 )
@@ -78,30 +82,50 @@ def objects_that_stay() -> Iterator[None]:
         gc.enable()
 
 
-def this_process_is_a_rank(config: Config) -> bool:
-    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
+def this_process_is_a_rank(config: Config, work: str) -> bool:
+    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0.
+
+    `work` is the module that ranks work with, imported when this returns True.
+    """
     ranks = RankMap.of(config)
     if inside_a_job():
         with one_voice_per_node():
             ranks.require_world_size(job_size())
             ranks.require_one_node(num_local(job_size()))
-    return is_one_of(ranks.world_size)
+    return is_one_of(ranks.world_size, work)
 
 
-def is_one_of(world_size: int) -> bool:
+def is_one_of(world_size: int, work: str) -> bool:
     """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
         end_with_launcher()
-        with objects_that_stay():
-            from hacpo_mega.cluster.device import require_fitting_environment
-
-        with one_voice_per_node():
-            require_fitting_environment()
+        _import_for_good(work)
         return True
     from hacpo_mega.jobs.local import run_on_this_machine
 
-    code = run_on_this_machine(sys.argv[1:], world_size)
+    forks = may_fork_ranks()
+    imports = partial(_import_for_good, work) if forks else None
+    code = run_on_this_machine(sys.argv[1:], world_size, imports=imports)
+    if forks:
+        _end_at_once(code)
     if code:
         raise typer.Exit(code)
     return False
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Ends this process as it is: to take down what was only imported takes seconds, and Triton would print of it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
+
+
+def _import_for_good(work: str) -> None:
+    with objects_that_stay():
+        from hacpo_mega.cluster.device import require_fitting_environment
+    with one_voice_per_node():
+        require_fitting_environment()
+    with objects_that_stay():
+        import_module(work)

@@ -125,6 +125,14 @@ def _is_blackwell() -> bool:
     return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
 
 
+def may_fork_ranks() -> bool:
+    """Whether ranks may be forked from a process that has imported what they need.
+
+    Not with an NVIDIA driver: what a library asks CUDA for while it is imported no child could use.
+    """
+    return not _has_cuda()
+
+
 def _has_cuda() -> bool:
     """Whether this machine has an NVIDIA driver, asked without importing torch."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
