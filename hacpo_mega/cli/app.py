@@ -137,7 +137,7 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
     if not inside_a_job() and not missing:
         say("every model folder exists: nothing to create")
         return
-    if not this_process_is_a_rank(config, "hacpo_mega.commands.warm_start"):
+    if not this_process_is_a_rank(config, "hacpo_mega.commands.warm_start", door="hacpo_mega.megatron.actor"):
         return
     from hacpo_mega.commands.warm_start import initialize
 

@@ -1,7 +1,7 @@
 """A whole job on this machine: one process per rank, which meet through a file that only their user can read.
 
 A rank spends most of its start on imports. So where its launcher may import the same, ranks are forked from it
-(forked_rank.py): not on CUDA, which no library may have asked for anything before a fork, nor from a user's own process.
+(forked_rank.py): not on CUDA, of which nobody may have asked anything before a fork, nor from a user's own process.
 
 Nothing of it listens to the network: torch's own launcher would, for everybody, and runs what it is sent.
 What failed says so itself in one line (place.py, watchdog.py); the launcher adds nothing to it.
