@@ -75,7 +75,11 @@ class _WithoutCurrentDevice(TorchFunctionMode):
 
 @contextmanager
 def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with _fake_world(Layout(tp, pp), 1, rank=pp_rank * tp), monkeypatch.context() as patched, ExitStack() as stack:
+    with (
+        _fake_world(MODELS["qwen3"], Layout(tp, pp), 1, rank=pp_rank * tp),
+        monkeypatch.context() as patched,
+        ExitStack() as stack,
+    ):
         patched.setattr(torch.cuda, "is_available", lambda: True)
         patched.setattr(torch.cuda, "current_device", lambda: GPU)
         # Dropout's random stream, of which a model without dropout draws nothing.
