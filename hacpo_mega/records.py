@@ -267,7 +267,7 @@ class ViewCounts:
     token_ratio_sum: float = 0.0
 
     def __add__(self, other: "ViewCounts") -> "ViewCounts":
-        return ViewCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return ViewCounts(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
 from hacpo_mega.megatron.rope import MAGNITUDE_FIELDS
-from hacpo_mega.megatron.shared_prompts import PackedSegments, gather_tokens
+from hacpo_mega.megatron.shared_prompts import PackedSegments, Run, gather_tokens
 from hacpo_mega.models.architecture import Architecture
 
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
@@ -107,37 +107,16 @@ def _attend_in_groups(
 
     The padding comes after a segment, where causality hides it from every token of the segment.
     """
-    lengths, key_lengths = (starts.diff().tolist() for starts in (packed.cu_seqlens_q, packed.cu_seqlens_kv))
-    groups = similar_lengths(lengths, key_lengths)
-    parts, first, first_key = [], 0, 0
-    for group in groups:
-        own, keys = [length for length, _ in group], [length for _, length in group]
-        query_GND = query_TND[first : first + sum(own)]
-        if own == keys:
-            meets = slice(first, first + sum(own))
-            parts.append(_attend_padded(own, query_GND, key_TKD[meets], value_TKD[meets], scale, window))
+    parts, first = [], 0
+    for run in packed.runs:
+        query_GND = query_TND[first : first + sum(run.lengths)]
+        if run.key_BM is None:
+            meets = slice(first, first + sum(run.lengths))
+            parts.append(_attend_padded(run.lengths, query_GND, key_TKD[meets], value_TKD[meets], scale, window))
         else:
-            places = packed.key_places[first_key : first_key + sum(keys)]
-            parts.append(_attend_prefixed(own, keys, query_GND, key_TKD, value_TKD, places, scale, window))
-        first, first_key = first + sum(own), first_key + sum(keys)
+            parts.append(_attend_prefixed(run, query_GND, key_TKD, value_TKD, scale, window))
+        first += sum(run.lengths)
     return torch.cat(parts)
-
-
-def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tuple[int, int]]]:
-    """Cut segments, of so many tokens and so many keys, into runs: the longest at most half again the shortest in both;
-    those that meet other keys than their own apart.
-    """
-    runs: list[list[tuple[int, int]]] = []
-    least = most = (0, 0)
-    for segment in zip(lengths, key_lengths, strict=True):
-        least, most = (tuple(map(pick, segment, bounds)) for pick, bounds in ((min, least), (max, most)))
-        alike = runs and (segment[0] == segment[1]) == (runs[-1][0][0] == runs[-1][0][1])
-        if alike and all(2 * high <= 3 * low for high, low in zip(most, least, strict=True)):
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-            least = most = segment
-    return runs
 
 
 def _attend_padded(
@@ -168,27 +147,20 @@ def _attend_padded(
 
 
 def _attend_prefixed(
-    lengths: list[int],
-    key_lengths: list[int],
+    run: Run,
     query_GND: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    places: torch.Tensor,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Segments whose last `lengths` keys, of `key_lengths` at `places`, are their own."""
-    own_B, keys_B = (torch.tensor(of_B, device=places.device) for of_B in (lengths, key_lengths))
-    counting_Q, counting_M = (torch.arange(max(of_B), device=places.device) for of_B in (lengths, key_lengths))
-    # Where a segment has no more tokens, one that no other of its own sees: causality hides it, too.
-    query_BQ = (own_B.cumsum(0) - own_B)[:, None] + torch.minimum(counting_Q, own_B[:, None] - 1)
-    key_BM = places[(keys_B.cumsum(0) - keys_B)[:, None] + torch.minimum(counting_M, keys_B[:, None] - 1)]
-    back_BQM = counting_Q[:, None] + (keys_B - own_B)[:, None, None] - counting_M
+    """Segments that meet the keys of a prompt before their own."""
+    back_BQM = run.back_BQM
     sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
-    tensors = ((query_GND, query_BQ), (key_TKD, key_BM), (value_TKD, key_BM))
+    tensors = ((query_GND, run.query_BQ), (key_TKD, run.key_BM), (value_TKD, run.key_BM))
     padded = (gather_tokens(tensor, of).transpose(1, 2) for tensor, of in tensors)
     output = scaled_dot_product_attention(*padded, sees_BQM[:, None], scale=scale, enable_gqa=True)
-    return output.transpose(1, 2)[counting_Q < own_B[:, None]]
+    return output.transpose(1, 2)[run.is_query_BQ]
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -6,8 +6,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from hacpo_mega.megatron.layers import PackedAttention, similar_lengths
-from hacpo_mega.megatron.shared_prompts import packed_segments
+from hacpo_mega.megatron.layers import PackedAttention
+from hacpo_mega.megatron.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 # What float32 may be off, relative to the largest value: four standard deviations of the roundings of three sums, over
