@@ -56,6 +56,9 @@ MAKES_CODE = (
     *(".Pipe", ".JoinableQueue", ".Manager", "connection.Listener", "connection.Client"),
 )
 MAX_FUNCTION_LINES = 60  # of code, docstring aside
+MAX_ARGUMENTS = 12
+# An actor is made of what a whole configuration says, and agent.py alone names all of it.
+MANY_ARGUMENTS = ("hacpo_mega/cli/", "hacpo_mega/megatron/actor.py")
 MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
 
 
@@ -122,6 +125,18 @@ def files_and_functions_are_small(sources: Sources) -> Complaints:
                 yield f"{source.path}:{function.lineno}: {function.name}() has {length} lines, more than {most}"
 
 
+def functions_take_records(sources: Sources) -> Complaints:
+    """What needs more than a few arguments takes a record of them; a command's are its options, a kernel's pointers."""
+    for source in sources:
+        for function in functions(source):
+            is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+            if is_kernel or source.lies_in(MANY_ARGUMENTS):
+                continue
+            given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            if (number := len([argument for argument in given if argument.arg not in ("self", "cls")])) > MAX_ARGUMENTS:
+                yield f"{source.path}:{function.lineno}: {function.name}() takes {number} arguments; give it a record"
+
+
 def names_say_something(sources: Sources) -> Complaints:
     for source in sources:
         names = [(1, PurePosixPath(source.path).stem)]
@@ -159,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     environment_is_read_at_the_start,
     nothing_is_left_undone,
     files_and_functions_are_small,
+    functions_take_records,
     names_say_something,
     files_say_what_they_are,
     public_things_are_described,
@@ -222,6 +238,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (nothing_is_left_undone, {A: "def f():\n    raise NotImplementedError"}),
     (files_and_functions_are_small, {A: "x = 1\n" * (MAX_FILE_LINES + 1)}),
     (files_and_functions_are_small, {A: "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES}),
+    (functions_take_records, {A: f"def f({', '.join(f'a{i}' for i in range(MAX_ARGUMENTS + 1))}):\n    pass"}),
     (names_say_something, {"hacpo_mega/data/utils.py": ""}),
     (names_say_something, {A: "class WeightManager:\n    pass"}),
     (names_say_something, {A: "def load_helper():\n    pass"}),

@@ -1,4 +1,4 @@
-"""Writes configuration.md, commands.md, metrics.md and api.md of this folder from the code: `make reference`.
+"""Writes the generated pages of this folder (PAGES) from the code: `make reference`.
 
 tests/unit/test_reference.py holds the pages and the code equal. Nothing here loads torch.
 """
@@ -14,6 +14,7 @@ import typer
 from hacpo_mega.cli.app import app
 from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
 from hacpo_mega.config.describe import FieldDescription, describe_fields
+from hacpo_mega.models.families import FAMILIES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -52,6 +53,37 @@ def metrics() -> str:
     blocks = [f"```\n{block}\n```" if block.startswith("    ") else block for block in text.split("\n\n")]
     return _page(["# Metrics", NOTE, more, *blocks])
 
+
+def models() -> str:
+    """The records of hacpo_mega/models/families.py: what a folder may ask for, and which layouts it can have."""
+    more = (
+        "A folder is read by its `config.json`: a field that its family does not know, or a value that is not "
+        "supported, is a refusal that names it."
+    )
+    rows = (
+        [
+            f"`{family.model_type}`, `{family.architecture}`",
+            family.models,
+            ", ".join(family.rope_kinds),
+            WINDOWS[family.windows],
+            f"heads, feed-forward columns{', key/value heads' if family.whole_qk_norm else ''}",
+            f"{TE[family.windows]}`local`" if family.fits_te else "`local`",
+        ]
+        for family in FAMILIES.values()
+    )
+    head = ["`model_type`, class", "models", "rotary scaling", "sliding window", "`tp` divides", "`transformer`"]
+    below = (
+        "All of them: any `pp` that the layers can be dealt out to, sequence parallelism with `tp` above 1, data "
+        "and context parallelism, tied and untied embeddings. Where the table does not name key/value heads, `tp` may "
+        "be a multiple of them, too; query, key and value together must have rows for every rank. `hacpo-mega check` "
+        "says the nearest layout of a model that cannot have what is asked."
+    )
+    return _page(["# Models and layouts", NOTE, more, _table(head, rows), below])
+
+
+# By Family.windows.
+TE = {"none": "`te`, ", "all": "`te` without a window, ", "some": ""}
+WINDOWS = {"none": "refused", "all": "all layers or none", "some": "some layers, with angles of their own"}
 
 # What programs may import, by the file that has it; a name of a class brings its public methods.
 API = {
@@ -99,6 +131,7 @@ PAGES: dict[str, Page] = {
     "commands.md": commands,
     "metrics.md": metrics,
     "api.md": api,
+    "models.md": models,
 }
 
 

@@ -24,6 +24,7 @@ from hacpo_mega.agent.policy_loss import (
     ratios_by_key,
     scores_of_update,
 )
+from hacpo_mega.agent.publication import Publication
 from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.algorithm import sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
@@ -97,11 +98,13 @@ class Agent:
                 away = ActorOffload(self.actor.model, self.actor.optimizer)
                 away.leave()
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device=1)
-                self.devices = SharedDevices(place, self.actor, away, self.engine)
+                self.publication = Publication(place, self.actor, self.engine)
+                self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
         if not shares:
             with in_turn(place, agents_on_device > 1):
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
-                self.devices = split_devices(place, self.actor, self.engine)
+                self.publication = Publication(place, self.actor, self.engine)
+                self.devices = split_devices(place, self.actor, self.engine, self.publication)
                 self.publish_weights()
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
@@ -111,6 +114,11 @@ class Agent:
     def layers_said(self) -> str:
         """Whose layers the actor has, for people."""
         return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
+
+    @property
+    def publication_said(self) -> str:
+        """What is not published shard by shard, for people; empty where there is none."""
+        return f"{self.name}: {self.publication.said}" if self.publication.said else ""
 
     @property
     def asleep_bytes(self) -> int | None:
@@ -225,10 +233,10 @@ class Agent:
         self.devices.publish()
 
     def verify_weights(self) -> None:
-        """Compares what the engine holds, number by number, with what the actor would publish now.
+        """Compares what the engine holds, to the last bit, with what the actor would publish now.
 
         RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
-        Nothing is compared where the engine quantizes. Every tensor is gathered, as by `publish_weights`.
+        What the engine quantizes is not compared. Only checksums travel.
         """
         found = self.devices.differences()
         said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]

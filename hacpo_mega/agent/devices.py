@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
-from torch import Tensor
-
+from hacpo_mega.agent.publication import Publication
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import in_turn
 from hacpo_mega.logbook.step_metrics import held_bytes
@@ -32,9 +31,9 @@ class OwnDevices:
     asleep_bytes   what was not free on this rank's device when its engine had last fallen asleep; None: it never has
     """
 
-    def __init__(self, place: Place, actor: Actor, engine: Engine) -> None:
+    def __init__(self, place: Place, actor: Actor, engine: Engine, publication: Publication) -> None:
         """`engine` is as it started, on random weights, and `actor` as it was when the engine did."""
-        self._place, self._actor, self._engine = place, actor, engine
+        self._place, self._engine, self._publication = place, engine, publication
         self._state = actor.optimizer.offload
         self._engine_sleeps = False
         self.asleep_bytes: int | None = None
@@ -47,7 +46,7 @@ class OwnDevices:
         self._state.start_leaving()
         if self._engine_sleeps:
             self._engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
-        self._engine.load(self._weights())
+        self._publication.publish()
         self._state.finish_leaving()
         if self._engine_sleeps:
             self._engine.wake()
@@ -78,14 +77,8 @@ class OwnDevices:
         yield
 
     def differences(self) -> list[str]:
-        """`Engine.differences` from what the actor would publish now; none where the engine quantizes."""
-        return [] if self._engine.quantizes else self._engine.differences(self._weights())
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._actor.weights():
-            self._place.progress()
-            self._place.spans.sent("engine", tensor.nbytes)
-            yield name, tensor
+        """`Publication.differences`."""
+        return self._publication.differences()
 
 
 class BusyDevices(OwnDevices):
@@ -101,9 +94,11 @@ class SharedDevices(OwnDevices):
     an error in one, and where leaving fails, too, then not both of actor and engine.
     """
 
-    def __init__(self, place: Place, actor: Actor, away: ActorOffload, engine: Engine) -> None:
+    def __init__(
+        self, place: Place, actor: Actor, away: ActorOffload, engine: Engine, publication: Publication
+    ) -> None:
         """The same in the agent's turn, with `actor` away; then both have left the device."""
-        super().__init__(place, actor, engine)
+        super().__init__(place, actor, engine, publication)
         self._away = away
         engine.sleep()
 
@@ -140,7 +135,7 @@ class SharedDevices(OwnDevices):
                 turn.close()
 
     def differences(self) -> list[str]:
-        """`Engine.differences` in a turn: of the weights that it has just been given, from those of the actor."""
+        """`Publication.differences` in a turn: of the weights that it has just been given, from those of the actor."""
         with self.scoring(), self._handed_over():
             return super().differences()
 
@@ -152,7 +147,7 @@ class SharedDevices(OwnDevices):
         """With the actor's weights in the engine, beside the actor; left, both are away, whatever has failed."""
         try:
             self._engine.wake(cache=False)
-            self._engine.load(self._weights())
+            self._publication.publish()
             yield
         finally:
             try:

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.run_dirs import require_displaceable
-from hacpo_mega.models.documents import parse_json
+from hacpo_mega.models.documents import parse_json, require_file
 
 FORMAT = 2
 RECORD = "step.json"
@@ -149,7 +149,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if folder.name.endswith((WRITING, REMOVING)):
         raise ValueError(f"{folder} is no checkpoint: it is half written, or half removed; give a folder step_N")
     try:
+        require_file(folder / RECORD)
         text = (folder / RECORD).read_text(encoding="utf-8", errors="replace")
+    except ValueError as error:
+        raise ValueError(f"{folder / RECORD} {error}: {folder} is no checkpoint of a run") from error
     except OSError as error:
         raise ValueError(f"{folder / RECORD} is missing: {folder} is no checkpoint of a run") from error
     found = Checkpoint.parse(folder, text)

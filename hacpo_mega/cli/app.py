@@ -32,7 +32,7 @@ from hacpo_mega.cli.plan import plan
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
-from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
+from hacpo_mega.cli.start import load_checked, objects_that_stay, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
     has_tracker_login,
     inside_a_job,
@@ -176,8 +176,9 @@ def train(
     if not this_process_is_a_rank(config):
         return
     begin_attempt(config.run_dir)
-    from hacpo_mega.cluster.exit_status import RESUMABLE
-    from hacpo_mega.trainer.trainer import Trainer
+    with objects_that_stay():
+        from hacpo_mega.cluster.exit_status import RESUMABLE
+        from hacpo_mega.trainer.trainer import Trainer
 
     with Trainer(config, **how) as trainer:
         is_done = trainer.fit()
@@ -207,7 +208,8 @@ def doctor(
     config = load_checked(config_file, overrides, with_models=True)
     if not this_process_is_a_rank(config):
         return
-    from hacpo_mega.commands.doctor import examine
+    with objects_that_stay():
+        from hacpo_mega.commands.doctor import examine
 
     if not examine(config, tolerance):
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
+from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of, objects_that_stay
 from hacpo_mega.cluster.environment import inside_a_job
 from hacpo_mega.config.choices import REWARD_KINDS
 from hacpo_mega.models.hub import model_folder
@@ -41,7 +41,7 @@ def evaluate_model(
     judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
 ) -> None:
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
-    from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge
+    from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, require_judge
 
     if not inside_a_job():
         fetch_missing([model])
@@ -49,11 +49,8 @@ def evaluate_model(
     settings = ask(
         folder,
         benchmarks_of(files or [], suite, data, samples, temperature, limit, model=folder, **fields),
+        Wording(chat_template, template_arg or [], system_prompt, prompt_template),
         is_suite=suite is not None,
-        chat_template=chat_template,
-        template_args=template_arg or [],
-        system_prompt=system_prompt,
-        prompt_template=prompt_template,
         stop_text=stop_text,
         reward=reward,
         max_prompt_tokens=max_prompt_tokens,
@@ -66,8 +63,9 @@ def evaluate_model(
         require_judge(settings)
     if not is_one_of(tp * engines):
         return
-    from hacpo_mega.evaluation.evaluate import evaluate
-    from hacpo_mega.evaluation.table import print_table
+    with objects_that_stay():
+        from hacpo_mega.evaluation.evaluate import evaluate
+        from hacpo_mega.evaluation.table import print_table
 
     if evaluation := evaluate(settings, out, tp, engines, judges):
         print_table(evaluation)

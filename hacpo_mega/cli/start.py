@@ -3,6 +3,7 @@
 Imports of what is heavy are inside functions, as in app.py.
 """
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,21 @@ def one_voice_per_node() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+@contextmanager
+def objects_that_stay() -> Iterator[None]:
+    """Around the import of heavy libraries: two million objects, none of which goes before the process ends.
+
+    Python would walk them again and again while they come, and again whenever vLLM asks for a collection, which it does
+    half a dozen times while an engine starts, half a second each.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def this_process_is_a_rank(config: Config) -> bool:
     """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
     ranks = RankMap.of(config)
@@ -77,7 +93,8 @@ def is_one_of(world_size: int) -> bool:
     prepare_environment()
     if inside_a_job():
         end_with_launcher()
-        from hacpo_mega.cluster.device import require_fitting_environment
+        with objects_that_stay():
+            from hacpo_mega.cluster.device import require_fitting_environment
 
         with one_voice_per_node():
             require_fitting_environment()

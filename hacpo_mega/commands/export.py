@@ -76,7 +76,17 @@ def trained_agent(path: Path, name: str | None) -> TrainedAgent:
             f"{folder} does not exist: a run writes it after its last step; finish the run first, or give one of "
             f"{path}/checkpoints"
         )
+    _require_own_files(folder)
     return _with_record(path, None, folder, None, config, agent)
+
+
+def _require_own_files(folder: Path) -> None:
+    """ValueError for a link out of an agent's folder: a run of somebody else's would publish a file of the user's."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"{path} leads out of its folder, to {path.resolve()}: an export would copy what lies there"
+            )
 
 
 def _with_record(

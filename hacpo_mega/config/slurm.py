@@ -96,7 +96,7 @@ class SlurmConfig(Section):
     agents: dict[str, SlurmAgentConfig] = Field(default_factory=dict)
     """A table for each agent, by name, that runs on nodes of another kind: the job becomes a heterogeneous one."""
     tp_across_nodes: Flag = False
-    """Whether a tensor parallel group may reach over several nodes, where every layer waits for the network."""
+    """Whether the ranks of tp x cp may be on several nodes, where every layer waits for the network."""
     setup: tuple[str, ...] = ()
     """Shell lines of the job before anything else, such as `module load cuda`."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)

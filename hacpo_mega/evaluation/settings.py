@@ -188,15 +188,36 @@ def benchmarks_of(
     return load_suite(PAPER_SUITE, data, limit)
 
 
+@dataclass(frozen=True)
+class Wording:
+    """What a command line says of how a problem is worded; None says nothing.
+
+    template_args    texts KEY=VALUE for the chat template
+    prompt_template    a text, or @FILE that holds it
+    """
+
+    chat_template: bool | None = None
+    template_args: Sequence[str] = ()
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+
+    def changed(self, prompting: Prompting) -> Prompting:
+        """`prompting` with what is said here. ValueError for an argument or a file that cannot be read."""
+        said = {
+            "chat_template": self.chat_template,
+            "template_kwargs": dict(map(_template_argument, self.template_args)) or None,
+            "system_prompt": self.system_prompt,
+            "prompt_template": _text_of(self.prompt_template),
+        }
+        return replace(prompting, **{key: value for key, value in said.items() if value is not None})
+
+
 def ask(
     model: Path,
     benchmarks: Sequence[Benchmark],
+    wording: Wording,
     *,
     is_suite: bool,
-    chat_template: bool | None,
-    template_args: Sequence[str],
-    system_prompt: str | None,
-    prompt_template: str | None,
     stop_text: str | None,
     reward: str | None,
     max_prompt_tokens: int | None,
@@ -210,14 +231,8 @@ def ask(
     ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
     """
     settings = settings_for(model, benchmarks, reward=reward, trust=trust)
-    worded = {
-        "chat_template": chat_template,
-        "template_kwargs": dict(map(_template_argument, template_args)) or None,
-        "system_prompt": system_prompt,
-        "prompt_template": _text_of(prompt_template),
-    }
     asked = {
-        "prompting": replace(settings.prompting, **{k: v for k, v in worded.items() if v is not None}),
+        "prompting": wording.changed(settings.prompting),
         "stop_text": stop_text,
         "reward": reward,
         "reward_options": {**settings.reward_options, **parse_options(options)},

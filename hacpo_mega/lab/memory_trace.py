@@ -89,6 +89,7 @@ def trace_actor(
         if on_cuda:
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
+            stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
         model = data_parallel(
             build_model(
                 architecture,
@@ -279,6 +280,10 @@ class _FusedNorm(torch.autograd.Function):
 
 def _fused_norm(norm: layers.RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
     return _FusedNorm.apply(hidden, norm.weight)
+
+
+def _fused_offset_norm(norm: layers.OffsetRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    return _FusedNorm.apply(hidden.float(), 1.0 + norm.weight.float()).type_as(hidden)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.documents import parse_json
+from hacpo_mega.models.documents import parse_json, require_file
 
 CHARACTERS_SHOWN = 80
 
@@ -16,11 +16,13 @@ def json_lines(path: Path, what: str) -> Iterator[tuple[int, bytes, dict[str, An
     the file and the number of the line; FileNotFoundError when there is no file.
     """
     try:
+        require_file(path)
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         raise
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): move it away, or mend it") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read ({why}): move it away, or mend it") from error
     for number, text in enumerate(lines, start=1):
         if not text:
             continue

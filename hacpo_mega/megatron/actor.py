@@ -9,7 +9,7 @@ has of it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,8 @@ from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
 from hacpo_mega.megatron.schedule import (
     DATA_PARALLEL,
+    NO_TOKEN_COUNT,
+    LastStage,
     accumulate_gradients,
     data_parallel,
     forward_only,
@@ -53,6 +55,7 @@ from hacpo_mega.samples.packing import pack, pack_update
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
+Packing = Callable[[Sequence[TokenSequence]], Sequence[MicroBatch]]
 
 
 class Actor:
@@ -110,7 +113,7 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         self.transformer = chosen_transformer(
-            transformer, self.architecture.kin, dtype=self.dtype, on_cuda=cuda, version=VERSION
+            transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
         )
         initialize_parallel(tp, pp, seed, timeout_s, cp=cp)
         with megatron_platform():
@@ -120,7 +123,7 @@ class Actor:
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)
 
     def _build(
         self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
@@ -191,28 +194,18 @@ class Actor:
 
     # ---- learning
 
-    def learn(self, samples: Sequence[Sample], loss_fn: LossFn) -> UpdateStats:
-        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty."""
-        return self._update(self._pack_update(samples), loss_fn)
-
-    def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
-        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
-
-        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
-            return -logprob_R.sum() / num_trained_tokens, None
-
-        return self._update(self._pack(sequences), cross_entropy)
-
-    def _update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> UpdateStats:
-        """Backward through all micro-batches, one step of the optimizer.
+    def learn(self, samples: Sequence[TokenSequence], loss_fn: LossFn, packing: Packing | None = None) -> UpdateStats:
+        """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
 
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
         over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
-        update. A loss or a gradient that is not finite anywhere skips the update everywhere.
+        update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
+        micro-batches; by default own answers are packed apart from others'.
         """
+        batches = (packing or self._pack_update)(samples)
         with megatron_platform():
             with self._spans.span("forward and backward"):
-                seen = self._backward(batches, loss_fn)
+                seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports), self._reports, self.device)
@@ -222,14 +215,22 @@ class Actor:
                 start_gather(self.model)
         return update_stats(batches, loss, reports, step)
 
-    def _backward(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[tuple[torch.Tensor, Any]]:
-        """The gradient of these micro-batches in the model's buffers; (loss, report) of each, on the last stage."""
+    def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
+        """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
 
-        def last_stage(hidden_tH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, Any]]:
+        def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
+            return -logprob_R.sum() / num_trained_tokens, None
+
+        return self.learn(sequences, cross_entropy, self._pack)
+
+    def _loss_of(self, loss_fn: LossFn) -> LastStage:
+        """What the last stage makes of hidden states: the loss, and (loss, report) for whoever asked for the update."""
+
+        def last_stage(hidden_tH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
             loss, report = loss_fn(self._token_logprobs(hidden_tH, batch), on_device(batch, self.device))
-            return loss, (loss.detach(), report)
+            return loss, NO_TOKEN_COUNT, (loss.detach(), report)
 
-        return accumulate_gradients(self.model, Told(batches, self._on_progress), last_stage)
+        return last_stage
 
     def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
         """How long the gradients of groups of samples are, and how they lie to the first one; nothing is learnt.
@@ -242,7 +243,8 @@ class Actor:
         found = []
         with megatron_platform():
             for place, samples in enumerate(groups):
-                self._backward(self._pack_update(samples), loss_fn)
+                batches = Told(self._pack_update(samples), self._on_progress)
+                accumulate_gradients(self.model, batches, self._loss_of(loss_fn))
                 present = self.optimizer.counted_gradients()
                 if place == 0:
                     first = [gradient.clone() for gradient in present]
@@ -287,10 +289,13 @@ class Actor:
 
     # ---- weights
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the whole model by its Hugging Face name, one after another; collective over the cell."""
+    def weights(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the whole model (or those in `only`) by its Hugging Face name, one after another.
+
+        Collective over the cell.
+        """
         finish_gather(self.model)
-        return full_tensors(self.model, sent=self._spans.sent)
+        return full_tensors(self.model, sent=self._spans.sent, only=only)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
         """The counts for `load`, and what writes weights and optimizer into an empty folder. Collective over the agent.
@@ -298,7 +303,7 @@ class Actor:
         With `copies` it may be written while the actor learns on: what is written is the actor as it is now.
         """
         if self._saving_group is None:
-            self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
+            self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
         write = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
 

@@ -7,6 +7,7 @@ forward and gradient have the bits of torch's own. Not here: the product itself,
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -21,7 +22,13 @@ class Activation:
 
 
 # By the names of `hidden_act` in config.json.
-ACTIVATIONS = {"silu": Activation(torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input)}
+ACTIVATIONS = {
+    "silu": Activation(torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
+    "gelu_pytorch_tanh": Activation(
+        partial(torch.ops.aten.gelu.out, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
+}
 
 
 class GatedActivation:

@@ -4,6 +4,7 @@ With them one layer spec serves the CPU and any GPU without TransformerEngine. S
 t = T / cp of them on a rank, N query heads and K key/value heads of this rank, D head size.
 """
 
+import copy
 import inspect
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn.attention.varlen import varlen_attn
@@ -19,7 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
-from hacpo_mega.megatron.norms import AddNormed, RMSNorm, WholeRMSNorm
+from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
+from hacpo_mega.megatron.rope import MAGNITUDE_FIELDS
 from hacpo_mega.models.architecture import Architecture
 
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
@@ -39,11 +42,13 @@ class PackedAttention(torch.nn.Module):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
+        window: int | None = None,
         **_place: object,
     ) -> None:
+        """`window` is how many tokens each one sees, itself among them; None: all before it."""
         super().__init__()
         assert config.attention_dropout == 0.0, "dropout would make a score differ from the training forward"
-        self.scale, self.cp = softmax_scale, pg_collection.cp
+        self.scale, self.window, self.cp = softmax_scale, window, pg_collection.cp
 
     def forward(
         self,
@@ -60,7 +65,8 @@ class PackedAttention(torch.nn.Module):
         flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
         attend = _attend_flash if flash else _attend_in_groups
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
-        return all_to_all_heads(attend(*whole, packed_seq_params, self.scale), self.cp, gathers_tokens=False)
+        output_TND = attend(*whole, packed_seq_params, self.scale, self.window)
+        return all_to_all_heads(output_TND, self.cp, gathers_tokens=False)
 
 
 def _attend_flash(
@@ -69,6 +75,7 @@ def _attend_flash(
     value_TKD: torch.Tensor,
     packed: PackedSeqParams,
     scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     return varlen_attn(
@@ -81,7 +88,7 @@ def _attend_flash(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_HEADS,
     )
 
@@ -92,6 +99,7 @@ def _attend_in_groups(
     value_TKD: torch.Tensor,
     packed: PackedSeqParams,
     scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """Neighbouring sequences of similar length attend as one padded batch: a call for each costs more than its work.
 
@@ -100,7 +108,7 @@ def _attend_in_groups(
     groups = similar_lengths(packed.cu_seqlens_q.diff().tolist())
     sizes = [sum(lengths) for lengths in groups]
     parts = zip(groups, *(tensor.split(sizes) for tensor in (query_TND, key_TKD, value_TKD)), strict=True)
-    return torch.cat([_attend_padded(lengths, *tensors, scale) for lengths, *tensors in parts])
+    return torch.cat([_attend_padded(lengths, *tensors, scale, window) for lengths, *tensors in parts])
 
 
 def similar_lengths(lengths: list[int]) -> list[list[int]]:
@@ -118,7 +126,12 @@ def similar_lengths(lengths: list[int]) -> list[list[int]]:
 
 
 def _attend_padded(
-    lengths: list[int], query_TND: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, scale: float | None
+    lengths: list[int],
+    query_TND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     longest = max(lengths)
     counting = torch.arange(longest, device=query_TND.device)
@@ -130,8 +143,11 @@ def _attend_padded(
         padded = tensor_TND.new_zeros(is_token_BL.numel(), *tensor_TND.shape[1:]).index_copy(0, places_T, tensor_TND)
         return padded.unflatten(0, is_token_BL.shape).transpose(1, 2)
 
+    sees_all = window is None or window >= longest
+    back_LL = None if sees_all else counting[:, None] - counting
+    sees_LL = None if back_LL is None else (back_LL >= 0) & (back_LL < window)
     output = scaled_dot_product_attention(
-        pad(query_TND), pad(key_TKD), pad(value_TKD), is_causal=True, scale=scale, enable_gqa=True
+        *map(pad, (query_TND, key_TKD, value_TKD)), sees_LL, is_causal=sees_all, scale=scale, enable_gqa=True
     )
     return output.transpose(1, 2).flatten(0, 1)[places_T]
 
@@ -143,28 +159,65 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*sizes, bias=True, **options)
 
 
-def decoder_spec(architecture: Architecture, config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec with the layers of this file, for the `num_layers` of one pipeline stage."""
+class TwoRopes(SelfAttention):
+    """Megatron's self-attention where layers with a window have angles of their own, which come after the others."""
+
+    def __init__(self, config: TransformerConfig, *place: object, has_window: bool, **options: object) -> None:
+        if has_window:
+            config = copy.copy(config)
+            for name in MAGNITUDE_FIELDS:  # these layers' angles have no scaling
+                vars(config).pop(name, None)
+        super().__init__(config, *place, **options)
+        self.place = 1 if has_window else 0
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's, with the angles of both kinds, [T, 1, 1, 4P]."""
+        mine = rotary_pos_emb.chunk(2, dim=-1)[self.place]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
+
+
+def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with the layers of this file, for the layers of one pipeline stage."""
+    # Layers with the same window share a spec.
+    specs = {window: _layer_spec(architecture, config, window) for window in map(architecture.window_of, layers)}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[architecture.window_of(layer)] for layer in layers], layer_norm=_norm(architecture)
+    )
+
+
+def _norm(architecture: Architecture) -> type[RMSNorm]:
+    return OffsetRMSNorm if architecture.kin.offset_norms else RMSNorm
+
+
+def _layer_spec(architecture: Architecture, config: TransformerConfig, window: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    norms = architecture.kin.norms
+    kin, norm = architecture.kin, _norm(architecture)
     for name in ("input_layernorm", "pre_mlp_layernorm"):
-        setattr(layer.submodules, name, RMSNorm if name in norms else IdentityOp)
+        setattr(layer.submodules, name, norm if name in kin.norms else IdentityOp)
     for name in ("self_attn_bda", "mlp_bda"):
-        if f"{name}.norm" in norms:
-            setattr(layer.submodules, name, ModuleSpec(module=AddNormed, params={"config": config}))
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+        if f"{name}.norm" in kin.norms:
+            added = ModuleSpec(module=AddNormed, params={"config": config, "norm": norm})
+            setattr(layer.submodules, name, added)
+    attention = layer.submodules.self_attention
+    if kin.two_ropes:
+        attention.module = TwoRopes
+        attention.params = {**attention.params, "has_window": window is not None}
+    attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
     if architecture.qk_norm:
-        attention.q_layernorm, attention.k_layernorm = _qk_norms(architecture, config.tensor_model_parallel_size)
+        norms = _qk_norms(architecture, config.tensor_model_parallel_size)
+        attention.submodules.q_layernorm, attention.submodules.k_layernorm = norms
     if architecture.output_bias:
-        attention.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
-    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+        attention.submodules.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
+    activation = ModuleSpec(module=GatedActivation, params={"name": kin.activation})
+    layer.submodules.mlp.submodules.activation_func = activation
+    return layer
 
 
 def _qk_norms(architecture: Architecture, tp: int) -> tuple[ModuleSpec, ModuleSpec]:
     if not architecture.kin.whole_qk_norm:
-        return ModuleSpec(module=RMSNorm), ModuleSpec(module=RMSNorm)
+        return ModuleSpec(module=_norm(architecture)), ModuleSpec(module=_norm(architecture))
     query, key = (
         ModuleSpec(module=WholeRMSNorm, params={"num_heads": heads // tp})
         for heads in (architecture.num_heads, architecture.num_kv_heads)

@@ -21,7 +21,7 @@ from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.context_parallel import own_tokens, rotate_by_given_angles
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies
+from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies, window_frequencies
 from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
@@ -40,18 +40,29 @@ class HiddenStateModel(GPTModel):
         self.architecture, self.stages, self.fuses_norms = architecture, stages, fuses_norms
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
+        self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
         for layer in self.decoder.layers:
             rotate_by_given_angles(layer.self_attention)
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
     ) -> tuple:
-        """Embeddings (first stage only) and rotary angles [T, 1, 1, 2P] of the given positions."""
+        """Embeddings (first stage only) and rotary angles [T, 1, 1, 2P] of the given positions.
+
+        Where layers with a window have angles of their own, these come after the others (layers.py, TwoRopes).
+        """
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
-        angles_TP = torch.outer(position_ids[0].float(), self.rope_P)
-        # Both numbers of a pair turn by the same angle: neighbours, or one from each half.
-        twice = angles_TP.repeat_interleave(2, dim=-1) if self.config.rotary_interleaved else angles_TP.repeat(1, 2)
-        return hidden, twice[:, None, None, :], None, None, None, None
+        if hidden is not None and self.architecture.kin.scaled_embedding:
+            # Rounded as the weights are, as transformers and vLLM do.
+            hidden = hidden * torch.tensor(self.architecture.hidden_size**0.5, dtype=hidden.dtype).item()
+        positions_T = position_ids[0].float()
+        angles = [self._angles(positions_T, rope_P) for rope_P in (self.rope_P, self.window_rope_P)]
+        return hidden, torch.cat(angles, dim=-1)[:, None, None, :], None, None, None, None
+
+    def _angles(self, positions_T: torch.Tensor, rope_P: torch.Tensor) -> torch.Tensor:
+        """[T, 2P]: both numbers of a pair turn by the same angle, neighbours or one from each half."""
+        angles_TP = torch.outer(positions_T, rope_P)
+        return angles_TP.repeat_interleave(2, dim=-1) if self.config.rotary_interleaved else angles_TP.repeat(1, 2)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
         """Between stages [t/tp, 1, H] as Megatron sends it; from the last [t, H], the same on every tensor rank."""
@@ -99,6 +110,8 @@ def stage_model(
 ) -> HiddenStateModel:
     """What Megatron makes of this rank's place in its groups, whether or not the layout makes sense."""
     stages = tuple(get_num_layers_to_build(config, pp_rank=r) for r in range(config.pipeline_model_parallel_size))
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    first = sum(stages[:stage])
     spec_of = {"local": decoder_spec, "te": te_decoder_spec}[transformer]
     with megatron_platform():
         return HiddenStateModel(
@@ -106,9 +119,7 @@ def stage_model(
             stages,
             fuses_norms=transformer == "te",
             config=config,
-            transformer_layer_spec=spec_of(
-                architecture, config, stages[parallel_state.get_pipeline_model_parallel_rank()]
-            ),
+            transformer_layer_spec=spec_of(architecture, config, range(first, first + stages[stage])),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),

@@ -1,4 +1,4 @@
-"""The norms that Megatron's local spec lacks: under sequence parallelism, over all heads, after a block.
+"""The norms that Megatron's local spec lacks: under sequence parallelism, over all heads, after a block, by 1 + w.
 
 Shapes: T tokens of this rank, N heads of this rank, D head size, H hidden size.
 """
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from torch.nn.functional import rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -21,6 +22,14 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+
+
+class OffsetRMSNorm(RMSNorm):
+    """An RMSNorm whose folders hold what its scale is beyond 1 (Gemma), multiplied in float32 and rounded once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any leading shape, normalised over the last dimension."""
+        return rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
 class WholeRMSNorm(torch.nn.Module):
@@ -69,9 +78,9 @@ class _SumOverRanks(torch.autograd.Function):
 class AddNormed(torch.nn.Module):
     """The sum with the residual where a block's output is normalised first; Megatron's is a plain one."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm]) -> None:
         super().__init__()
-        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """The function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""

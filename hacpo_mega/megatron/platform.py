@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+NAMES_A_DEVICE = (str, torch.device)
 
 # A cell's ranks are neighbours: rank = cell * (tp * cp * pp) + (pp_rank * cp + cp_rank) * tp + tp_rank.
 RANK_ORDER = "tp-cp-ep-pp-dp"
@@ -69,18 +70,22 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        args, kwargs = _on_cpu(args), {key: _device_on_cpu(value) for key, value in (kwargs or {}).items()}
-        # Pinned memory exists only beside an accelerator.
-        kwargs.pop("pin_memory", None)
-        answer = func(*args, **kwargs)
+        # Some thousand calls of a step come here, and few of them name a device.
+        for value in args:
+            if isinstance(value, NAMES_A_DEVICE):
+                args = tuple(map(_device_on_cpu, args))
+                break
+        if not kwargs:
+            answer = func(*args)
+        else:
+            kwargs = {key: _device_on_cpu(value) for key, value in kwargs.items()}
+            # Pinned memory exists only beside an accelerator.
+            kwargs.pop("pin_memory", None)
+            answer = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(answer, str):
             # The distributed optimizer sorts parameters by this string.
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
-
-
-def _on_cpu(args: tuple) -> tuple:
-    return tuple(_device_on_cpu(value) for value in args)
 
 
 def _device_on_cpu(value: Any) -> Any:

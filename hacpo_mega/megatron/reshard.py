@@ -1,12 +1,13 @@
-"""From Megatron shards to Hugging Face tensors: for the live engine, and for a folder on disk.
+"""From Megatron shards to full Hugging Face tensors: for a folder on disk, and for what an engine takes only whole.
 
 Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage
 that owns the bucket, then one all-gather over tensor parallelism. In this order only a shard crosses the pipeline,
-whose stages may be nodes apart. Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py).
+whose stages may be nodes apart. Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py),
+what an engine takes shard by shard (publish.py).
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,19 +34,25 @@ class _Bucket:
 
 
 def full_tensors(
-    model: torch.nn.Module, *, bucket_bytes: int = BUCKET_BYTES, sent: Callable[[str, int], None] = lambda *_: None
+    model: torch.nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    sent: Callable[[str, int], None] = lambda *_: None,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor (name, full tensor in the model's dtype), in one order on every rank of the cell.
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
     are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name. `sent` is
-    told what this rank gives to the others: the group, pp or tp, and bytes.
+    told what this rank gives to the others: the group, pp or tp, and bytes. With `only`, nothing but those names.
     """
     bare = unwrapped(model)
     parameters = dict(bare.named_parameters())
-    for bucket in _buckets(bare, bucket_bytes):
+    for bucket in _buckets(bare, bucket_bytes, only):
         shards_RN = _travel(bucket, bare, parameters, sent)
-        yield from _unpack(bucket, bare, shards_RN)
+        for name, tensor in _unpack(bucket, bare, shards_RN):
+            if only is None or name in only:
+                yield name, tensor
 
 
 def save_hf(
@@ -91,13 +98,14 @@ def save_hf(
         raise OSError(f"{out_folder} is not written: {failed}") from failed
 
 
-def _buckets(model: HiddenStateModel, bucket_bytes: int) -> Iterator[_Bucket]:
-    """All slots of all stages, each Hugging Face tensor once, in buckets of at most bucket_bytes or a single slot."""
+def _buckets(model: HiddenStateModel, bucket_bytes: int, only: Container[str] | None) -> Iterator[_Bucket]:
+    """All slots with a wanted tensor, each tensor once, in buckets of at most bucket_bytes or a single slot."""
     seen: set[Source] = set()
     for stage in range(model.config.pipeline_model_parallel_size):
         waiting, size = [], 0
         for slot in slots_of(model, stage):
-            if seen.issuperset(slot.sources):
+            is_wanted = only is None or any(source.name in only for source in slot.sources)
+            if not is_wanted or seen.issuperset(slot.sources):
                 continue
             seen.update(slot.sources)
             slot_bytes = _num_elements(slot, model) * model.pg_collection.tp.size() * model.config.params_dtype.itemsize

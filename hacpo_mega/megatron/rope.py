@@ -12,12 +12,13 @@ import torch
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.rope import LinearRope, Llama3Rope, YarnRope
 
+MAGNITUDE_FIELDS = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+
 
 def rope_frequencies(architecture: Architecture) -> torch.Tensor:
     """Rotary frequencies, float32 [P]."""
-    size, theta, rope = architecture.rotary_dim, architecture.rope_theta, architecture.rope
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
-    frequencies_P = 1.0 / (theta**exponents)
+    theta, rope = architecture.rope_theta, architecture.rope
+    frequencies_P = _plain(architecture.rotary_dim, theta)
     match rope:
         case None:
             return frequencies_P
@@ -30,6 +31,16 @@ def rope_frequencies(architecture: Architecture) -> torch.Tensor:
     raise ValueError(f"{type(rope).__name__} has no frequencies")
 
 
+def window_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Of layers with a window, where they have their own: float32 [P], else [0]."""
+    theta = architecture.window_theta
+    return torch.empty(0) if theta is None else _plain(architecture.rotary_dim, theta)
+
+
+def _plain(size: int, theta: float) -> torch.Tensor:
+    return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size))
+
+
 def magnitude_fields(architecture: Architecture) -> dict[str, Any]:
     """Attributes of Megatron's configuration by which its attention multiplies cosines and sines.
 
@@ -39,7 +50,7 @@ def magnitude_fields(architecture: Architecture) -> dict[str, Any]:
     if not isinstance(architecture.rope, YarnRope):
         return {}
     mscale = 10.0 * (architecture.rope.attention_factor - 1.0)
-    return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": mscale, "yarn_mscale_all_dim": 0.0}
+    return dict(zip(MAGNITUDE_FIELDS, (math.e, mscale, 0.0), strict=True))
 
 
 def _llama3(frequencies_P: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:

@@ -31,11 +31,11 @@ from hacpo_mega.megatron.overlap import reduction_inside_backward, wait_before_u
 from hacpo_mega.megatron.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
 
-# (hidden states of the last stage, micro-batch) -> anything; with gradients it is (scalar loss, anything)
+# (hidden states of the last stage, micro-batch) -> anything; with gradients (scalar loss, NO_TOKEN_COUNT, anything)
 LastStage = Callable[[torch.Tensor, MicroBatch], Any]
 
 DATA_PARALLEL = DataParallelConfig()
-# Megatron divides by this count where it is not zero, so a zero here switches that division off.
+# Megatron divides by this count where it is not zero, so a zero here switches that division off: see the law above.
 NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
 
 
@@ -69,13 +69,15 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
         return _forward(model, batch), lambda hidden_TH, non_loss_data: last_stage(hidden_TH, batch)
 
     with torch.no_grad():
-        return _run(model, batches, step, forward_only=True, collect_non_loss_data=True)
+        return get_forward_backward_func()(
+            forward_step_func=step, forward_only=True, collect_non_loss_data=True, **_pipeline(model, batches)
+        )
 
 
 def accumulate_gradients(
     model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
 ) -> list[Any]:
-    """Fill the gradient buffers as the law says. `last_stage` answers (loss, seen); returns every `seen`, in order.
+    """Fill the gradient buffers as the law says. Returns what `last_stage` answers behind loss and count, in order.
 
     Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
     joins the reduction with zeros. RuntimeError while the buffers are away (actor_offload.py).
@@ -83,44 +85,32 @@ def accumulate_gradients(
     if not all(buffer.grad_data.numel() for buffer in model.buffers):
         raise RuntimeError("the gradient buffers have left the device: learning is for a turn that was begun to learn")
     model.zero_grad_buffer()
-    with reduction_inside_backward(model, has_samples=bool(batches)):
-        if batches:
-            return _forward_backward(model, batches, last_stage)
-        model.config.finalize_model_grads_func([model])
-        return []
-
-
-def _forward_backward(
-    model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
-) -> list[Any]:
 
     def step(batches_left, model):
         batch = next(batches_left)
+        return _forward(model, batch), partial(last_stage, batch=batch)
 
-        def loss(hidden_TH):
-            value, seen = last_stage(hidden_TH, batch)
-            return value, NO_TOKEN_COUNT, seen  # a count here would be divided by: see the law above
-
-        return _forward(model, batch), loss
-
-    return _run(model, batches, step, forward_only=False, collect_non_loss_data=False)
+    with reduction_inside_backward(model, has_samples=bool(batches)):
+        if batches:
+            return get_forward_backward_func()(forward_step_func=step, forward_only=False, **_pipeline(model, batches))
+        model.config.finalize_model_grads_func([model])
+        return []
 
 
 def _forward(model: DistributedDataParallel, batch: MicroBatch) -> torch.Tensor:
     return forward_packed(model, batch.tokens_T, batch.positions_T, batch.cu_seqlens)
 
 
-def _run(model: DistributedDataParallel, batches: Sequence[MicroBatch], step: Callable, **how: bool) -> list[Any]:
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
+def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    """What Megatron's schedules are told of the micro-batches, with or without gradients."""
+    return {
+        "data_iterator": iter(batches),
+        "model": [model],
+        "num_microbatches": len(batches),
         # Micro-batches differ in length: the true shape travels with every tensor (variable_seq_lengths).
-        seq_length=1,
-        micro_batch_size=1,
-        **how,
-    )
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
 
 
 def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:

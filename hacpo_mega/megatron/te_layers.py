@@ -19,21 +19,22 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import Family
 
 
-def chosen_transformer(asked: str, family: Family, *, dtype: torch.dtype, on_cuda: bool, version: str | None) -> str:
+def chosen_transformer(
+    asked: str, architecture: Architecture, *, dtype: torch.dtype, on_cuda: bool, version: str | None
+) -> str:
     """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
 
     `version` is that of the installed TransformerEngine, None where there is none. ValueError, in one line, where
     "te" cannot be.
     """
-    if asked == "te" and not family.fits_te:
+    if asked == "te" and not architecture.fits_te:
         raise ValueError(
-            f'transformer = "te" is not for {family.model_type}, whose norms are in other places: '
+            f'transformer = "te" is not for this {architecture.family} model, whose norms or windows it lacks: '
             'set transformer = "auto"'
         )
-    fits = on_cuda and dtype is torch.bfloat16 and family.fits_te
+    fits = on_cuda and dtype is torch.bfloat16 and architecture.fits_te
     if asked == "te" and version is None:
         raise ValueError(
             'transformer = "te", but TransformerEngine is not installed here: build it (docs/guide/gpus.md), or set '
@@ -91,15 +92,14 @@ class WithBias:
         return linear(*sizes, bias=True, **options)
 
 
-def te_decoder_spec(
-    architecture: Architecture, config: TransformerConfig, num_layers: int
-) -> TransformerBlockSubmodules:
-    """Megatron's spec of TransformerEngine's layers, for the `num_layers` of one pipeline stage."""
-    assert architecture.kin.fits_te, architecture.family
+def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """Megatron's spec of TransformerEngine's layers, for the layers of one pipeline stage."""
+    assert architecture.fits_te, architecture.family
     layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
     if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
-    layer.submodules.mlp.submodules.activation_func = ModuleSpec(module=GatedActivation, params={"name": "silu"})
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=gpt_layer_specs.TENorm)
+    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+    layer.submodules.mlp.submodules.activation_func = activation
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=gpt_layer_specs.TENorm)

@@ -119,7 +119,8 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
         # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
-        kept=(plan.layout.pp - stage) * _kept(plan, layer, layers, is_first=stage == 0, is_last=is_last),
+        kept=(plan.layout.pp - stage)
+        * (_kept(plan, layer, layers, is_first=stage == 0, is_last=is_last) + _masks(plan, stage)),
         working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once.
@@ -163,6 +164,9 @@ class _Layer:
         a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
         norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
+        if a.kin.offset_norms and plan.device.mixed:
+            # It keeps its input in float32, and nobody keeps the residual beside its output.
+            norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -209,6 +213,9 @@ def _attention(plan: ActorPlan) -> int:
     if cp > 1:
         # The output of this rank's tokens beside that of its heads; the CPU keeps values beside their padded copy, too.
         kept += q * head if plan.device.flash_attention else met * head
+    if a.qk_norm and a.kin.offset_norms and plan.device.mixed:
+        # The numbers in float32, and nothing of the projection.
+        return kept + tokens * (a.head_dim + 1) * FLOAT32 * (q + k)
     if a.kin.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
@@ -232,8 +239,24 @@ def _statistics_rows(tokens: int) -> int:
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
     a, tokens = plan.architecture, plan.own_tokens
-    angles = tokens * a.rotary_dim * FLOAT32 if plan.recompute == "full" else 0
+    angles = tokens * a.angle_size * FLOAT32 if plan.recompute == "full" else 0
     return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
+
+
+def _masks(plan: ActorPlan, stage: int) -> int:
+    """What the masks of layers with a window keep for backward."""
+    if plan.recompute == "full":
+        return 0
+    stages = stage_layers(plan.architecture.num_layers, plan.layout)
+    first = sum(stages[:stage])
+    return sum(_mask(plan, layer) for layer in range(first, first + stages[stage]))
+
+
+def _mask(plan: ActorPlan, layer: int) -> int:
+    """Without flash attention, what a window hides is a number for a pair of tokens, of one sequence at the most."""
+    window = plan.architecture.window_of(layer)
+    hides = window is not None and window < plan.num_tokens and not plan.device.flash_attention
+    return plan.num_tokens**2 * FLOAT32 if hides else 0
 
 
 def _end(layer: _Layer) -> int:
@@ -285,7 +308,9 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
-    inside = 4 * layer.residual + layer.mlp + tokens * a.head_dim * FLOAT32
+    inside = 4 * layer.residual + layer.mlp + tokens * a.angle_size * FLOAT32
+    # A mask is made of truth values, a byte each.
+    inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     head = 2 * layer.gathered
     if not plan.device.triton_head:

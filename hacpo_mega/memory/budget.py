@@ -13,14 +13,13 @@ from functools import cached_property
 from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.publish_plan import BUCKET_BYTES
 
 GIB = 1 << 30
 # Not in any tensor of ours and not measured here (docs/design/memory.md): context, libraries, the buffers of NCCL; the
 # graphs that an engine keeps asleep; what a warm-up of the engine takes beside its weights; what the allocator cannot
 # reuse because micro-batches differ in length, as a share of what comes and goes.
 CONTEXT, GRAPHS, WARM_UP, FRAGMENTS = 5 * GIB // 2, 3 * GIB // 2, 2 * GIB, 0.05
-# Of full tensors on their way to the engine (megatron/reshard.py).
-BUCKET = GIB
 
 OFFLOADED = ("main weights", "moments")
 STATES = ("weights", "gradients", "main weights", "moments")
@@ -191,9 +190,6 @@ def cache_per_token(budget: Budget) -> int:
 
 
 def bucket_bytes(actor: ActorPlan) -> int:
-    """What publishing holds: this rank's shard of a bucket, the shards of all, and one tensor out of them."""
-    a, tp = actor.architecture, actor.layout.tp
-    largest = max(a.vocab_size, 2 * a.ffn_size) * a.hidden_size * actor.device.number
-    whole = num_weights(a, Layout(), 0) * actor.device.number
-    bucket = min(max(BUCKET, largest), whole)
-    return bucket + largest + (bucket // tp if tp > 1 else 0)
+    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received."""
+    whole = num_weights(actor.architecture, Layout(), 0) * actor.device.number
+    return 2 * 2 * min(BUCKET_BYTES, whole)

@@ -13,6 +13,7 @@ from hacpo_mega.models.families import FAMILIES, Family
 from hacpo_mega.models.fields import Fields
 from hacpo_mega.models.folder import read_config
 from hacpo_mega.models.rope import Rope, YarnRope, read_rope
+from hacpo_mega.models.windows import read_windows
 
 # What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
 MOST = {
@@ -51,6 +52,9 @@ class Architecture:
     output_bias: bool
     qk_norm: bool
     rotary_share: float = 1.0
+    windows: tuple[int | None, ...] = ()
+    window_theta: float | None = None
+    query_scalar: int | None = None
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -78,6 +82,25 @@ class Architecture:
     def kin(self) -> Family:
         """What all models of its family have in common."""
         return FAMILIES[self.family]
+
+    @property
+    def angle_size(self) -> int:
+        """How many angles a token has, of all layers together."""
+        return self.rotary_dim * (1 if self.window_theta is None else 2)
+
+    @property
+    def fits_te(self) -> bool:
+        """Whether it can have TransformerEngine's layers."""
+        return self.kin.fits_te and not self.windows
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What scores are multiplied with; None: one over the root of the head size."""
+        return None if self.query_scalar is None else self.query_scalar**-0.5
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer sees, the token itself among them; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def copies_qk_norm(self) -> bool:
@@ -114,11 +137,12 @@ class Architecture:
         _refuse_variants(path, fields.given, family)
         hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         unsaid = family.unsaid
-        rope_theta, rope, rotary_share = read_rope(path, fields, family)
+        num_layers = fields.count("num_hidden_layers")
+        angles = read_rope(path, fields, family)
         try:
             return cls.of_family(
                 family,
-                num_layers=fields.count("num_hidden_layers"),
+                num_layers=num_layers,
                 hidden_size=hidden_size,
                 num_heads=num_heads,
                 num_kv_heads=fields.count("num_key_value_heads", default=unsaid.get("num_key_value_heads", num_heads)),
@@ -127,10 +151,15 @@ class Architecture:
                 vocab_size=fields.count("vocab_size"),
                 max_positions=fields.count("max_position_embeddings"),
                 norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
-                rope_theta=rope_theta,
-                rope=rope,
-                rotary_share=rotary_share,
-                tied=fields.flag("tie_word_embeddings", default=False),
+                rope_theta=angles.theta,
+                rope=angles.rope,
+                rotary_share=angles.share,
+                windows=read_windows(path, fields, family, num_layers),
+                window_theta=angles.window_theta,
+                query_scalar=fields.count("query_pre_attn_scalar", default=unsaid["query_pre_attn_scalar"])
+                if family.query_scalar
+                else None,
+                tied=fields.flag("tie_word_embeddings", default=unsaid.get("tie_word_embeddings", False)),
                 attention_bias=fields.flag("attention_bias", default=unsaid.get("attention_bias", False)),
             )
         except ValueError as error:
@@ -166,11 +195,6 @@ def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> No
             asked = f"{path}: {key} = {short(found)} is not supported"
             raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
                              else f"{asked}, only {only!r}")  # fmt: skip
-    kinds = given.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
-    if other := [kind for kind in kinds if kind != "full_attention"]:
-        raise ValueError(f"{path}: layer_types has {short(other[0])}, which is not supported, only 'full_attention'")
     if unknown := sorted(key for key, value in given.items() if value is not None and not family.knows(key)):
         raise ValueError(
             f"{path}: {one_line(unknown[0])} = {short(given[unknown[0]])} is no field of {family.model_type} that is "

@@ -87,9 +87,14 @@ def short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _bytes_of(file: Path, most: int) -> bytes:
-    if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for, a device never ends
+def require_file(file: Path) -> None:
+    """ValueError for what is there and is neither file nor folder: a pipe would be waited for, a device never ends."""
+    if file.exists() and not file.is_file() and not file.is_dir():
         raise ValueError("is a pipe or a device, not a file")
+
+
+def _bytes_of(file: Path, most: int) -> bytes:
+    require_file(file)
     with file.open("rb") as stream:
         content = stream.read(most + 1)
     if len(content) > most:

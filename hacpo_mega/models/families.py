@@ -7,8 +7,8 @@ vllm/model_executor/models. Not here: public sizes (public.py), names of tensors
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
@@ -53,12 +53,21 @@ AROUND = {
     "self_attn_bda.norm": "post_self_attn_layernorm",
     "mlp_bda.norm": "post_mlp_layernorm",
 }
+SANDWICH = {
+    **AFTER,
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+}
+# Which layers may see a window alone -> the fields that say so.
+WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
+           "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
     """A family of dense decoders with rotary positions, RMSNorm and a gated feed-forward.
 
+    models          what is published of it, for people
     model_type      as config.json and Megatron's model builder know it
     architecture    the class that transformers and vLLM run
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
@@ -67,6 +76,12 @@ class Family:
     qk_norm         whether queries and keys are normalised
     whole_qk_norm   whether that is over all heads together, before they are split
     interleaved     whether neighbours turn together, not the halves of what turns
+    windows         which layers may see a window alone: none, all, some (windows.py)
+    two_ropes       whether layers with a window have angles of their own
+    offset_norms    whether its folders hold what a norm's scale is beyond 1
+    activation      of the feed-forward's gate, by transformers' name
+    scaled_embedding    whether the embedding is multiplied with the root of the hidden size
+    query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
@@ -83,12 +98,19 @@ class Family:
 
     model_type: str
     architecture: str
+    models: str
     qkv_bias: bool = False
     may_have_bias: bool = False
     output_bias: bool = True
     qk_norm: bool = False
     whole_qk_norm: bool = False
     interleaved: bool = False
+    windows: Literal["none", "all", "some"] = "none"
+    two_ropes: bool = False
+    offset_norms: bool = False
+    activation: str = "silu"
+    scaled_embedding: bool = False
+    query_scalar: bool = False
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     stored_fused: frozenset[str] = frozenset()
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -110,21 +132,24 @@ class Family:
 
     @property
     def fits_te(self) -> bool:
-        """Whether TransformerEngine's layers are its own: a norm before each block, a part of what follows it."""
-        return self.norms == BEFORE and not self.whole_qk_norm
+        """Whether TransformerEngine's layers are its own: a plain norm before each block, a part of what follows."""
+        return self.norms == BEFORE and not (self.whole_qk_norm or self.offset_norms or self.two_ropes)
 
     def knows(self, name: str) -> bool:
         """Whether a config.json of the family may have this field."""
-        return name in READ | DESCRIBES | self.ignores or name in ONLY or name in self.only
+        scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
+        own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar
+        return name in own or name in ONLY or name in self.only
 
 
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
 
-LLAMA = Family("llama", "LlamaForCausalLM", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
+LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
+    "Qwen2, Qwen2.5",
     qkv_bias=True,
     unsaid={"num_key_value_heads": 32},
     only=_WINDOW,
@@ -133,6 +158,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
+    "Qwen3",
     qk_norm=True,
     unsaid={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
@@ -142,41 +168,57 @@ QWEN3 = Family(
         "than the one that is trained"
     },
 )
-# v0.3, Nemo and Small; a v0.1 has a window of 4096 tokens, which Megatron's attention here would not have.
-_NULL = {"sliding_window": None}
+# v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
-    unsaid={"num_key_value_heads": 8},
-    only=_NULL,
-    made_with=_NULL,
+    "Mistral 7B, Nemo, Small",
+    windows="all",
+    unsaid={"num_key_value_heads": 8, "sliding_window": 4096},
+    made_with={"sliding_window": None},
     norm_eps=1e-5,
 )
-# Phi-3 medium at 4k, Phi-4 and Phi-4-reasoning; mini has longrope or a window. transformers reads yarn as longrope.
+# Phi-3 at 4k, Phi-4 and Phi-4-reasoning; others have longrope. transformers reads yarn as longrope.
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
+    "Phi-3 at 4k, Phi-4",
     stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
+    windows="all",
     rope_kinds=("default",),
     may_turn_a_part=True,
     unsaid={"rms_norm_eps": 1e-5},
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
-    only={**_NULL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     norm_eps=1e-5,
 )
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
+    "OLMo 2",
     qk_norm=True,
     whole_qk_norm=True,
     norms=AFTER,
     unsaid={"rms_norm_eps": 1e-5},
     rope_theta=500_000.0,
 )
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    models="OLMo 3",
+    windows="some",
+    two_ropes=True,
+    unsaid={
+        "rms_norm_eps": 1e-5, "rope_theta": 5e5, "window_theta": 5e5, "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+)  # fmt: skip
 # The models of April 2025; GLM-4-9B of 2024 is another architecture.
 GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",
+    "GLM-4-0414",
     may_have_bias=True,
     output_bias=False,
     norms=AROUND,
@@ -188,7 +230,32 @@ GLM4 = Family(
     norm_eps=1e-5,
     rope_theta=10_000.0,
 )
+# The text models: 1B, and larger ones without their eyes.
+_TANH = "gelu_pytorch_tanh"
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "Gemma 3, text alone",
+    qk_norm=True,
+    offset_norms=True,
+    norms=SANDWICH,
+    windows="some",
+    two_ropes=True,
+    activation=_TANH,
+    scaled_embedding=True,
+    query_scalar=True,
+    rope_kinds=("default", "linear"),
+    unsaid={
+        "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6, "window_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
+    },
+    ignores=frozenset({"rope_local_base_freq", "cache_implementation", "_sliding_window_pattern"}),
+    only={
+        "hidden_act": _TANH, "hidden_activation": _TANH, "final_logit_softcapping": None,
+        "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+    },
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, GLM4)
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3)
 }

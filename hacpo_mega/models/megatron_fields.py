@@ -22,6 +22,7 @@ FROM_ARCHITECTURE = {
     "qk_layernorm": "copies_qk_norm",
     "add_qkv_bias": "qkv_bias",
     "rotary_interleaved": "interleaved",
+    "softmax_scale": "softmax_scale",
 }
 FROM_LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp"}
 
@@ -43,7 +44,6 @@ FIXED: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     # PackedAttention is plain causal attention: it would ignore most of these, and the others change the model.
-    "softmax_scale": None,
     "softmax_type": "vanilla",
     "window_size": None,
     "no_rope_freq": None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from hacpo_mega.models.documents import one_line, short
 from hacpo_mega.models.families import Family
 from hacpo_mega.models.fields import Fields
+from hacpo_mega.models.windows import FULL, WINDOWED
 
 # What a rope table of any kind may say.
 OF_ALL = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
@@ -61,14 +62,32 @@ class YarnRope:
 Rope = LinearRope | Llama3Rope | YarnRope
 
 
-def read_rope(path: Path, fields: Fields, family: Family) -> tuple[float, Rope | None, float]:
-    """(theta, scaling, share of a head that turns) of a config.json.
+@dataclass(frozen=True)
+class Angles:
+    """What config.json says of a model's angles.
+
+    theta, rope    of all layers, but those with a window where window_theta is given, which have no scaling
+    share          how much of a head turns
+    """
+
+    theta: float
+    rope: Rope | None
+    share: float
+    window_theta: float | None
+
+
+def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
+    """The angles that a config.json asks for.
 
     transformers 5 keeps all in rope_parameters, older folders in rope_theta, rope_scaling and partial_rotary_factor.
     ValueError for a kind that the family cannot have here, by name, and for a field that the kind does not know.
     """
     table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
-    theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=10_000.0)
+    window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
+    if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
+        table = table.table(FULL)
+    usual = family.unsaid.get("rope_theta", 10_000.0)
+    theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
     share = _holder(table, fields, "partial_rotary_factor").positive(
         "partial_rotary_factor", default=family.rotary_share
     )
@@ -86,7 +105,19 @@ def read_rope(path: Path, fields: Fields, family: Family) -> tuple[float, Rope |
             f"{path}: {one_line(unknown[0])} = {short(table.given[unknown[0]])} is no field of rope type {kind!r} that "
             "is known here, so the model may compute other angles; if it does not, take it out of config.json"
         )
-    return theta, read(table), share
+    return Angles(theta, read(table), share, window_theta)
+
+
+def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
+    """Of layers with a window, which have a table of their own or, in older folders, a field."""
+    own = table.table(WINDOWED)
+    if unknown := sorted(key for key, value in own.given.items() if value is not None and key not in OF_ALL):
+        raise ValueError(f"{path}: {one_line(unknown[0])} of layers with a window is not supported")
+    kind = own.given.get("rope_type") or own.given.get("type") or "default"
+    if kind != "default" or own.given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
+    local = fields.positive("rope_local_base_freq", default=family.unsaid["window_theta"])
+    return own.positive("rope_theta", default=local)
 
 
 def _holder(table: Fields, fields: Fields, name: str) -> Fields:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from hacpo_mega.models.architecture import Architecture
 
-# Megatron's habit, for matrix shapes that GPUs like: a rank's share of the vocabulary is a multiple of this.
-VOCAB_MULTIPLE = 128
+# vLLM's padding of a vocabulary, so that actor and engine over equally many ranks cut it at the same rows.
+VOCAB_MULTIPLE = 64
 
 
 class Cut(enum.Enum):
@@ -216,7 +216,7 @@ def shard_shape(slot: Slot, architecture: Architecture, *, tp: int) -> tuple[int
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks; rows from vocab_size on are padding."""
-    multiple = VOCAB_MULTIPLE * tp
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
     return -(-vocab_size // multiple) * multiple
 
 

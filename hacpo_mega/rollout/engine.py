@@ -15,16 +15,19 @@ The environment must hold, before torch and vllm are imported (environment.py se
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
@@ -32,27 +35,34 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from hacpo_mega.config.pass_through import DECIDED_VLLM
-from hacpo_mega.models.folder import eos_token_ids, head_size
-from hacpo_mega.models.layout import head_size_problem
-from hacpo_mega.models.weight_files import HEAD, published_names
+from hacpo_mega.models.folder import eos_token_ids
+from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.engine_defaults import engine_defaults
+from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
+from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
 from hacpo_mega.rollout.flat_logprobs import written_at_once
-from hacpo_mega.rollout.held_weights import differences
+from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
     free_memory_unmeasured,
     joined_to_default_group,
     keeping_default_group,
+    quiet,
+    require_process,
     without_message_queue,
 )
 from hacpo_mega.rollout.row_noise import draw_by_row
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
+RELOADING = Reloading(
+    initialize_layerwise_reload,
+    finalize_layerwise_reload,
+    (UnquantizedLinearMethod, UnquantizedEmbeddingMethod),
+    logger,
+)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
@@ -91,8 +101,8 @@ class Engine:
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
-        _check_options(options or {})
-        _check_process(model, tensor_parallel_size)
+        require_free_options(options or {})
+        require_process(tensor_parallel_size)
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
         defaults = engine_defaults(
             on_cuda=self._on_cuda,
@@ -102,11 +112,11 @@ class Engine:
             timeout_s=timeout_s,
             expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
+        if not self._on_cuda:
+            require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
-        self.max_model_len = max_model_len
-        self._names = published_names(model)
-        self._memory = Memory.AWAKE
-        self._is_loaded = not random_weights
+        self.max_model_len, self._names = max_model_len, published_names(model)
+        self._memory, self._is_loaded = Memory.AWAKE, not random_weights
         start = partial(
             LLM,
             model=str(model),
@@ -216,39 +226,51 @@ class Engine:
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
         with self._door.open() as llm:
-            worker_of(llm).reload_weights(weights_iterator=self._recorded(weights, given))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
             llm.reset_prefix_cache()
-        # vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
-        missing, unknown = self._names - given, given - self._names - {HEAD}
-        if self._names and (missing or unknown):
-            raise ValueError(
-                f"published weights do not fit the model folder: {len(missing)} missing {sorted(missing)[:4]}, "
-                f"{len(unknown)} unknown {sorted(unknown)[:4]}"
-            )
+        require_names(given, self._names)
         self._is_loaded = True
 
-    def _recorded(
-        self, weights: Iterable[tuple[str, torch.Tensor]], given: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            given.add(name)
-            yield name, tensor
-            if self._has_tied_embeddings and not self._on_cuda and name.endswith("embed_tokens.weight"):
-                # On CPU the output layer keeps a packed copy of the tied embedding, which would stay as it was.
-                yield HEAD, tensor
+    def weights(self, published: Mapping[str, tuple[int, ...]]) -> EngineWeights:
+        """Where every part of the published tensors (name -> shape) belongs, as vLLM's own loaders say."""
+        self._require(Memory.AWAKE, "weights", needs_weights=False)
+        with self._door.open() as llm:
+            config = llm.llm_engine.vllm_config.model_config
+            return EngineWeights.recorded(worker_of(llm).get_model(), published, config, RELOADING)
 
-    def differences(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """A line for every tensor of which this rank holds other numbers than these (name, full tensor) pairs have.
+    @contextmanager
+    def receiving(self, weights: EngineWeights) -> Iterator[Receiver]:
+        """Publish: inside, every part is written once. Cached prefixes, which the old weights computed, are forgotten.
 
-        Takes all pairs, as `load` does. Not for an engine that quantizes, which has other numbers on purpose.
+        RuntimeError when something was not written, or while asleep.
         """
-        self._require(Memory.WEIGHTS, "differences", needs_weights=True)
+        self._require(Memory.WEIGHTS, "receiving", needs_weights=False)
+        self._is_loaded = False  # until all of it is
+        with self._door.open() as llm, torch.inference_mode():
+            receiver = Receiver(weights, partial(self._reload, llm))
+            yield receiver
+            llm.reset_prefix_cache()
+        if receiver.missing:
+            raise RuntimeError(f"{len(receiver.missing)} parameters were not published, first {receiver.missing[:4]}")
+        self._is_loaded = True
+
+    def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with quiet(RELOADING.logger):  # that other layers are not among them
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
+
+    def _packs_head(self) -> bool:
+        return self._has_tied_embeddings and not self._on_cuda
+
+    @contextmanager
+    def held(self) -> Iterator[list[HeldPart]]:
+        """What the engine multiplies with, for as long as it is looked at."""
+        self._require(Memory.WEIGHTS, "held", needs_weights=True)
         with self._door.open() as llm:
             model = worker_of(llm).get_model()
             # Where folders hold a matrix fused, it is published so, whatever vLLM could also take.
             stored = {name.split(".")[-2] for name in self._names if name.count(".")}
             fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
-            return list(differences(model, fused, self._has_tied_embeddings, weights))
+            yield list(held_parts(model, fused, self._has_tied_embeddings))
 
     def sleep(self) -> None:
         """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.
@@ -311,34 +333,6 @@ class Engine:
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for key in sorted(DECIDED_VLLM & options.keys()):
-        raise ValueError(
-            f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
-        )
-
-
-def _check_process(model: Path, tensor_parallel_size: int) -> None:
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-        raise ValueError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is "
-            f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
-            "process: set it to 0 before Python starts, or start with hacpo-mega, which does"
-        )
-    assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
-    if dist.get_world_size() % tensor_parallel_size:
-        raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
-    if not torch.cuda.is_available():
-        _check_cpu_attention(model)
-
-
-def _check_cpu_attention(model: Path) -> None:
-    """Raise ValueError for a head size that vLLM would only refuse at the first answer."""
-    head_dim, known = head_size(model), CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim is not None and head_dim not in known:
-        raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
 
 
 # For good, since it also runs when an engine that nobody closed is collected.

@@ -5,9 +5,14 @@ decides (engine.py) and what the user wrote.
 """
 
 import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
+from hacpo_mega.config.pass_through import DECIDED_VLLM
+from hacpo_mega.models.folder import head_size
+from hacpo_mega.models.layout import head_size_problem
 
 
 def engine_defaults(
@@ -43,3 +48,18 @@ def engine_defaults(
         # them its graphs' buffers by cudaIpcGetMemHandle, which ends the process for memory of such a segment.
         defaults["disable_custom_all_reduce"] = True
     return defaults
+
+
+def require_head_size(model: Path, known: Collection[int]) -> None:
+    """ValueError for a head size that vLLM's attention would only refuse at the first answer; `known` are its own."""
+    head_dim = head_size(model)
+    if head_dim is not None and head_dim not in known:
+        raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
+
+
+def require_free_options(options: Mapping[str, Any]) -> None:
+    """ValueError for an engine argument of the user's that the project decides."""
+    for key in sorted(DECIDED_VLLM & options.keys()):
+        raise ValueError(
+            f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
+        )

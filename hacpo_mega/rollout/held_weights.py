@@ -1,20 +1,22 @@
-"""What a live engine multiplies with, part by part under the names of Hugging Face, held against published tensors.
+"""What a live engine multiplies with, part by part under the names of Hugging Face.
 
 An engine keeps its shard of every tensor, several of them fused into one (qkv_proj, gate_up_proj). Which part of the
 published tensor that is follows from the layer's own numbers, not from the loader that put it there, so that a loader
 that cuts wrongly is found too. On the CPU linear layers hold a packed copy that nobody can read: it is multiplied with
 the unit matrix, and sums of one number and zeros are exact.
-It gets vLLM's model handed in and imports nothing of it (engine.py does). Not here: who asks, and when (agent.py).
+It gets vLLM's model handed in and imports nothing of it (engine.py does). Not here: who compares it, and when
+(agent/publication.py).
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+
+from hacpo_mega.models.publish_plan import Shard
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
 
@@ -42,39 +44,27 @@ class HeldPart:
     own: Callable[[], Tensor]
     is_packed: bool
 
-    def num_differing(self, whole: Tensor) -> tuple[int, int]:
-        """How many numbers are not those of the published tensor, and how many there are."""
-        wanted = whole.narrow(self.cut.dim, self.cut.start, self.cut.size)
-        if self.is_packed and not wanted.isfinite().all():
-            return 0, wanted.numel()
-        held = self.own().narrow(self.cut.dim, self.cut.place, self.cut.size)
-        return int(((held != wanted) & ~(held.isnan() & wanted.isnan())).sum()), wanted.numel()
+    def shard(self, shape: Sequence[int]) -> Shard:
+        """The same as a rectangle of the published tensor, which has this shape."""
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[self.cut.dim], sizes[self.cut.dim] = self.cut.start, self.cut.size
+        return Shard(self.name, tuple(offsets), tuple(sizes))
+
+    def view(self, what: Shard) -> Tensor:
+        """The numbers of the rectangle `what` of the published tensor, which lies in the shard."""
+        held = self.own()
+        for dim, (start, size) in enumerate(zip(what.offsets, what.sizes, strict=True)):
+            shift = self.cut.place - self.cut.start if dim == self.cut.dim else 0
+            held = held.narrow(dim, start + shift, size)
+        return held
 
 
-def differences(
-    model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool, published: Iterable[tuple[str, Tensor]]
-) -> Iterator[str]:
-    """A line for every published tensor (name, whole tensor) of which the engine holds other numbers.
+def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool) -> Iterator[HeldPart]:
+    """What the engine has of every tensor, layer by layer.
 
     fused   what a layer's name stands for: {"gate_up_proj": ["gate_proj", "up_proj"]}
     tied    whether the output layer is the embedding
-    Takes every published tensor before it ends. ValueError for one that the engine has no part of, and the reverse.
     """
-    parts = defaultdict(list)
-    for part in _held_parts(model, fused, tied):
-        parts[part.name].append(part)
-    for name, whole in published:
-        if name not in parts:
-            raise ValueError(f"{name} was published, and the engine holds no part of it")
-        for part in parts.pop(name):
-            num_differing, size = part.num_differing(whole)
-            if num_differing:
-                yield f"{name}: {num_differing} of the {size} numbers that it holds of it"
-    if parts:
-        raise ValueError(f"the engine holds {len(parts)} tensors that were not published: {sorted(parts)[:4]}")
-
-
-def _held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool) -> Iterator[HeldPart]:
     # A tied output layer may be the embedding itself, under a second name.
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, last = path.rpartition(".")

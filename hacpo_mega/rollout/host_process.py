@@ -4,6 +4,7 @@ Each function here answers something that vLLM does to the process it lives in, 
 It gets what it needs of vLLM handed in; only engine.py imports vllm.
 """
 
+import logging
 import os
 import random
 import secrets
@@ -78,6 +79,19 @@ class StreamBeside:
                 stream.synchronize()
 
 
+def require_process(tensor_parallel_size: int) -> None:
+    """ValueError where this process cannot host an engine over so many ranks."""
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is "
+            f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
+            "process: set it to 0 before Python starts, or start with hacpo-mega, which does"
+        )
+    assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
+    if dist.get_world_size() % tensor_parallel_size:
+        raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
+
+
 @contextmanager
 def joined_to_default_group(launcher: type) -> Iterator[None]:
     """Build vLLM on the agent's default process group, not on the job's RANK, which counts over all agents.
@@ -133,6 +147,16 @@ def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
         return make_group(*arguments, **options | {"use_message_queue_broadcaster": False})
 
     return make
+
+
+@contextmanager
+def quiet(logger: logging.Logger) -> Iterator[None]:
+    """Around what vLLM would warn of although it is meant."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

@@ -109,8 +109,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         spec = config.agents[place.agent]
         agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
     schedule = kind(prompts, agent, place, config, metrics)
-    layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
-    console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    _say_agents(console, place, agent)
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
@@ -143,6 +142,14 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         disk=JointDisk(place, config, folder, console.say),
         observers=Observers(observers),
     )
+
+
+def _say_agents(console: Console, place: Place, agent: Agent) -> None:
+    layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
+    console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
+        if said:
+            console.say(said.decode())
 
 
 def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> None:

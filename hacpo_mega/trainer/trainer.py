@@ -82,7 +82,14 @@ class Trainer:
         if self.checkpoint.is_on:
             self.place.defer_signals()
         try:
-            self._train()
+            self.observers.before_training(self.steps_done + 1)
+            if self.steps_done == 0:
+                self._show(self.report.write_metrics(0, self.phase))
+            while self.steps_done < self.config.num_steps:
+                self._leave_if_told()
+                with self.trace.step(self.steps_done + 1):
+                    self.step()
+            self._leave_if_told()
         except ToldToEnd as told:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
@@ -91,16 +98,6 @@ class Trainer:
         run_dir = self.config.run_dir
         self.console.say(f"done: the models are in {run_dir / 'agents'}; `hacpo-mega report {run_dir}` draws the run")
         return True
-
-    def _train(self) -> None:
-        self.observers.before_training(self.steps_done + 1)
-        if self.steps_done == 0:
-            self._show(self.report.write_metrics(0, self.phase))
-        while self.steps_done < self.config.num_steps:
-            self._leave_if_told()
-            with self.trace.step(self.steps_done + 1):
-                self.step()
-        self._leave_if_told()
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""

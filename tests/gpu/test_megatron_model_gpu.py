@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from tiny_models import LLAMA3_ROPE, make_model
+from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight
@@ -30,7 +30,19 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.06), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("family, sizes", [("qwen2", {}), ("qwen3", {}), ("llama", {"rope_scaling": LLAMA3_ROPE})])
+@pytest.mark.parametrize(
+    "family, sizes",
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {"rope_scaling": LLAMA3_ROPE}),
+        ("mistral", {"window": 9}),
+        ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.5}}),
+        ("olmo3", {"window": 9, "rope_scaling": YARN_ROPE}),
+        ("glm4", {}),
+        ("gemma3_text", {"window": 9}),
+    ],
+)
 def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtype: torch.dtype, tolerance: float):
     folder = make_model(tmp_path, family, hidden_size=256, num_heads=4, head_dim=64, dtype=dtype, **sizes)
     model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=256)

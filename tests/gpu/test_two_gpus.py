@@ -14,7 +14,7 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # tensor parallel, pipeline, two cells
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)]  # tensor parallel, pipeline, shared tokens, two cells
 TWO_AGENTS = RankMap(1, (AgentShape("a"), AgentShape("b")))
 
 
@@ -69,15 +69,16 @@ def test_two_agents_share_one_gpu(folder):
 @pytest.fixture(scope="module")
 def actors(folder):
     """By layout, what every rank of two saw of the bf16 cases, over NCCL."""
-    shapes = {(tp, pp): (tp, pp, 2 // (tp * pp)) for tp, pp in LAYOUTS}
+    sizes = {layout: dict(zip(("tp", "pp", "cp"), layout, strict=True)) for layout in LAYOUTS}
+    shapes = {layout: AgentShape("a", **size) for layout, size in sizes.items()}
     return {
-        layout: run_job(RankMap(cells, (AgentShape("a", tp=tp, pp=pp),)), functools.partial(train, folder, tp, pp))
-        for layout, (tp, pp, cells) in shapes.items()
+        layout: run_job(RankMap(2 // shape.cell_size, (shape,)), functools.partial(train, folder, sizes[layout]))
+        for layout, shape in shapes.items()
     }
 
 
-def train(folder, tp: int, pp: int, _place, _rank_map):
-    return own_ratios(folder, 60, tp=tp, pp=pp), gradient(folder, 60, tp=tp, pp=pp)
+def train(folder, size: dict[str, int], _place, _rank_map):
+    return own_ratios(folder, 60, **size), gradient(folder, 60, **size)
 
 
 @two_gpus

@@ -129,6 +129,7 @@ def test_own_ratio_of_a_steps_first_update_is_exactly_one(folder):
     check_first_ratios(own_ratios_of_first_updates(folder, tp=1, pp=1))
 
 
+@pytest.mark.nightly
 def test_own_ratio_is_exactly_one_at_tp2_pp2(on_four_ranks):
     for seen, _, _ in on_four_ranks:
         check_first_ratios(seen)
@@ -211,6 +212,7 @@ def test_weights_after_three_updates_are_adamws(folder, by_adamw):
     check_updates(three_supervised_updates(folder, 1, 1, supervised_batches()), by_adamw)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
 def test_weights_of_two_cells_after_three_updates_are_adamws(on_four_ranks, by_adamw, layout):
     for _, updates, _ in on_four_ranks:
@@ -280,6 +282,7 @@ def skip_an_update(folder, samples):
     return skipped, weights
 
 
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_in_one_cell_skips_the_update_in_all(on_four_ranks):
     for _, _, (skipped, (start, first, second, third)) in on_four_ranks:
         assert skipped == [False, True, False]

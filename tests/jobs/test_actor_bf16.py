@@ -7,7 +7,8 @@ from bf16_cases import BF16, check_gradient, check_own_ratios, gradient, make_fo
 from job import run_group
 
 pytestmark = pytest.mark.nightly
-LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks: tensor parallel, pipeline, two cells
+# Of two ranks: tensor parallel, pipeline, two that share tokens, two cells.
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,11 @@ def on_two_ranks(folder):
 
 
 def visit_layouts(folder):
-    return {(tp, pp): (own_ratios(folder, 60, tp=tp, pp=pp), gradient(folder, 60, tp=tp, pp=pp)) for tp, pp in LAYOUTS}
+    return {layout: visit(folder, **dict(zip(("tp", "pp", "cp"), layout, strict=True))) for layout in LAYOUTS}
+
+
+def visit(folder, **layout):
+    return own_ratios(folder, 60, **layout), gradient(folder, 60, **layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -44,6 +44,8 @@ NUM_RANKS = 8
 MODELS = {
     "four": {"family": "qwen3", "tied": True, "num_heads": 8, "num_kv_heads": 4},
     "two": {"family": "llama", "tied": False, "num_heads": 8, "num_kv_heads": 2, "attention_bias": True},
+    # with a window in every second layer, and norms over the heads of all tensor ranks
+    "windows": {"family": "olmo3", "tied": False, "num_heads": 8, "num_kv_heads": 4, "window": 9},
 }
 # (tp, cp, pp): the rest of eight ranks are further cells
 LAYOUTS = [(1, 2, 1), (1, 8, 1), (4, 2, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2)]

@@ -1,6 +1,7 @@
 """A disk of 32 MiB that is full for a while: training goes on; nothing is doubled, missing or half there."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -174,4 +175,5 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard_is_told_to_all_who_write(dis
     (disk / "shards").mkdir()
     zero, one = run_group(2, write_more_than_fits, disk / "shards")
     assert zero == one
-    assert zero.startswith("its rank 1 could not write: "), zero
+    # the disk is full for whoever comes last
+    assert re.match(r"its rank [01] could not write: ", zero), zero

@@ -113,7 +113,8 @@ def test_every_method_of_the_engine_goes_through_the_door(saw):
     runs, memory = {"execute_model"}, {"sleep", "wake_up", "reset_prefix_cache", "reload_weights"}
     expected = {
         "load": {"reload_weights", "reset_prefix_cache"}, "generate": runs, "generate beside": runs, "logprobs": runs,
-        "differences": {"get_model"}, "sleep and wake": memory, "close": {"shutdown"},
+        "weights": {"get_model"},
+        "receiving": {"reset_prefix_cache"}, "held": {"get_model"}, "sleep and wake": memory, "close": {"shutdown"},
     }  # fmt: skip
     for name, called in expected.items():
         found = saw["level 2"]["streams"][name]

@@ -240,11 +240,18 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
 @pytest.mark.parametrize(
     "rank_map",
     [
-        RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2))),
-        RankMap(2, (AgentShape("A", tp=2, engine_tp=1), AgentShape("B"))),
-        RankMap(1, (AgentShape("A"), AgentShape("B", pp=2, engine_tp=2), AgentShape("C"))),
+        pytest.param(RankMap(2, (AgentShape("A", tp=2, engine_tp=1), AgentShape("B"))), id="two-lanes"),
+        pytest.param(
+            RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2))),
+            id="two-cells-in-a-lane",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            RankMap(1, (AgentShape("A"), AgentShape("B", pp=2, engine_tp=2), AgentShape("C"))),
+            id="three-agents",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["two-cells-in-a-lane", "two-lanes", "three-agents"],
 )
 def test_every_rank_of_a_lane_gets_the_same_full_cube(rank_map):
     num_gathers = run_job(rank_map, check_exchange)
@@ -290,6 +297,7 @@ def check_damage_is_seen(place: Place, rank_map: RankMap) -> str:
     return "no error"
 
 
+@pytest.mark.nightly
 def test_two_versions_in_one_job_name_each_other():
     from_a, from_b = run_job(RankMap(1, (AgentShape("A"), AgentShape("B"))), check_damage_is_seen)
     assert from_a.startswith("message of rank 1 (agent B,")

@@ -191,6 +191,7 @@ def test_a_stopped_process_is_not_dead(tmp_path):
     assert all((tmp_path / f"{rank}.out").read_text() == "finished\n" for rank in range(4))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_gives_no_sign_of_life_is_named_with_the_stacks_of_all(tmp_path):
     """It is let go on, to write its own, and says the same as the others."""
     job = Job(tmp_path, 2, "sleep", stall_s=10.0)

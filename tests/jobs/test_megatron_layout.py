@@ -37,13 +37,17 @@ CASES = {
     "llama-one-kv-head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
     "mistral-six-layers": {"family": "mistral", "tied": True, "num_layers": 6, "rope_scaling": YARN_ROPE},
     # query, key and value in one stored matrix, gate and up in another; half of a head turns
-    "phi3": {"family": "phi3", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
+    "phi3": {"family": "phi3", "tied": False, "window": 9, "rope_scaling": {"partial_rotary_factor": 0.5}},
     # norms after both blocks, and one over all heads of the queries and one over those of the keys, across ranks
     "olmo2": {"family": "olmo2", "tied": False},
+    # and layers with a window and angles of their own
+    "olmo3": {"family": "olmo3", "tied": False, "window": 7, "rope_scaling": YARN_ROPE, "num_layers": 4},
+    # norms by 1 + w around both blocks, windows, two kinds of angles, an embedding that is scaled
+    "gemma3": {"family": "gemma3_text", "tied": True, "window": 7, "num_layers": 4},
     # norms around both blocks, neighbours of half a head turn, gate and up in one stored matrix
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
 }
-LATER = ("phi3", "olmo2", "glm4")
+LATER = ("phi3", "olmo2", "olmo3", "glm4", "gemma3")
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
 # (case, tp, pp) -> fields of Megatron's configuration; backward computes activations of this case again
 RECOMPUTED = "qwen2-biased"

@@ -237,7 +237,7 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
 def test_engine_and_actor_have_the_device_one_after_the_other(shared):
     """What every rank does, as (method, are the weights there, are the gradient buffers) before it."""
     there, to_score, nothing = (True, True), (True, False), (False, False)
-    hand_over = [("wake", *to_score), ("load", *to_score)]
+    hand_over = [("wake", *to_score), ("publish", *to_score)]
     answers = [*hand_over, ("wake", *nothing), ("generate", *nothing), ("sleep", *nothing)]
     verifies = [*hand_over, ("differences", *to_score), ("sleep", *nothing)]
     # Each update is diagnosed, has the KL's reference, and is learnt from.

@@ -184,6 +184,7 @@ def join(folder: Path, *environments: dict[str, str]) -> list[tuple[int, str, st
     return [(rank.exitcode, *told) for rank, told in zip(ranks, texts, strict=True)]
 
 
+@pytest.mark.nightly
 def test_a_wrong_number_of_processes_is_refused_with_the_arithmetic(tmp_path):
     """At once and by every process alone: nobody waits for ranks that will never come."""
     ((status, _, errors),) = join(tmp_path, new_job(3)[0])
@@ -192,6 +193,7 @@ def test_a_wrong_number_of_processes_is_refused_with_the_arithmetic(tmp_path):
     assert "found WORLD_SIZE 3" in errors
 
 
+@pytest.mark.nightly
 def test_no_launcher_is_said(tmp_path):
     ((status, _, errors),) = join(tmp_path, {})
     assert status != 0
@@ -217,6 +219,7 @@ def join_a_silent_port(port: int) -> None:
     print(said.value)
 
 
+@pytest.mark.nightly
 def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path):
     """torch's own client would wait for an answer for good."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -250,5 +253,6 @@ def end_a_preflight(rank_map: RankMap) -> list[str]:
     return shut
 
 
+@pytest.mark.nightly
 def test_a_preflight_ends_its_lane_as_a_run_does():
     assert run_ranks(2, end_a_preflight, RankMap(1, (AgentShape("A"), AgentShape("B")))) == [["lane/0"]] * 2

@@ -33,20 +33,23 @@ def make_folder(folder: Path, family: str) -> Path:
     return make_model(folder, family, **SIZES)
 
 
-def my_share(samples: list, tp: int, pp: int) -> list:
+def my_share(samples: list, cell_size: int) -> list:
     """The samples of this rank's cell, whole prompts of them."""
-    cell, num_cells = dist.get_rank() // (tp * pp), dist.get_world_size() // (tp * pp)
+    cell, num_cells = dist.get_rank() // cell_size, dist.get_world_size() // cell_size
     return [sample for sample in samples if sample.prompt_index % num_cells == cell]
 
 
-def own_ratios(folder: Path, max_tokens: int, *, tp: int = 1, pp: int = 1) -> list[tuple[list[float], list[float]]]:
+Ratios = list[tuple[list[float], list[float]]]
+
+
+def own_ratios(folder: Path, max_tokens: int, *, tp: int = 1, pp: int = 1, cp: int = 1) -> Ratios:
     """Own ratios that the first and the second update of three steps see, source log-probs being the actor's scores."""
-    options = {"tp": tp, "pp": pp, "max_tokens_per_microbatch": max_tokens, "dtype": BF16}
+    options = {"tp": tp, "pp": pp, "cp": cp, "max_tokens_per_microbatch": max_tokens, "dtype": BF16}
     actor = make_actor(folder, optimizer=OptimizerConfig(lr=1e-3), **options)
     assert {parameter.dtype for parameter in actor.model.parameters()} == {BF16}
     seen = []
     for step in range(3):
-        drawn = my_share(random_samples(8, seed=50 + step), tp, pp)
+        drawn = my_share(random_samples(8, seed=50 + step), tp * cp * pp)
         own = [sample for sample in drawn if sample.is_self]
         scores = actor.score(own)
         scored = [dataclasses.replace(s, source_logprob=x.mean_logprob) for s, x in zip(own, scores, strict=True)]
@@ -60,7 +63,7 @@ def _own(report) -> list[float]:
     return report.ratio_B[report.is_self_B].tolist()
 
 
-def check_own_ratios(seen: list[tuple[list[float], list[float]]]) -> None:
+def check_own_ratios(seen: Ratios) -> None:
     """1 to the last bit before the policy moves, and something else after."""
     for first, second in seen:
         assert first and first == [1.0] * len(first)
@@ -70,12 +73,12 @@ def check_own_ratios(seen: list[tuple[list[float], list[float]]]) -> None:
 Found = tuple[dict[str, torch.Tensor], float, float]
 
 
-def gradient(folder: Path, max_tokens: int, *, tp: int = 1, pp: int = 1) -> Found:
+def gradient(folder: Path, max_tokens: int, *, tp: int = 1, pp: int = 1, cp: int = 1) -> Found:
     """(gradient by Hugging Face name, loss, norm) of cross-entropy, which has no clip to fall on the other side of."""
-    options = {"tp": tp, "pp": pp, "max_tokens_per_microbatch": max_tokens, "dtype": BF16}
+    options = {"tp": tp, "pp": pp, "cp": cp, "max_tokens_per_microbatch": max_tokens, "dtype": BF16}
     actor, samples = make_actor(folder, optimizer=STEP, **options), random_samples(6, seed=60)
     num_trained = sum(sample.num_trained for sample in samples)
-    mine = my_share(samples, tp, pp)
+    mine = my_share(samples, tp * cp * pp)
     found, stats = gradient_by_descent(actor, lambda: actor.learn_supervised(mine, num_trained))
     return {name: tensor / 1e4 for name, tensor in found.items()}, stats.loss, stats.grad_norm
 

@@ -33,6 +33,7 @@ from hacpo_mega.rollout.engine_defaults import engine_defaults
 from hacpo_mega.rollout.engine_door import worker_of
 from hacpo_mega.rollout.engine_memory import take_memory
 from hacpo_mega.rollout.engine_thread import EngineThread
+from hacpo_mega.rollout.engine_weights import EngineWeights, noted
 from hacpo_mega.rollout.host_process import free_memory_unmeasured
 
 GIB = 2**30
@@ -104,6 +105,7 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
         runner = worker_of(llm).model_runner
     model = runner.model
     before = said_by(engine)
+    parts = engine.weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine.sleep()
     with torch.inference_mode():
@@ -115,20 +117,37 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
             buffer.copy_(buffers[name])
         for layer in runner.kv_caches:
             layer.fill_(math.nan)
-    engine.load(weights.items())
+    receive(engine, parts, weights)
     with woken_on_cuda(engine):
         engine.wake()
     cleared = [float(layer.abs().max()) for layer in runner.kv_caches]
     after = said_by(engine)
     engine._on_cuda = True  # for what it would hand on there
-    handed_on = [name for name, _ in engine._recorded(weights.items(), set())]
+    handed_on = [name for name, _ in noted(weights.items(), set(), packs_head=engine._packs_head())]
     engine._on_cuda = False
-    streams = on_its_stream(engine, weights)
+    streams = on_its_stream(engine, parts, weights)
     filled = sum(tensor.numel() for tensor in garbage)
     return {
         "before": before, "after": after, "filled": filled, "cleared": cleared, "streams": streams,
         "handed on": handed_on, "published": list(weights),
     }  # fmt: skip
+
+
+def receive(engine: Engine, parts: EngineWeights, weights: dict[str, torch.Tensor]) -> None:
+    """Publishes full tensors part by part, as the exchange of a cell does its pieces."""
+    with engine.receiving(parts) as receiver:
+        for number, part in enumerate(parts.parts):
+            tensor = weights[part.shard.name]
+            for dim, (start, size) in enumerate(zip(part.shard.offsets, part.shard.sizes)):
+                tensor = tensor.narrow(dim, start, size)
+            receiver.view(number, part.shard, tensor.dtype).copy_(tensor)
+            receiver.wrote(number, part.shard.size)
+
+
+def look(engine: Engine) -> None:
+    """At what it holds."""
+    with engine.held() as held:
+        assert held
 
 
 @contextmanager
@@ -142,7 +161,9 @@ def woken_on_cuda(engine: Engine) -> Iterator[None]:
     engine._on_cuda = False
 
 
-def on_its_stream(engine: Engine, weights: dict[str, torch.Tensor]) -> dict[str, set[tuple[str, str]]]:
+def on_its_stream(
+    engine: Engine, parts: EngineWeights, weights: dict[str, torch.Tensor]
+) -> dict[str, set[tuple[str, str]]]:
     """Every method of the engine, and last its end."""
 
     def beside() -> None:
@@ -163,7 +184,9 @@ def on_its_stream(engine: Engine, weights: dict[str, torch.Tensor]) -> dict[str,
             "generate": lambda: engine.generate(sequences(), [11, 12, 13], max_tokens=4),
             "generate beside": beside,
             "logprobs": lambda: engine.logprobs(sequences()),
-            "differences": lambda: engine.differences(weights.items()),
+            "weights": lambda: engine.weights({}),
+            "receiving": lambda: receive(engine, parts, weights),
+            "held": lambda: look(engine),
             "sleep and wake": turn,
             "close": engine.close,
         },

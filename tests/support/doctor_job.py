@@ -15,14 +15,17 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor import diagnose
 from hacpo_mega.commands.doctor_findings import worst_of
 from hacpo_mega.config import load_config
-from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout import engine_weights
+from hacpo_mega.rollout.held_weights import EMBEDDING
 
 
-def publish_names_as_they_come(self, weights, given):
-    """Engine._recorded without its care for a tied output layer."""
-    for name, tensor in weights:
-        given.add(name)
-        yield name, tensor
+def forget_the_tied_copy(packed_by_weight):
+    """engine_weights without its care for an output layer that multiplies with a packed copy of the embedding."""
+    return lambda model: {
+        weight: layers
+        for weight, layers in packed_by_weight(model).items()
+        if weight != id(model.get_submodule(EMBEDDING).weight)
+    }
 
 
 def main(config_file: Path, out: Path) -> None:
@@ -30,7 +33,7 @@ def main(config_file: Path, out: Path) -> None:
     with Place.join(RankMap.of(config), TIMEOUT_S) as place:
         healthy = diagnose(config, place)
         parallel_state.destroy_model_parallel()
-        Engine._recorded = publish_names_as_they_come
+        engine_weights._packed_by_weight = forget_the_tied_copy(engine_weights._packed_by_weight)
         forgetful = diagnose(config, place)
         reports = {
             name: [{**asdict(finding), "is_good": finding.is_good} for finding in worst_of(findings)]

@@ -35,6 +35,7 @@ LLAMA = replace(SMALL, family="llama", qk_norm=False, tied=True, ffn_size=2048)
 QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 OLMO2 = replace(SMALL, family="olmo2")
 GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
+GEMMA3 = replace(LLAMA, family="gemma3_text", qk_norm=True, windows=(512, None) * 2, window_theta=1e4, query_scalar=64)
 
 
 def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1) -> ActorPlan:

@@ -13,16 +13,21 @@ import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
 
+from hacpo_mega.agent.publication import Publication
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.publish_plan import engine_shards
+from hacpo_mega.models.segments import stage_slots
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine_door import worker_of
 from hacpo_mega.rollout.row_noise import answer_seed
 
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192
+LOOKED_AT = "model.embed_tokens.weight"
 # Longer than a block of vLLM's prefix cache (128 tokens) and shorter.
 PROMPT_LENGTHS = (150, 3, 9, 9, 20, 1)
 
@@ -53,8 +58,9 @@ def as_sequence(prompt: list[int], answer_ids: np.ndarray) -> TokenSequence:
     return TokenSequence(np.array(prompt, dtype=np.int32), answer_ids, num_trained=len(answer_ids))
 
 
-def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: int) -> dict:
+def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp: int) -> dict:
     """Publish, sample and learn in turn."""
+    cell = place.coordinate.cell
     actor = build_actor(folder, tp, pp)
     engine = Engine(
         folder,
@@ -64,11 +70,12 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
         eos_ids=[7],
         random_weights=True,
     )
+    publication = Publication(place, actor, engine)
     seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": [], "differences": []}
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
-        engine.load(actor.weights())
-        seen["differences"].append(engine.differences(actor.weights()))
+        publication.publish()
+        seen["differences"].append(publication.differences())
         samples, sampled = answer(engine, step, cell)
         seen["samples"].append(samples)
         seen["sampled"].append(sampled)
@@ -78,30 +85,66 @@ def train_beside_engine(folder: Path, tp: int, pp: int, engine_tp: int, cell: in
             actor.learn_supervised(samples, num_trained_tokens=100)
             seen["stale"].append(actor.token_logprobs(samples))  # the engine that sampled them knows of no update
     actor.learn_supervised(samples, num_trained_tokens=100)
-    seen["behind"] = engine.differences(actor.weights())
-    # As vLLM alone would load a tied model on the CPU: the packed output layer stays as it was.
-    engine._has_tied_embeddings, is_tied = False, engine._has_tied_embeddings
-    engine.load(actor.weights())
-    engine._has_tied_embeddings = is_tied
-    seen["stale head"] = engine.differences(actor.weights())
+    seen["behind"] = publication.differences()
+    # As if the output layer had no packed copy on the CPU: it stays as it was.
+    packed, publication._parts._packed = publication._parts._packed, {}
+    publication.publish()
+    publication._parts._packed = packed
+    seen["stale head"] = publication.differences()
     names = [name for name, _ in actor.weights()]
-    seen["mutated"] = {name: differences_after_mutation(engine, actor, name) for name in names}
+    slots = stage_slots(actor.architecture, (actor.architecture.num_layers,), 0)
+    engine_rank = place.coordinate.engine_rank
+    by_arithmetic = engine_shards(slots, actor.architecture, tp=engine_tp, rank=engine_rank)
+    seen["shards"] = [set(map(str, shards)) for shards in ((p.shard for p in publication._parts.parts), by_arithmetic)]
+    seen["left over"] = publication.left_over
+    seen["mutated"] = {name: differences_after_mutation(engine, actor, publication, name) for name in names}
+    seen["followed in part"] = publish_in_part(place, engine, actor)
     engine.close()
     parallel_state.destroy_model_parallel()
     return seen
 
 
-def differences_after_mutation(engine: Engine, actor: Actor, victim: str) -> list[str]:
-    """What is found in engines of which those on rank 1 were given one tensor with another last number."""
+def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
+    """With loaders of which two do more with a tensor than to cut it: one on every rank, and one on rank 1 alone."""
+    with engine._door.open() as llm:
+        model = worker_of(llm).get_model()
+    original = model.load_weights
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            if name.startswith("model.layers.1.mlp.") and "up_proj" in name:
+                tensor = tensor * 1
+            if name == LOOKED_AT and place.coordinate.agent_rank == 1:
+                assert tensor.isfinite().all().item()
+            original([(name, tensor)])
+
+    model.load_weights = load_weights
+    publication = Publication(place, actor, engine)
+    zeros = [torch.zeros_like(tensor) for _, tensor in actor.weights()]
+    engine.load(zip([name for name, _ in actor.weights()], zeros))
+    behind = publication.differences()
+    place.spans.take_sent()
+    publication.publish()
+    sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
+    del model.load_weights
+    return {
+        "left over": publication.left_over, "said": publication.said, "behind": behind,
+        "differences": publication.differences(), "sent": sent,
+        "planned": publication.plan.sent_bytes()[place.coordinate.cell_rank],
+    }  # fmt: skip
+
+
+def differences_after_mutation(engine: Engine, actor: Actor, publication: Publication, victim: str) -> list[str]:
+    """What is found in engines of which those on rank 1 were given one tensor with another last bit."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in actor.weights():
             if name == victim and torch.distributed.get_rank() == 1:
-                tensor.view(-1)[-1].mul_(1 + 2**-20).add_(2**-30)
+                tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
             yield name, tensor
 
     engine.load(weights())
-    return engine.differences(actor.weights())
+    return publication.differences()
 
 
 def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[TokenSequence]]) -> np.ndarray:
@@ -115,9 +158,10 @@ def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[Toke
 
 
 def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
-    with Place.join(RankMap(lanes=1, agents=(AgentShape("both", tp=2),)), TIMEOUT_S) as place:
+    shape = AgentShape("both", tp=tp, pp=pp, engine_tp=engine_tp if tp * pp > 1 else 1)
+    with Place.join(RankMap(lanes=2 // (tp * pp), agents=(shape,)), TIMEOUT_S) as place:
         rank = place.coordinate.agent_rank
-        seen = train_beside_engine(folder, tp, pp, engine_tp, cell=rank // (tp * pp))
+        seen = train_beside_engine(place, folder, tp, pp, engine_tp)
         if tp == pp == 1:
             seen["alone"] = train_alone(folder, tp, pp, seen["samples"])
         torch.save(seen, out / f"{rank}.pt")

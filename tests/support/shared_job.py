@@ -11,13 +11,15 @@ from pathlib import Path
 
 from job import play_command
 
+from hacpo_mega.agent.publication import Publication
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.trainer import joint_disk
 
 METHODS = {
-    Engine: ("wake", "load", "differences", "generate", "sleep"),
+    Engine: ("wake", "generate", "sleep"),
+    Publication: ("publish", "differences"),
     Actor: ("score", "gradient_products", "learn", "save", "save_hf"),
 }
 REFUSED = "alone"

@@ -48,10 +48,10 @@ class Tenant:
     def leave(self) -> None:
         self.to("leave", True)
 
-    def load(self, _weights: object) -> None:
-        self.faults.point("load")
+    def publish(self) -> None:
+        self.faults.point("publish")
 
-    def differences(self, _weights: object) -> list[str]:
+    def differences(self) -> list[str]:
         self.faults.point("differences")
         return []
 
@@ -68,7 +68,7 @@ def turn(phase: str, faults: Faults) -> tuple[Tenant, Tenant]:
         spans=SimpleNamespace(span=lambda _name: nullcontext()),
     )
     optimizer = SimpleNamespace(offload=None)
-    devices = SharedDevices(place, SimpleNamespace(optimizer=optimizer, weights=lambda: ()), actor, engine)
+    devices = SharedDevices(place, SimpleNamespace(optimizer=optimizer), actor, engine, engine)
     actor.faults = engine.faults = faults
 
     @contextmanager

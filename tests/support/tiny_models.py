@@ -37,6 +37,7 @@ def make_model(
     seed: int = 1,
     rope_scaling: dict | None = None,
     attention_bias: bool = False,
+    window: int | None = None,
     max_positions: int = 256,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
@@ -44,9 +45,13 @@ def make_model(
     """Write a random model of `family`, one of FAMILIES, to `folder` and return the folder.
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
+    A `window` is that of all layers, or of every second one, as the family has it.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
+    kin = FAMILIES[family]
+    if kin.windows != "none":
+        config.sliding_window = window or (1024 if kin.windows == "some" else None)
     config.update(
         {
             "num_hidden_layers": num_layers,
@@ -63,9 +68,10 @@ def make_model(
         }
     )
     if hasattr(config, "layer_types"):
-        config.layer_types = ["full_attention"] * num_layers
+        kinds = ("full_attention", "sliding_attention" if window else "full_attention")
+        config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _randomize(model, seed)
+    _randomize(model, seed, 0.0 if kin.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
 
@@ -77,18 +83,22 @@ def _config(
     if family == "qwen2":
         assert (head_dim, attention_bias) == (derived_head_dim, False), (head_dim, derived_head_dim, attention_bias)
         return AutoConfig.for_model(family, rope_parameters=rope)
+    if FAMILIES[family].two_ropes:
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     sizes = {"head_dim": head_dim, "attention_bias": attention_bias}
+    if FAMILIES[family].query_scalar:
+        sizes["query_pre_attn_scalar"] = 24
     return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].made_with)
 
 
-def _randomize(model: torch.nn.Module, seed: int) -> None:
-    """Normal draws, scaled so that logits are of the order of one and no parameter is trivial."""
+def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
+    """Normal draws, scaled so that logits are of the order of one and no parameter is trivial; norms about theirs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                value = 1.0 + 0.3 * draw
+                value = of_norms + 0.3 * draw
             elif name.endswith(".bias"):
                 value = 0.3 * draw
             else:

@@ -149,6 +149,7 @@ def test_a_folder_that_may_not_be_written(here, tmp_path, monkeypatch, capsys):
 ODD_VALUES = ("true", "-1", "inf", "'x'", "''", "[]", "{}", "[1, 'x', nan]", "[[]]", str(10**30))
 
 
+@pytest.mark.nightly
 def test_no_value_of_any_key_is_more_than_a_line(here):
     """Whatever is written behind a key, load_config returns or raises ValueError, one short line per problem."""
     keys = [field.key.replace("agents.", "agents.a.").replace("NAME", "add") for field in describe_fields()]

@@ -132,11 +132,13 @@ def test_there_are_450_of_them(sound):
     assert sum(counts) >= 450
 
 
+@pytest.mark.nightly
 def test_no_key_takes_what_nobody_means(sound, monkeypatch, capsys):
     for key, value in bad_values():
         assert key.rpartition(".")[2] in complaint(monkeypatch, capsys, sound, f"{key}={value}"), (key, value)
 
 
+@pytest.mark.nightly
 def test_a_model_folder_that_says_nonsense_is_named(sound, model, monkeypatch, capsys):
     for name, text in bad_documents(model):
         before = (model / name).read_bytes()
@@ -209,6 +211,7 @@ def test_a_line_without_an_end_is_not_read(tmp_path):
     assert "bomb.jsonl.gz:1: has more than 16,777,216 bytes" in str(problem)
 
 
+@pytest.mark.nightly
 def test_a_small_file_cannot_fill_the_memory(tmp_path):
     """Packed lines, packed documents, archives, and a Parquet file whose rows are all one large cell: a line each."""
     row, many = json.dumps({"prompt": " " * 2**20 + "1", "answer": "1"}).encode() + b"\n", 66

@@ -1,9 +1,9 @@
-"""`hacpo-mega data` and `hacpo-mega grade`: what they print, write, and answer with; once in a process of its own."""
+"""`hacpo-mega data` and `hacpo-mega grade`: what they print, write, and answer with."""
 
 import json
 from pathlib import Path
 
-from job import run_here, start_command
+from job import run_here
 
 ROWS = [
     {"question": "How many legs has a dog?", "answer": "Four legs. #### 4"},
@@ -51,10 +51,8 @@ def test_convert_leaves_out_repetitions_and_evaluation_problems(tmp_path):
 def test_convert_writes_nothing_from_a_file_with_bad_rows(tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text(json.dumps(ROWS[0]) + '\n{"question": "cut')
-    process = start_command("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
-    text, errors = process.communicate()
-    assert process.returncode == 2, text
-    assert f"{broken}:2" in errors
+    code, text = run("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
+    assert (code, f"{broken}:2" in text) == (2, True), text
     assert not (tmp_path / "clean.jsonl").exists()
 
 

@@ -1,5 +1,6 @@
 """A local job and the process that started it; how many queues to its device a process has."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from hacpo_mega.cli.start import objects_that_stay
 from hacpo_mega.cluster.environment import library_settings, one_queue
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -83,3 +85,16 @@ def test_one_queue_is_for_tensor_parallelism_before_blackwell(tp, driver, chosen
 def test_nobody_else_decides_it():
     assert QUEUES not in library_settings(on_cuda=True)
     assert QUEUES not in (ROOT / "launch" / "env.sh").read_text(encoding="utf-8")
+
+
+def test_what_imports_make_is_walked_by_no_collection():
+    """Nor is it while it is made; and what comes later is collected as ever."""
+    try:
+        with objects_that_stay():
+            assert not gc.isenabled()
+            made = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert not {id(thing) for thing in gc.get_objects()} & {id(thing) for thing in made}
+    finally:
+        gc.unfreeze()
+    assert {id(thing) for thing in gc.get_objects()} >= {id(thing) for thing in made}

@@ -7,7 +7,7 @@ import pytest
 from job import run_here
 
 from hacpo_mega.config import Prompting
-from hacpo_mega.evaluation.settings import ask, benchmarks_of, settings_for
+from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, settings_for
 
 
 def test_questions_that_make_no_sense_are_refused(tmp_path):
@@ -43,16 +43,15 @@ prompt_template = "Q: {prompt}"
 def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
     (tmp_path / "agents" / "a").mkdir(parents=True)
     (tmp_path / "config.toml").write_text(RUN)
-    nothing = dict.fromkeys(
-        ("chat_template", "system_prompt", "prompt_template", "stop_text", "reward", "max_prompt_tokens")
-    )
+    nothing = dict.fromkeys(("stop_text", "reward", "max_prompt_tokens"))
     model = tmp_path / "agents" / "a"
     trained = settings_for(model, [])
     assert trained.prompting == Prompting(True, {"enable_thinking": False}, None, "Q: {prompt}")
     assert (trained.reward, trained.require_stop) == ("arithmetic", True)
     assert (trained.max_prompt_tokens, trained.max_answer_tokens) == (9, 21)
-    asked = nothing | {"max_answer_tokens": 5, "seed": 1, "is_suite": False, "system_prompt": "S"}
-    settings = ask(model, [], template_args=["enable_thinking=true", "name=x y"], **asked)
+    asked = nothing | {"max_answer_tokens": 5, "seed": 1, "is_suite": False}
+    wording = Wording(template_args=["enable_thinking=true", "name=x y"], system_prompt="S")
+    settings = ask(model, [], wording, **asked)
     assert settings.prompting == Prompting(True, {"enable_thinking": True, "name": "x y"}, "S", "Q: {prompt}")
     assert (settings.reward, settings.max_answer_tokens, settings.max_prompt_tokens) == ("arithmetic", 5, 9)
     assert settings_for(tmp_path, []).reward == "math"

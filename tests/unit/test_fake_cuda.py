@@ -34,7 +34,11 @@ MODELS = {
     "qwen2": Architecture(family="qwen2", tied=True, qkv_bias=True, output_bias=False, qk_norm=False, **SIZES),
     "qwen3": Architecture(family="qwen3", tied=False, qkv_bias=False, output_bias=False, qk_norm=True, **SIZES),
     "llama": Architecture(family="llama", tied=True, qkv_bias=True, output_bias=True, qk_norm=False, **SIZES),
-}
+    "gemma3": Architecture(
+        family="gemma3_text", tied=True, qkv_bias=False, output_bias=False, qk_norm=True, windows=(8, None),
+        window_theta=1e3, query_scalar=32, **SIZES,
+    ),
+}  # fmt: skip
 
 
 class _NumbersOnTheCpu(_NumbersThatAreKnown):

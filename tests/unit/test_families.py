@@ -67,9 +67,25 @@ GLM4 = """{"architectures": ["Glm4ForCausalLM"], "attention_bias": true, "attent
   "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
   "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false,
   "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552}"""
+OLMO3 = """{"architectures": ["Olmo3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+  "intermediate_size": 11008, "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+  "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+  "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+  "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000, "sliding_window": 4096,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 100278}"""
+GEMMA3 = """{"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+  "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+  "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+  "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+  "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+  "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+  "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144}"""
 PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
              "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03, "phi-4": PHI4,
-             "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4}  # fmt: skip
+             "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4, "Olmo-3-7B-Instruct": OLMO3,
+             "gemma-3-1b-it": GEMMA3}  # fmt: skip
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "num_experts": 8, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -86,7 +102,8 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
     found, theirs = read(tmp_path, config), AutoConfig.for_model(**config)
     assert (found.num_kv_heads, found.num_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)
     assert found.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert found.tied == theirs.tie_word_embeddings
 
 
@@ -94,7 +111,9 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
 @pytest.mark.parametrize("field", FOREIGN)
 def test_a_field_that_a_family_does_not_know_is_a_refusal(tmp_path, name, field):
     config = json.loads(PUBLISHED[name]) | {field: FOREIGN[field]}
-    with pytest.raises(ValueError, match=rf"config\.json: {field} = .* is no field of {config['model_type']}"):
+    with pytest.raises(
+        ValueError, match=rf"config\.json: {field} = .* (is no field of {config['model_type']}|is not supported)"
+    ):
         read(tmp_path, config)
     read(tmp_path, config | {field: None})  # which says nothing
 
@@ -110,15 +129,32 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     stated = {"vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings, **sizes}
     assert read(tmp_path, json.loads(config.to_json_string(use_diff=True)) | stated) == whole
     assert whole.num_kv_heads == config.num_key_value_heads
-    assert (whole.norm_eps, whole.rope_theta) == (config.rms_norm_eps, config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert (whole.norm_eps, whole.rope_theta) == (config.rms_norm_eps, rope["rope_theta"])
+    if whole.window_theta is not None:
+        assert whole.window_theta == config.rope_parameters["sliding_attention"]["rope_theta"]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * 2
+    assert whole.windows == (() if "sliding_attention" not in kinds else (config.sliding_window,) * 2)
     assert whole.tied == config.tie_word_embeddings
-    assert whole.rotary_share == config.rope_parameters.get("partial_rotary_factor", 1.0)
+    assert whole.rotary_share == rope.get("partial_rotary_factor", 1.0)
     assert whole.head_dim == (getattr(config, "head_dim", None) or 16)
 
 
-def test_a_mistral_with_a_window_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json: sliding_window = 4096 is not supported, only None"):
-        read(tmp_path, json.loads(MISTRAL_V03) | {"sliding_window": 4096})
+def test_no_word_of_a_window_is_the_familys_own_and_null_is_none(tmp_path):
+    config = json.loads(MISTRAL_V03)
+    assert read(tmp_path, config).windows == ()
+    assert read(tmp_path, config | {"sliding_window": 512}).windows == (512,) * 32
+    del config["sliding_window"]  # a v0.1
+    assert read(tmp_path, config).windows == (AutoConfig.for_model(**config).sliding_window,) * 32
+
+
+def test_layers_with_a_window_are_those_of_transformers(tmp_path):
+    config = json.loads(GEMMA3)
+    found, theirs = read(tmp_path, config), AutoConfig.for_model(**config)
+    assert [kind == "sliding_attention" for kind in theirs.layer_types] == [bool(window) for window in found.windows]
+    assert set(found.windows) == {None, 512}
+    with pytest.raises(ValueError, match=r"layer_types has 1 entries; num_hidden_layers is 26"):
+        read(tmp_path, config | {"layer_types": ["full_attention"]})
 
 
 def test_no_other_file_knows_a_family_by_name():

@@ -116,6 +116,7 @@ def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
     assert first.peak_bytes < 2 << 30
 
 
+@pytest.mark.nightly
 @real
 def test_golds_are_correct_against_themselves_and_solutions_against_golds():
     names = (

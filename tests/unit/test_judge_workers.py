@@ -113,6 +113,7 @@ def test_a_grader_that_sleeps_over_an_answer_is_named_and_loses_it_alone(capfd):
     assert capfd.readouterr().err.count("hangs: it slept 0.4 s (reward.timeout_s x 2) over 1 of the 3 answers") == 1
 
 
+@pytest.mark.nightly
 def test_a_grader_that_always_sleeps_is_given_up_after_three_answers(capfd):
     with Judge(f"{FILE}:hangs", timeout_s=0.2) as judge:
         found = judge.judge([""] * 50, ["1"] * 50, [str(i) for i in range(50)], [Stop.EOS] * 50)
@@ -127,6 +128,7 @@ def test_a_grader_that_always_sleeps_is_given_up_after_three_answers(capfd):
     assert capfd.readouterr().err.count("hangs: it slept") == 1
 
 
+@pytest.mark.nightly
 def test_a_grader_that_waits_for_its_child_to_work_does_not_sleep():
     with Judge(f"{FILE}:works_in_a_child", timeout_s=0.4) as judge:
         assert verdicts(judge, ["1"]) == ["CORRECT"]

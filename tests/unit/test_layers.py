@@ -15,32 +15,36 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 ROUNDING = 4 * (8 + 12 + 12) ** 0.5 * 2.0**-24
 
 
-def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale):
+def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale, window):
     parts = []
     for query_LND, key_LKD, value_LKD in zip(*(t.split(lengths) for t in (query_TND, key_TKD, value_TKD)), strict=True):
         key_LND, value_LND = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key_LKD, value_LKD))
         scores_NLL = torch.einsum("qnd,knd->nqk", query_LND, key_LND) * scale
-        future_LL = torch.ones(scores_NLL.shape[1:], dtype=torch.bool).triu(1)
-        weights_NLL = scores_NLL.masked_fill(future_LL, -torch.inf).softmax(dim=-1)
+        all_LL = torch.ones(scores_NLL.shape[1:], dtype=torch.bool)
+        hidden_LL = all_LL.triu(1) | (all_LL.tril(-window) if window else ~all_LL)
+        weights_NLL = scores_NLL.masked_fill(hidden_LL, -torch.inf).softmax(dim=-1)
         parts.append(torch.einsum("nqk,knd->qnd", weights_NLL, value_LND))
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("window", [None, 2, 4])
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 8, 7, 3, 1], [1, 1, 12, 2, 11, 10, 4]])
-def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths):
+def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths, window):
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
     generator = torch.Generator().manual_seed(sum(lengths))
     shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *inputs, direction_TND = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     expected_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
-    expected_TND = attention_by_hand(*expected_inputs, lengths, scale=0.3)
+    expected_TND = attention_by_hand(*expected_inputs, lengths, scale=0.3, window=window)
     (expected_TND * direction_TND).sum().backward()
 
     inputs = [tensor.float().requires_grad_() for tensor in inputs]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
     alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))
-    found_TND = PackedAttention(config, alone, softmax_scale=0.3)(*inputs, None, packed_seq_params=packed)
+    found_TND = PackedAttention(config, alone, softmax_scale=0.3, window=window)(
+        *inputs, None, packed_seq_params=packed
+    )
     (found_TND * direction_TND).sum().backward()
     atol = ROUNDING * float(inputs[2].abs().max())
     torch.testing.assert_close(found_TND.double(), expected_TND, rtol=0, atol=atol)

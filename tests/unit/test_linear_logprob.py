@@ -159,9 +159,8 @@ def _shard_job(rank, group, head, coefficient):
     return results
 
 
-@pytest.mark.parametrize(
-    "num_ranks, vocab_size, pads", [(2, 301, 19), pytest.param(4, 190, 130, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks, vocab_size, pads", [(2, 301, 19), (4, 190, 130)])
 def test_sharded_vocabulary_equals_one_rank(num_ranks, vocab_size, pads, tmp_path):
     """Labels on both edges of every shard; pads in the last shard, and one of 4 shards that is pads alone."""
     head = make_head(60, 16, vocab_size, pads=pads)
@@ -202,6 +201,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.nightly
 def test_logits_are_never_all_there():
     """All logits of this batch are 512 MiB; scoring and learning may hold a few chunks of 64 MiB."""
     grown_kib = subprocess.run([sys.executable, "-c", MEMORY_PROBE], capture_output=True, text=True, check=True).stdout

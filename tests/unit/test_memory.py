@@ -64,10 +64,10 @@ def test_every_pair_of_the_paper_fits_with_room(pair):
 
 def test_a_pair_that_would_die_in_its_second_update():
     (line,) = complaints(f"{LARGE}.recompute=none", "device_memory_gib=73")
-    assert line.startswith(f"{LARGE}: the phase 'learn' needs 73.43 GiB of a device that has 73.00 (device_memory_gib)")
-    assert line.endswith("Nearest: recompute = 'mlp' (70.24 GiB)")
+    assert line.startswith(f"{LARGE}: the phase 'learn' needs 73.42 GiB of a device that has 73.00 (device_memory_gib)")
+    assert line.endswith("Nearest: recompute = 'mlp' (70.23 GiB)")
     terms = [float(term) for term in re.findall(r" (\d+\.\d+)(?= \+|\. Nearest)", line)]
-    assert sum(terms) == pytest.approx(73.43, abs=0.01 * len(terms))
+    assert sum(terms) == pytest.approx(73.42, abs=0.01 * len(terms))
     # It would live through the first: the moments were not there yet.
     budget = budgets_of(PAIR)["qwen-8b-base"]
     assert budget.phases["learn"] - budget.phases["learn, first update"] == budget.parts["moments"]
@@ -81,8 +81,8 @@ def test_the_weights_of_a_model_are_those_that_it_has(folder):
     norms = 2 * 4096 + 2 * 128
     vocabulary = 151_936 * 4096
     assert num_weights(a, Layout()) == 36 * (matrices + norms) + 2 * vocabulary + 4096 == 8_190_735_360
-    # Each of the two has a multiple of 128 rows of the vocabulary.
-    assert num_weights(a, Layout(tp=2)) == 36 * (matrices // 2 + norms) + vocabulary + 128 * 4096 + 4096
+    # Of 151,936 rows, a multiple of 64, each of the two has half.
+    assert num_weights(a, Layout(tp=2)) == 36 * (matrices // 2 + norms) + vocabulary + 4096
     # The second of two stages: its layers, the final norm, the head.
     assert num_weights(a, Layout(pp=2), stage=1) == 18 * (matrices + norms) + vocabulary + 4096
     # A tied head is the embedding; a last stage that is not the first has a copy.
@@ -186,6 +186,7 @@ def test_an_engine_that_answers_while_the_actor_learns_is_in_every_phase():
     assert any("Nearest: rollout.one_step_off = false (" in line for line in lines), lines
 
 
+@pytest.mark.nightly
 def test_nothing_helps_a_model_that_fits_nowhere():
     lines = complaints("device_memory_gib=4")
     assert len(lines) == 2
@@ -233,6 +234,7 @@ def test_offload_gives_the_state_of_the_optimizer_to_the_engine(capsys, monkeypa
     assert "phase 'generate'" in line and "moments" not in line
 
 
+@pytest.mark.nightly
 def test_agents_that_take_turns_leave_the_device_to_each_other(capsys, monkeypatch):
     """Against the same agent with a device of its own; of another agent its context stays, and its engine's graphs."""
     over = f"{LARGE}.recompute=mlp"
@@ -272,6 +274,7 @@ def test_a_diagnosis_holds_one_more_copy_of_the_gradient():
     assert "diagnose" not in budgets_of(PAIR)["qwen-4b-base"].phases
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_choice():
     others = (f"{LARGE}.recompute=full", f"{LARGE}.offload=optimizer", GIVEN, SHARED)
     before, now = (plain(load_config(PAIR, list(overrides))) for overrides in ((), others))

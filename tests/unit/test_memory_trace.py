@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_benchmark import (
+    GEMMA3,
     GLM4,
     LLAMA,
     OLMO2,
@@ -42,10 +43,20 @@ WITH_CONTEXT = [
     ((), {"cp": 2, "device": CPU}),
     ((LLAMA,), {"cp": 4, "device": CPU}),
 ]
-ONE_NOW = [PAPER[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in PAPER[1:])]
 
 OTHER_NORMS = [
-    plan_of(model, tp, device=device) for model in (OLMO2, GLM4) for tp, device in ((2, TRACEABLE), (1, CPU))
+    plan_of(model, tp, device=device) for model in (OLMO2, GLM4, GEMMA3) for tp, device in ((2, TRACEABLE), (1, CPU))
+]
+OTHER_CHOICES = [
+    plan_of(tp=2, recompute="full"),
+    plan_of(tp=2),
+    plan_of(LLAMA),
+    plan_of(LLAMA, recompute="full"),
+    plan_of(QWEN2, tp=2, recompute="mlp"),
+    plan_of(device=CPU),
+    plan_of(tp=2, device=CPU),
+    *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
+    *OTHER_NORMS,
 ]
 
 
@@ -81,13 +92,15 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=0.02)
 
 
-@pytest.mark.parametrize("pair, agent", ONE_NOW)
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair, agent", PAPER)
 def test_the_papers_models(folder, monkeypatch, pair, agent):
     monkeypatch.chdir(folder)
     plan = paper_plans(pair)[agent]
     check(plan, extended(plan))
 
 
+@pytest.mark.nightly
 def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
     """The models that are not traced above are the same ones, by another name."""
     monkeypatch.chdir(folder)
@@ -100,6 +113,7 @@ def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
         assert {essence(plan) for plan in paper_plans(pair).values()} <= traced_above
 
 
+@pytest.mark.nightly
 def test_every_layer_takes_the_same():
     plan = with_layers(plan_of(tp=2), 6)
     one_by_one = traced(plan)
@@ -111,16 +125,8 @@ def test_every_layer_takes_the_same():
     "plan",
     [
         plan_of(tp=2, recompute="mlp"),
-        plan_of(tp=2, recompute="full"),
-        plan_of(tp=2),
-        plan_of(LLAMA),
-        plan_of(LLAMA, recompute="full"),
-        plan_of(QWEN2, tp=2, recompute="mlp"),
-        plan_of(device=CPU),
-        plan_of(tp=2, device=CPU),
         plan_of(LLAMA, device=CPU, recompute="full"),
-        *(pytest.param(plan_of(*model, **layout), marks=pytest.mark.nightly) for model, layout in WITH_CONTEXT),
-        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_NORMS),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_CHOICES),
     ],
     ids=lambda plan: (
         f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.number}"

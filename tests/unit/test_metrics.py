@@ -311,6 +311,7 @@ def leader_main(rank: int, store_file: str, folder: str) -> None:
     log.write(12, small_pool(), torch.arange(4.0).reshape(1, 2, 2) + 10 * rank, ratios_PNG, SEEN[rank])
 
 
+@pytest.mark.nightly
 def test_rollouts_of_a_lane_hold_every_learners_numbers(tmp_path: Path) -> None:
     mp.spawn(leader_main, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000012.lane_0003.jsonl"]

@@ -51,6 +51,7 @@ def test_it_is_the_paper_on_one_node_of_eight(pair, workplace):
     assert config.agents[0].prompting.filled("x").endswith(r"within \boxed{}.")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pair", TABLE)
 def test_a_layout_that_does_not_fit_is_refused(pair, workplace):
     agent = load_config(FOLDER / f"{pair}.toml").agents[1]
@@ -58,6 +59,7 @@ def test_a_layout_that_does_not_fit_is_refused(pair, workplace):
         load_config(FOLDER / f"{pair}.toml", [f"agents.{agent.name}.tp=7"])
 
 
+@pytest.mark.nightly
 def test_an_agent_thinks_only_where_its_template_can(workplace):
     """Qwen3's template takes enable_thinking; those of Instruct-2507 and Llama 3.2 know no such argument."""
     for file in FOLDER.glob("*.toml"):

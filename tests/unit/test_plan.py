@@ -133,6 +133,7 @@ def test_more_devices_are_never_slower(tmp_path):
     assert walls == sorted(walls, reverse=True) and walls[0] > walls[-1]
 
 
+@pytest.mark.nightly
 def test_more_memory_is_never_refused(tmp_path):
     sizes = (20.0, 40.0, 50.0, 60.0, 79.0, 120.0, 180.0)
     found = [fits(*planned_on(PAIR, of_kind(tmp_path, "h100", 2, device={"memory_gib": gib}))) for gib in sizes]
@@ -235,12 +236,14 @@ def test_too_few_devices_are_refused_with_what_fits(tmp_path):
     assert fits(*planned_on(PAIR, of_kind(tmp_path, "h100", 1), *overrides))
 
 
+@pytest.mark.nightly
 def test_a_pair_that_needs_more_nodes_is_told_how_many(tmp_path):
     found = command(LARGE, "--cluster", of_kind(tmp_path, "h100", 1))
     nodes, overrides = re.search(r"No layout fits here, but with nodes = (\d+): (.*)", found).groups()
     assert fits(*planned_on(LARGE, of_kind(tmp_path, "h100", int(nodes)), *overrides.split()))
 
 
+@pytest.mark.nightly
 def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
     found = command(PAIR, "--cluster", of_kind(tmp_path, "h100", 2, device={"memory_gib": 9.0}))
     needed = int(re.search(r"Nearest: device.memory_gib = (\d+)", found)[1])
@@ -250,6 +253,7 @@ def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
         assert (find_ways(planned, work, machines).best is not None) is holds
 
 
+@pytest.mark.nightly
 def test_an_engine_that_takes_all_is_told_so(tmp_path):
     found = command(PAIR, "agents.*.vllm.gpu_memory_utilization=0.999", "--cluster", ON[PAIR])
     assert "No memory up to 1024 GiB is enough either: lower vllm.gpu_memory_utilization" in found

@@ -82,6 +82,7 @@ def num_pixels(picture: Path, colour: str) -> int:
     return int((np.abs(image.imread(picture)[:, :, :3] - wanted).max(axis=2) < 0.01).sum())
 
 
+@pytest.mark.nightly
 def test_two_reports_of_one_run_are_the_same_bytes(reported: Path) -> None:
     files = [reported / "report.html", *sorted((reported / "report").glob("*.png"))]
     before = [file.read_bytes() for file in files]
@@ -109,6 +110,7 @@ def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) ->
     assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_killed_early_still_reports(tmp_path: Path) -> None:
     write_run(tmp_path, ("qwen", "llama"), num_steps=6, evaluate_every=6)
     path = tmp_path / "metrics.jsonl"
@@ -169,6 +171,7 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
             write_report(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_strip_shows_every_token_on_its_learners_advantage(tmp_path: Path) -> None:
     """Ratios 0.5, 1 and 1.05 of the own agent are marked strongly below, not at all, and above."""
     write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
@@ -186,6 +189,7 @@ def test_a_strip_shows_every_token_on_its_learners_advantage(tmp_path: Path) -> 
     assert f"{other}4&lt;b&gt;</span>" in text
 
 
+@pytest.mark.nightly
 def test_one_step_alone_is_drawn(tmp_path: Path) -> None:
     write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=1)
     write_report(tmp_path)

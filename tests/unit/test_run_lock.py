@@ -98,6 +98,7 @@ def test_one_folder_has_one_lock_whatever_it_is_called(tmp_path, monkeypatch, an
     first.communicate()
 
 
+@pytest.mark.nightly
 @WITH_AND_WITHOUT
 def test_a_folder_that_is_mounted_at_two_places_has_one_lock(tmp_path, answer):
     folder, other = tmp_path / "run", tmp_path / "other"
@@ -156,6 +157,7 @@ def test_whoever_loses_its_lock_knows_before_it_writes(tmp_path, monkeypatch, an
     second.communicate()
 
 
+@pytest.mark.nightly
 def test_without_locks_only_a_silent_process_of_another_machine_is_given_up(tmp_path):
     run_dir = tmp_path / "run"
     far = holder_of(run_dir, "ENOSYS", elsewhere=True)
@@ -175,6 +177,7 @@ def test_without_locks_a_stopped_process_of_this_machine_keeps_its_folder(tmp_pa
     assert not list(tmp_path.iterdir()), "a lock without the kernel's is a file that goes with it"
 
 
+@pytest.mark.nightly
 def test_locks_that_hold_on_one_machine_alone_do_not_let_a_second_one_in(tmp_path):
     """Lustre and NFS with local locks: the first one's is not seen, but its signs are."""
     run_dir = tmp_path / "run"
@@ -183,6 +186,7 @@ def test_locks_that_hold_on_one_machine_alone_do_not_let_a_second_one_in(tmp_pat
     far.communicate()
 
 
+@pytest.mark.nightly
 def test_of_many_that_find_a_dead_ones_lock_one_gets_it(tmp_path):
     run_dir = tmp_path / "run"
     dead = holder_of(run_dir, "ENOSYS")

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from memory_benchmark import LLAMA, QWEN2, learn_of_budget, learn_of_trace, plan_of
+from memory_benchmark import GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
 from repository import ROOT
 from safetensors.torch import load_file
 from tiny_models import make_model
@@ -20,8 +20,6 @@ from tiny_models import make_model
 from hacpo_mega.lab.memory_trace import TracedMemory
 from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
-from hacpo_mega.models.families import GLM4, OLMO2
-from hacpo_mega.models.families import LLAMA as LLAMA_FAMILY
 
 # family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output
 MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True}}
@@ -77,7 +75,7 @@ ON_CUDA = {"dtype": torch.bfloat16, "on_cuda": True, "version": "2.11.0"}
     ],
 )
 def test_auto_takes_what_is_there(changed, chosen):
-    assert {asked: chosen_transformer(asked, LLAMA_FAMILY, **ON_CUDA | changed) for asked in chosen} == chosen
+    assert {asked: chosen_transformer(asked, LLAMA, **ON_CUDA | changed) for asked in chosen} == chosen
 
 
 @pytest.mark.parametrize(
@@ -90,17 +88,15 @@ def test_auto_takes_what_is_there(changed, chosen):
 )
 def test_te_where_it_cannot_be_is_one_line(changed, said):
     with pytest.raises(ValueError, match=said) as refusal:
-        chosen_transformer("te", LLAMA_FAMILY, **ON_CUDA | changed)
+        chosen_transformer("te", LLAMA, **ON_CUDA | changed)
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("family", [OLMO2, GLM4], ids=lambda family: family.model_type)
-def test_a_family_with_norms_in_other_places_has_local_layers(family):
-    assert chosen_transformer("auto", family, **ON_CUDA) == "local"
-    with pytest.raises(
-        ValueError, match=f'transformer = "te" is not for {family.model_type}, whose norms are in other'
-    ):
-        chosen_transformer("te", family, **ON_CUDA)
+@pytest.mark.parametrize("model", [OLMO2, GLM4, replace(LLAMA, windows=(8,) * 4)], ids=["olmo2", "glm4", "window"])
+def test_what_transformer_engines_layers_lack_has_local_ones(model):
+    assert chosen_transformer("auto", model, **ON_CUDA) == "local"
+    with pytest.raises(ValueError, match=f'transformer = "te" is not for this {model.family} model, whose norms or'):
+        chosen_transformer("te", model, **ON_CUDA)
 
 
 # ---- names and shapes

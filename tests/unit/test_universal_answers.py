@@ -33,6 +33,7 @@ def test_what_has_no_value_is_right_for_nothing(number):
         assert not golds_that_take(answer, GOLDS[:6]), answer
 
 
+@pytest.mark.nightly
 def test_no_gold_of_the_public_sets_takes_it():
     if not (SHARED / "data").is_dir():
         pytest.skip(f"no public data in {SHARED / 'data'}")

@@ -45,6 +45,8 @@ def walk(tmp_path_factory) -> Path:
         num_steps=3,
         # its own metric and tracker, which a rank loads by their names
         algorithm={"delta": 0.9, "kl_coef": 0.01, "band": "calibrated"},
+        training={"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
+        | {"verify_weights_every": 1},
         checkpoint={"every_steps": 1, "keep_every": 1},
         logging={"trace": True, "trace_steps": [2], "rollout_tokens": True}
         | {"metrics": [f"{OWN}:length_of", f"{OWN}:fails"], "trackers": [f"{OWN}:Notes"]},

@@ -12,20 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hacpo_mega.lab.planning.cluster_file import Cluster
-from hacpo_mega.lab.planning.traffic import Message, Spread, learn_batches, messages_of, score_batches
+from hacpo_mega.lab.planning.traffic import Message, Spread, learn_batches, messages_of, publication_of, score_batches
 from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, num_weights
 from hacpo_mega.memory.budget import Budget, cache_per_token, engine_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import forward_flops
-from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.segments import all_sources
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
 # Of a number in Adam's step: gradient, main weight and both moments read, all but the gradient written.
 STEP_PASSES = 4 + 2 * 4 + 2 * 8
-# A published tensor is put together, written and loaded.
-PUBLISH_PASSES = 3
+# What is copied is read and written.
+COPY_PASSES = 2
 
 Terms = Mapping[str, float]
 
@@ -152,10 +151,10 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
 
 
 def _publish(demand: Demand, cluster: Cluster) -> dict[str, float]:
-    actor = demand.budget.actor
-    whole = num_weights(actor.architecture, Layout()) * actor.device.number
+    actor, moved = demand.budget.actor, publication_of(demand.budget)
+    passed = COPY_PASSES * (max(moved.written) + max(moved.received)) * actor.device.number
     host_s = cluster.rates.publish_s + cluster.rates.tensor_s * _num_tensors(actor.architecture)
-    return {"memory": PUBLISH_PASSES * whole / cluster.memory_bytes_per_s(), "host": host_s}
+    return {"memory": passed / cluster.memory_bytes_per_s(), "host": host_s}
 
 
 @cache

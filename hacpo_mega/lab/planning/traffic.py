@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.lab.planning.cluster_file import Cluster
+from hacpo_mega.lab.planning.publication import Published, published
 from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, num_weights
 from hacpo_mega.memory.budget import Budget
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.layout import stage_layers
 from hacpo_mega.rollout.wire import HEADER
 
 # Bytes of an answer beside its tokens and text: exchange.py's ROW, and two counts.
@@ -184,10 +185,14 @@ def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iter
 
 
 def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
+    moved = publication_of(budget)
+    if moved.num_receivers:
+        size = max(moved.sent) * budget.actor.device.number
+        yield Message("publish", "shards inside a cell", spread.pp, size, moved.num_receivers)
+
+
+def publication_of(budget: Budget) -> Published:
+    """What one publication of the agent moves in each of its cells."""
     actor = budget.actor
-    tp, pp, number = actor.layout.tp, actor.layout.pp, actor.device.number
-    whole = num_weights(actor.architecture, Layout()) * number
-    if pp > 1:
-        yield Message("publish", "shards along pp", spread.pp, whole / tp, pp)
-    if tp > 1:
-        yield Message("publish", "full tensors over tp", spread.tp, (tp - 1) / tp * whole, pp)
+    stages = stage_layers(actor.architecture.num_layers, actor.layout)
+    return published(actor.architecture, actor.layout.tp, stages, budget.engine.tp)

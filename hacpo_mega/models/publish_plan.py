@@ -1,0 +1,234 @@
+"""Who sends which numbers to whom, so that every engine of a cell has the weights of the actor: shard to shard.
+
+A shard is a rectangle of a Hugging Face tensor that a rank holds. The actor's are cut by Megatron (segments.py), the
+engine's by vLLM's weight loaders (rollout/parts.py). Where they meet is a piece, which one rank reads and one writes,
+most often the same: a strided copy. Only the others cross the wire, in buckets. So the bytes of a publication are known
+before it. Imports no torch; not here: the exchange itself (megatron/publish.py), and where in memory a shard lies.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.segments import Cut, Rectangle, Slot, padded_vocab_size, rectangles, shard_shape
+
+BUCKET_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of the Hugging Face tensor `name` that a rank holds."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: "Shard") -> "Shard | None":
+        """What both hold of the same tensor."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
+        sizes = tuple(end - start for start, end in zip(starts, ends))
+        return None if min(sizes) <= 0 else Shard(self.name, starts, sizes)
+
+    def __str__(self) -> str:
+        ranges = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
+        return f"{self.name}[{', '.join(ranges)}]"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What rank `source` reads from its shard number `read` and rank `target` writes into its number `written`."""
+
+    what: Shard
+    source: int
+    read: int
+    target: int
+    written: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it goes from one rank to another."""
+        return self.source != self.target
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """Every piece of a publication once, in buckets in which it is exchanged; equal on all ranks of a cell.
+
+    itemsize   bytes of a number
+    """
+
+    num_ranks: int
+    itemsize: int
+    buckets: tuple[tuple[Piece, ...], ...]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal where the plans are."""
+        pieces = [
+            [[p.what.name, p.what.offsets, p.what.sizes, p.source, p.read, p.target, p.written] for p in bucket]
+            for bucket in self.buckets
+        ]
+        said = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
+        return hashlib.blake2b(said, digest_size=16).digest()
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All of them, in order."""
+        return (piece for bucket in self.buckets for piece in bucket)
+
+    def sent_bytes(self) -> list[int]:
+        """What each rank sends to others."""
+        return self._per_rank((p.source, p) for p in self.pieces if p.crosses)
+
+    def received_bytes(self) -> list[int]:
+        """What each rank receives from others: what its engine holds and its actor does not. No plan has less."""
+        return self._per_rank((p.target, p) for p in self.pieces if p.crosses)
+
+    def written_bytes(self) -> list[int]:
+        """What each rank writes into its engine."""
+        return self._per_rank((p.target, p) for p in self.pieces)
+
+    def _per_rank(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
+        count: Counter[int] = Counter()
+        for rank, piece in pieces:
+            count[rank] += piece.what.size * self.itemsize
+        return [count[rank] for rank in range(self.num_ranks)]
+
+
+def publish_plan(
+    sources: Sequence[Sequence[Shard]],
+    targets: Sequence[Sequence[Shard]],
+    itemsize: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> PublishPlan:
+    """The plan for ranks that hold `sources[rank]` and need `targets[rank]`; numbers are of `itemsize` bytes.
+
+    Several ranks may hold the same shard: each target takes it from itself, else from the nearest of them by number.
+    In a bucket no rank writes or sends more than `bucket_bytes`. ValueError where nobody holds what a rank needs, or
+    where shards overlap that are not the same.
+    """
+    holders: dict[str, dict[Shard, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, shards in enumerate(sources):
+        for number, shard in enumerate(shards):
+            if shard.size:
+                holders[shard.name][shard].append((rank, number))
+    pieces = []
+    for rank, shards in enumerate(targets):
+        for number, shard in enumerate(shards):
+            pieces += _pieces_of(shard, rank, number, holders.get(shard.name, {}))
+    order = {name: place for place, name in enumerate(holders)}
+    pieces = [part for piece in pieces for part in _split(piece, bucket_bytes // itemsize)]
+    pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
+    return PublishPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
+
+
+def _pieces_of(
+    shard: Shard, rank: int, number: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]
+) -> Iterator[Piece]:
+    found = 0
+    for held, where in holders.items():
+        overlap = held.overlap(shard)
+        if overlap is None:
+            continue
+        source, read = min(where, key=lambda holder: (abs(holder[0] - rank), holder))
+        found += overlap.size
+        yield Piece(overlap, source, read, rank, number)
+    if found != shard.size:
+        raise ValueError(
+            f"{shard}, which the engine of rank {rank} of the cell needs, has {shard.size} numbers, and the actor's "
+            f"shards have {found} of them: the actor and the engine were not built from the same config.json"
+        )
+
+
+def _split(piece: Piece, limit: int) -> Iterator[Piece]:
+    """The same in blocks of rows of at most `limit` numbers, or single rows."""
+    what = piece.what
+    rows = max(1, limit // max(1, what.size // what.sizes[0]))
+    for row in range(0, what.sizes[0], rows):
+        offsets = (what.offsets[0] + row, *what.offsets[1:])
+        sizes = (min(rows, what.sizes[0] - row), *what.sizes[1:])
+        yield Piece(Shard(what.name, offsets, sizes), piece.source, piece.read, piece.target, piece.written)
+
+
+def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]:
+    bucket: list[Piece] = []
+    written: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    for piece in pieces:
+        size, crossing = piece.what.size, piece.what.size * piece.crosses
+        if bucket and (written[piece.target] + size > limit or sent[piece.source] + crossing > limit):
+            yield tuple(bucket)
+            bucket = []
+            written.clear()
+            sent.clear()
+        bucket.append(piece)
+        written[piece.target] += size
+        sent[piece.source] += crossing
+    if bucket:
+        yield tuple(bucket)
+
+
+def actor_shards(
+    slots: Sequence[Slot], architecture: Architecture, *, tp: int, tp_rank: int
+) -> Iterator[tuple[Slot, Rectangle]]:
+    """What a rank of the actor with these parameters holds: each rectangle lies in one piece in its flat parameter."""
+    for slot in slots:
+        stop = math.prod(shard_shape(slot, architecture, tp=tp))
+        for rectangle in rectangles(slot, architecture, tp=tp, tp_rank=tp_rank, start=0, stop=stop):
+            yield slot, rectangle
+
+
+def shard_of(rectangle: Rectangle) -> Shard:
+    """The same, without its place in memory."""
+    return Shard(rectangle.source.name, rectangle.offsets, rectangle.sizes)
+
+
+def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
+    """What rank `rank` of a vLLM engine over `tp` ranks holds, by arithmetic, for those who have no vLLM to ask.
+
+    Like the actor's, but that query, key and value are cut by heads, and key and value heads are copied where `tp` is
+    more than they are. ValueError for a cut that vLLM makes in a way that is not known here.
+    """
+    for slot in slots:
+        sources = slot.sources
+        # Matrices that a folder holds fused lie one below the other in a single tensor.
+        above = 0
+        for number, (rows, start, stop) in enumerate(_engine_rows(slot, architecture, tp=tp, rank=rank)):
+            source = sources[min(number, len(sources) - 1)]
+            offsets = tuple(above + start if dim == slot.dim else 0 for dim in range(len(source.shape)))
+            sizes = tuple(stop - start if dim == slot.dim else size for dim, size in enumerate(source.shape))
+            yield Shard(source.name, offsets, sizes)
+            above += rows * (len(sources) == 1)
+
+
+def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Rows (or columns) of every matrix of a parameter, and from where to where a rank of the engine has them."""
+    rows = slot.sources[0].shape[slot.dim]
+    if slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are whole in vLLM
+        yield rows, 0, rows
+    elif slot.cut is Cut.COLUMNS:
+        yield rows, rows // tp * rank, rows // tp * (rank + 1)
+    elif slot.cut is Cut.GATE_UP:
+        ffn = architecture.ffn_size
+        yield from [(ffn, ffn // tp * rank, ffn // tp * (rank + 1))] * 2
+    elif slot.cut is Cut.VOCAB:
+        each = padded_vocab_size(rows, tp) // tp
+        yield rows, min(each * rank, rows), min(each * (rank + 1), rows)
+    elif slot.cut is Cut.QKV:
+        for heads in (architecture.num_heads, architecture.num_kv_heads, architecture.num_kv_heads):
+            shares = min(tp, heads)
+            each, place = heads * architecture.head_dim // shares, rank // (tp // shares)
+            yield heads * architecture.head_dim, each * place, each * (place + 1)
+    else:
+        raise ValueError(f"{slot.sources[0].name}: how vLLM cuts what is {slot.cut.value} is not known here")

@@ -1,0 +1,124 @@
+"""A plan of publication, executed by real ranks from Megatron's own parameters: byte for byte what a full gather gives.
+
+Four gloo processes run all layouts of all models; what an engine's rank holds is cut by arithmetic, which
+jobs/test_publish.py holds against vLLM.
+"""
+
+import itertools
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from job import TIMEOUT_S, run_group
+from megatron.core import parallel_state
+from tiny_models import make_model
+
+from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.megatron.model import build_model
+from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.megatron.publish import ActorShards, Exchange
+from hacpo_mega.megatron.reshard import full_tensors
+from hacpo_mega.megatron.weights import load_hf_weights
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.publish_plan import Shard, engine_shards, publish_plan
+from hacpo_mega.models.segments import stage_slots
+
+MODELS = {
+    "dense tied": {"family": "qwen3", "tied": True},
+    "dense untied": {"family": "llama", "tied": False, "vocab_size": 256},
+    "one key/value head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
+    "biases": {"family": "qwen2", "tied": True},
+}
+SIZES = (1, 2, 4)
+LAYOUTS = [layout for layout in itertools.product(SIZES, repeat=2) if layout[0] * layout[1] <= 4]
+CASES = list(itertools.product(MODELS, LAYOUTS))
+BUCKET_BYTES = 20_000
+
+
+def publish_everywhere(folder: Path, tp: int, pp: int) -> list[dict[str, object]]:
+    """Into engines of every size that a cell can have."""
+    initialize_parallel(tp, pp, seed=1)
+    architecture = Architecture.from_folder(folder)
+    model = build_model(architecture, tp=tp, pp=pp, dtype=torch.float32, max_positions=64)
+    load_hf_weights(model, folder)
+    full = {name: tensor.clone() for name, tensor in full_tensors(model)}
+    found = [publish(model, architecture, full, engine_tp) for engine_tp in SIZES if engine_tp <= tp * pp]
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def publish(model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int) -> dict[str, object]:
+    group = parallel_state.get_model_parallel_group()
+    own, spans, rank = ActorShards(model), Spans(), group.rank()
+    slots = stage_slots(architecture, (architecture.num_layers,), 0)
+    mine = list(engine_shards(slots, architecture, tp=engine_tp, rank=rank % engine_tp))
+    cell = [None] * group.size()
+    dist.all_gather_object(cell, (own.shards, mine), group=group)
+    plan = publish_plan(*zip(*cell, strict=True), 4, BUCKET_BYTES)
+    engine = [torch.full(shard.sizes, torch.nan) for shard in mine]
+    left = [shard.size for shard in mine]
+
+    def wrote(piece) -> None:
+        assert not inside(engine[piece.written], mine[piece.written], piece.what).isnan().any()
+        left[piece.written] -= piece.what.size
+
+    exchange = Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+    for _ in range(2):
+        exchange.run(
+            lambda piece: own.view(piece.read, piece.what),
+            lambda piece: inside(engine[piece.written], mine[piece.written], piece.what),
+            wrote,
+            spans.sent,
+        )
+    differing = [
+        str(shard)
+        for shard, tensor in zip(mine, engine, strict=True)
+        if not torch.equal(tensor.view(torch.int32), inside(full[shard.name], None, shard).view(torch.int32))
+    ]
+    return {
+        "differing": differing, "left": {n + size for n, size in zip(left, [s.size for s in mine])},
+        "sent": spans.take_sent().get(("", "cell"), 0), "planned": 2 * plan.sent_bytes()[rank],
+        "buckets": len(plan.buckets), "tensors": len({shard.name for shard in mine}) - len(full), "digest": plan.digest,
+        "other plan": other_plan_is_refused(plan) if group.size() > 1 else True,
+    }  # fmt: skip
+
+
+def inside(tensor: torch.Tensor, shard: Shard | None, what: Shard) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(what.offsets, what.sizes, strict=True)):
+        tensor = tensor.narrow(dim, start - (shard.offsets[dim] if shard else 0), size)
+    return tensor
+
+
+def other_plan_is_refused(plan) -> bool:
+    """Where one rank of the cell has left a bucket out."""
+    if parallel_state.get_model_parallel_group().rank() == 1:
+        plan = type(plan)(plan.num_ranks, plan.itemsize, plan.buckets[1:])
+    try:
+        Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+    except RuntimeError as error:
+        return "different plans" in str(error)
+    return False
+
+
+@pytest.mark.nightly  # unit/test_publish_plan.py executes all plans on arrays, jobs/test_publish.py one with vLLM
+@pytest.mark.parametrize("model, layout", CASES)
+def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, tmp_path):
+    folder = make_model(tmp_path / "model", num_layers=4, **MODELS[model])
+    ranks = run_group(4, publish_everywhere, folder, *layout)
+    tp, pp = layout
+    for found in zip(*ranks, strict=True):
+        assert [rank["differing"] for rank in found] == [[]] * 4
+        assert [rank["left"] for rank in found] == [{0}] * 4, "each number is told of once in each publication"
+        assert [rank["sent"] for rank in found] == [rank["planned"] for rank in found]
+        assert {rank["tensors"] for rank in found} == {0}
+        assert len({rank["digest"] for rank in found}) == 1
+        assert all(rank["other plan"] for rank in found)
+        assert all(rank["buckets"] > 5 for rank in found)
+    if pp == 1:
+        # Cut alike, but for key/value heads that several ranks share: Megatron cuts through them, vLLM copies them.
+        num_kv_heads = MODELS[model].get("num_kv_heads", 2)
+        assert all((rank[SIZES.index(tp)]["sent"] > 0) == (tp > num_kv_heads) for rank in ranks)
+    else:
+        assert all(rank[0]["sent"] > 0 for rank in ranks)
