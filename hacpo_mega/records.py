@@ -5,7 +5,6 @@ Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses
 A TokenSequence is what a model reads and what of it counts; a Sample adds what learning needs.
 """
 
-import dataclasses
 import enum
 import math
 import operator

@@ -17,8 +17,9 @@ from torch.nn.functional import embedding
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring segments of similar length, which attend as one padded batch: B segments, Q queries and M keys of the
-    longest.
+    """Neighbouring segments of similar length, which attend as one padded batch.
+
+    B segments, Q queries and M keys of the longest.
 
     lengths       tokens of each segment
     query_BQ      places of their queries among those of the run, key_BM of their keys in the pack: int64. Where a

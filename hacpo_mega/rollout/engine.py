@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -42,6 +43,7 @@ from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_opt
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
+from hacpo_mega.rollout.flat_logprobs import written_at_once
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
@@ -52,7 +54,7 @@ from hacpo_mega.rollout.host_process import (
     require_process,
     without_message_queue,
 )
-from hacpo_mega.rollout.row_noise import RowNoise
+from hacpo_mega.rollout.row_noise import draw_by_row
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 RELOADING = Reloading(
@@ -139,7 +141,7 @@ class Engine:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config = llm.llm_engine.vllm_config
             if not self._on_cuda:
-                _draw_by_row(worker_of(llm).model_runner)
+                draw_by_row(worker_of(llm).model_runner, apply_top_k_top_p)
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -333,11 +335,7 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
 
 
-def _draw_by_row(runner: Any) -> None:
-    """On the CPU, where vLLM has its first model runner; the second one draws by row itself."""
-    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
-
-
 # For good, since it also runs when an engine that nobody closed is collected.
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
 parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
+LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)
