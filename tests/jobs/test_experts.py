@@ -29,9 +29,9 @@ MODELS = {
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
     *((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 2), (1, 4, 1, 4), (2, 2, 1, 4), (2, 2, 1, 2)),
-    *((4, 1, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2)),
+    *((1, 2, 2, 1), (2, 1, 2, 2)),
 ]
-RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 1, 1, 2)), ("mixtral", (2, 2, 1, 4))]
+RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2))]
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5
@@ -124,7 +124,7 @@ def test_the_load_of_experts_is_the_same_on_every_layout(seen, name, layout):
     for found in seen[name, layout]:
         experts = found["experts"]
         assert 1 / num_experts < experts.fullest_share < 1.0 and 0.0 < experts.entropy < 1.0
-        assert experts == seen[name, (2, 1, 1, 2)][0]["experts"]
+        assert experts == seen[name, (2, 2, 1, 2)][0]["experts"]
 
 
 @EACH
