@@ -243,9 +243,10 @@ class Config(Section):
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
     by rounding alone."""
-    placement: Literal["split", "shared"] = "split"
+    placement: Literal["split", "shared", "apart"] = "split"
     """Whether every agent has devices of its own (split), or agents take turns on the devices of one node, in whose
-    host memory the others wait (shared), for the same bits."""
+    host memory the others wait (shared), or every agent's engines have devices of their own, too, agents.rollout_gpus
+    of each cell (apart): for the same bits."""
     device_memory_gib: Annotated[float, Field(strict=True, gt=0.0, le=65536.0)] | None = None
     """GiB of memory of one CUDA device, which every phase of every agent must fit into; not given: 79, for one of
     80 GB, or no limit where the CPU build of vLLM is installed."""

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
+from hacpo_mega.agent.engine_rank import EngineRank
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import BandTracker, CapabilityTracker
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
@@ -67,7 +68,7 @@ class Built:
     place: Place
     phase: Phases
     console: Console
-    agent: Agent
+    agent: Agent | EngineRank
     schedule: OnPolicy
     judge: RolloutJudge
     capability: CapabilityTracker
@@ -107,7 +108,10 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
         judge = _judge(config, place, handed.judge, rows, console, stack)
         spec = config.agents[place.agent]
-        agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+        if place.trains:
+            agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+        else:
+            agent = EngineRank(spec, place, config, steps_done, sampler=handed.sampler)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent)
     if num_dropped:
@@ -144,9 +148,9 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     )
 
 
-def _say_agents(console: Console, place: Place, agent: Agent) -> None:
+def _say_agents(console: Console, place: Place, agent: Agent | EngineRank) -> None:
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
-    console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    console.say(f"layers: {', '.join(filter(None, dict.fromkeys(layers)))}")
     for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
         if said:
             console.say(said.decode())

@@ -81,7 +81,7 @@ def turn(phase: str, faults: Faults) -> tuple[Tenant, Tenant]:
         if phase == "differences":
             devices.differences()
         elif phase == "publish":
-            devices.publish()
+            devices.publish(0)
         else:
             with devices.learning(phases) if phase == "learning" else getattr(devices, phase)():
                 faults.point("inside")
