@@ -16,6 +16,7 @@ from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.device_memory import engine_options
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_thread import EngineThread, Generate
@@ -145,6 +146,6 @@ def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, age
         random_weights=True,
         agents_on_device=agents_on_device,
         timeout_s=config.wait_s,
-        options=spec.vllm,
+        options=engine_options(config, spec),
         on_progress=place.progress,
     )

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hacpo_mega.agent.answering import Answering, load_engine
 from hacpo_mega.agent.devices import ApartDevices
 from hacpo_mega.agent.publication import Publication
 from hacpo_mega.agent.sampler import Sampler
+from hacpo_mega.cluster.device import actor_dtype
 from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
@@ -32,7 +31,7 @@ class EngineRank(Answering):
         super().__init__(spec, place, config, sampler)
         require_host_memory(place, 0)
         agents_on_device = agents_per_device(place)
-        self.dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32  # as an actor's is
+        self.dtype = actor_dtype(place.device)
         with in_turn(place, agents_on_device > 1):
             self.engine = load_engine(spec, place, config, self.dtype, agents_on_device)
             self.publication = Publication(place, None, self.engine)

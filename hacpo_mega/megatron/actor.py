@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import mean_logprobs
+from hacpo_mega.cluster.device import actor_dtype
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
@@ -111,7 +112,7 @@ class Actor:
         self._on_progress, self._reports = on_progress, reports
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+        self.dtype = dtype or actor_dtype(self.device)
         self.transformer = chosen_transformer(
             transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
         )

@@ -147,7 +147,9 @@ def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    also = {"rollout_gpus": layout.rollout} if layout.rollout else {layout.product(): layout.cell_size}
+    also = (
+        {f"rollout_gpus ({layout.rollout})": layout.rollout} if layout.rollout else {layout.product(): layout.cell_size}
+    )
     if architecture.has_experts:
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)

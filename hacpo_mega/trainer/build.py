@@ -107,11 +107,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         held_out = held_out_prompts(config, num_tokens)
         rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
         judge = _judge(config, place, handed.judge, rows, console, stack)
-        spec = config.agents[place.agent]
-        if place.trains:
-            agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
-        else:
-            agent = EngineRank(spec, place, config, steps_done, sampler=handed.sampler)
+        agent = _agent(config, place, start, kind, handed)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent)
     if num_dropped:
@@ -146,6 +142,16 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         disk=JointDisk(place, config, folder, console.say),
         observers=Observers(observers),
     )
+
+
+def _agent(
+    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], handed: Handed
+) -> Agent | EngineRank:
+    """This rank's: all of the agent that its configuration gives it."""
+    spec = config.agents[place.agent]
+    if not place.trains:
+        return EngineRank(spec, place, config, 0 if start is None else start.step, sampler=handed.sampler)
+    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
 
 
 def _say_agents(console: Console, place: Place, agent: Agent | EngineRank) -> None:
