@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from job import run_command
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 
@@ -63,6 +64,7 @@ def test_the_run_apart_is_the_run_colocated_and_each_goes_on_from_the_other(colo
     assert {path: file for path, file in one.items() if not path.endswith(".metadata")} == {
         path: file for path, file in two.items() if not path.endswith(".metadata")
     }
-    for base, name, placed in ((run, "there", APART), (folder / "alone", "back", ())):
-        train(colocated, f"run_dir={folder}/{name}", *placed, "--from", str(folder_of(base, 2)))
+    for base, name, num_ranks, placed in ((run, "there", 6, APART), (folder / "alone", "back", 3, ())):
+        run_dir = f"run_dir={folder}/{name}"
+        run_command(num_ranks, "train", colocated, run_dir, *placed, "--from", folder_of(base, 2))
         assert_same_run(run, folder / name, first=3)

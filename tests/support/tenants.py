@@ -48,7 +48,7 @@ class Tenant:
     def leave(self) -> None:
         self.to("leave", True)
 
-    def publish(self) -> None:
+    def publish(self, _step: int) -> None:
         self.faults.point("publish")
 
     def differences(self) -> list[str]:

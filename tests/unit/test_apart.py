@@ -50,9 +50,7 @@ def test_ranks_that_answer_stand_behind_those_that_train_and_are_counted_apart()
         "rank 14 (agent plain, lane 1, cell 1, pp 0, tp 0)",
     ]
     assert str(RANKS.coordinate(7)) == "rank 7 (agent wide, lane 1, cell 0, engine 1, its rank 0)"
-    with pytest.raises(
-        ValueError, match=r"needs 16 ranks \(wide: 2 lanes x 1 cells x \(tp 2 x pp 1 \+ 2 that"
-    ):
+    with pytest.raises(ValueError, match=r"needs 16 ranks \(wide: 2 lanes x 1 cells x \(tp 2 x pp 1 \+ 2 that"):
         RANKS.require_world_size(12)
     with pytest.raises(ValueError, match=r"rollout_gpus 3, which engines of engine_tp 2 do not fill. Nearest: 1"):
         AgentShape("odd", rollout=3, engine_tp=2)
@@ -63,9 +61,7 @@ def test_a_cell_and_its_engines_are_on_one_node():
     plan = Plan.of(RankMap(3, (shape,)), SlurmConfig())
     assert [(node.first, node.num_ranks) for node in plan.nodes] == [(0, 8), (8, 8), (16, 8)]
     cut = AgentShape("a", tp=4, rollout=2, engine_tp=2)
-    with pytest.raises(
-        ValueError, match=r"divide the cells of agent a \(\(tp 4 x pp 1 \+ 2 that answer\) = 6"
-    ):
+    with pytest.raises(ValueError, match=r"divide the cells of agent a \(\(tp 4 x pp 1 \+ 2 that answer\) = 6"):
         Plan.of(RankMap(1, (cut,)), SlurmConfig())
 
 
