@@ -35,6 +35,7 @@ from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.megatron.fused_optimizer import SAID
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     GradientProducts,
@@ -76,33 +77,37 @@ class Agent(Answering):
         step = 0 if start is None else start.step
         agents_on_device, shares = agents_per_device(place), config.placement == "shared"
         with in_turn(place, shares):
-            self.actor = _actor(spec, place, config, start, budget.actor.recompute)
+            with place.spans.span("actor"):
+                self.actor = _actor(spec, place, config, start, budget.actor.recompute)
             self.dtype = self.actor.model.config.params_dtype
             self.offload = self.actor.optimizer.offload
             if shares:
                 away = ActorOffload(self.actor.model, self.actor.optimizer)
                 away.leave()
                 self.engine = load_engine(spec, place, config, self.dtype)
-                self.publication = Publication(place, self.actor, self.engine)
+                with place.spans.span("weights"):
+                    self.publication = Publication(place, self.actor, self.engine)
                 self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
                 self.publish_weights(step)
         if not shares:
             with in_turn(place, agents_on_device > 1):
                 answers = place.coordinate.answers
                 self.engine = load_engine(spec, place, config, self.dtype, agents_on_device) if answers else None
-                self.publication = Publication(place, self.actor, self.engine)
-                self.devices = (split_devices if answers else ApartDevices)(
-                    place, self.actor, self.engine, self.publication
-                )
-                self.publish_weights(step)
+                with place.spans.span("weights"):
+                    self.publication = Publication(place, self.actor, self.engine)
+                    self.devices = (split_devices if answers else ApartDevices)(
+                        place, self.actor, self.engine, self.publication
+                    )
+                    self.publish_weights(step)
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
 
     @property
     def layers_said(self) -> str:
-        """Whose layers the actor has, for people."""
-        return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
+        """Whose layers and Adam the actor has, by name and version, for people."""
+        layers = SAID["te"] if self.actor.transformer == "te" else "local"
+        return f"{self.name} {layers}, {self.actor.optimizer.said}"
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """This cell's samples, split into the updates of the step."""
@@ -188,9 +193,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
     actor = Actor(
         spec.model,
-        tp=spec.tp,
-        pp=spec.pp,
-        cp=spec.cp,
+        layout=spec.layout,
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,

@@ -136,16 +136,17 @@ def _no_answers(**_how: Any) -> list[Completion]:
 
 def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, agents_on_device: int = 1) -> Engine:
     """On random weights: reading the folder twice would double the start of a large model."""
-    return Engine(
-        spec.model,
-        max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-        dtype=dtype,
-        tensor_parallel_size=spec.engine_tensor_parallel,
-        seed=config.seed,
-        trust_remote_code=spec.trust_remote_code,
-        random_weights=True,
-        agents_on_device=agents_on_device,
-        timeout_s=config.wait_s,
-        options=engine_options(config, spec),
-        on_progress=place.progress,
-    )
+    with place.spans.span("engine"):
+        return Engine(
+            spec.model,
+            max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
+            dtype=dtype,
+            tensor_parallel_size=spec.engine_tensor_parallel,
+            seed=config.seed,
+            trust_remote_code=spec.trust_remote_code,
+            random_weights=True,
+            agents_on_device=agents_on_device,
+            timeout_s=config.wait_s,
+            options=engine_options(config, spec),
+            on_progress=place.progress,
+        )

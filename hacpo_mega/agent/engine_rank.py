@@ -34,9 +34,10 @@ class EngineRank(Answering):
         self.dtype = actor_dtype(place.device)
         with in_turn(place, agents_on_device > 1):
             self.engine = load_engine(spec, place, config, self.dtype, agents_on_device)
-            self.publication = Publication(place, None, self.engine)
-            self.devices = ApartDevices(place, None, self.engine, self.publication)
-            self.publish_weights(step)
+            with place.spans.span("weights"):
+                self.publication = Publication(place, None, self.engine)
+                self.devices = ApartDevices(place, None, self.engine, self.publication)
+                self.publish_weights(step)
 
     def save(self, _folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
         """Nothing to say and nothing to write, whether `copies` or not."""
