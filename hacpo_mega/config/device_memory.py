@@ -13,7 +13,7 @@ from typing import Any
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
 from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
-from hacpo_mega.memory.budget import GIB, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems
 
@@ -32,7 +32,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "enable_chunked_prefill": False,
 }
 CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
-APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.85}  # of a device without an actor
+APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
 
 
 def capacity(config: Config) -> int | None:
@@ -211,7 +211,7 @@ def memory_table(budgets: dict[str, Budget]) -> str:
     for part in columns[0].parts:
         if any(budget.parts[part] for budget in columns):
             rows.append([part, *(f"{budget.parts[part] / one:.2f}" for budget in columns)])
-    for phase in columns[0].phases:
+    for phase in (phase for phase in PHASES if any(phase in budget.phases for budget in columns)):
         rows.append([f"= {phase}", *(_phase_cell(budget, phase, one) for budget in columns)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]

@@ -3,6 +3,7 @@
 Whole runs are in jobs/test_apart.py, wrong values in support/bad_values.py.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_device_that_trains_has_no_engine_and_one_that_answers_no_actor(tmp_pa
     for agent, other in zip(config.agents, split.agents, strict=True):
         trains, answers = agent_budgets(config, agent, architecture_of(agent)).values()
         (both,) = agent_budgets(split, other, architecture_of(other)).values()
-        share = engine_options(config, agent).get("gpu_memory_utilization", 0.85)
+        share = engine_options(config, agent).get("gpu_memory_utilization", 0.8)
         assert answers.peak == int(share * 80 * GIB) + CONTEXT + answers.parts["buckets"]
         assert answers.fullest == "publish" and set(answers.phases) == {"generate", "publish"}
         assert set(PHASES) - set(trains.phases) <= {"generate", "diagnose"}
@@ -83,6 +84,7 @@ def test_a_device_that_trains_has_no_engine_and_one_that_answers_no_actor(tmp_pa
         assert not (answers.parts["weights"] or answers.parts["activations"] or trains.parts["engine awake"])
     table = memory_table(agent_budgets(config, agent, architecture_of(agent)))
     assert f"{agent.name}, engines" in table and "engine_tp 1" in table
+    assert re.search(r"^= generate +\d+\.\d\d$", table, re.M) and re.search(r"^= learn +\d+\.\d\d\*?$", table, re.M)
 
 
 class Recorder(SimpleNamespace):
