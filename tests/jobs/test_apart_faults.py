@@ -1,6 +1,7 @@
 """What becomes of a run whose engine is on a rank of its own, and refuses a weight, is killed, or is stopped a while.
 
-One run meets all three, one after the other, and ends with the bits of an undisturbed one whose engine is colocated.
+One run meets all three, one after the other. It begins at a step of an undisturbed one, whose engine is colocated, and
+ends with the bits of that one.
 """
 
 import os
@@ -15,14 +16,14 @@ from job import start_ranks
 from run_cases import CHARACTERS, agent_table, train, write_config
 from safetensors.torch import load_file
 
-from hacpo_mega.checkpoint.files import committed_steps
+from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 
 pytestmark = pytest.mark.nightly
 
-NUM_STEPS = 4
+NUM_STEPS = 5
 TRAINS, ANSWERS = (
     "rank 0 (agent one, lane 0, cell 0, pp 0, tp 0)",
     "rank 1 (agent one, lane 0, cell 0, engine 0, its rank 0)",
@@ -50,6 +51,8 @@ def meet(fate: str, step: int, config: Path) -> tuple[list[int], list[str]]:
     folder = config.parent / fate
     folder.mkdir()
     overrides = (f"run_dir={config.parent}/disturbed", "placement=apart", "agents.one.rollout_gpus=1")
+    if fate == "refuses":
+        overrides = (*overrides, "--from", str(folder_of(config.parent / "run", 1)))
     ranks = start_ranks(2, folder, apart_job.fated, fate, step, folder, "train", str(config), *overrides)
     if fate == "stopped":
         while not (folder / "stopped").exists():
@@ -65,26 +68,26 @@ def meet(fate: str, step: int, config: Path) -> tuple[list[int], list[str]]:
 def test_an_engine_that_refuses_is_killed_and_is_stopped_is_named_and_costs_no_bit(undisturbed):
     folder, run = undisturbed.parent, undisturbed.parent / "disturbed"
 
-    statuses, (trains, answers) = meet("refuses", 2, undisturbed)
-    why = f"{ANSWERS} failed in phase publish of step 2: RuntimeError: this engine takes no such weight"
+    statuses, (trains, answers) = meet("refuses", 3, undisturbed)
+    why = f"{ANSWERS} failed in phase publish of step 3: RuntimeError: this engine takes no such weight"
     assert 0 not in statuses and f"stops: {why}" in trains and f"stops: {why}" in answers, (trains, answers)
-    assert committed_steps(run) == [1], "what was done before is kept, and nothing of step 2"
+    assert committed_steps(run) == [2], "what was done before is kept, and nothing of step 3"
     asked, generated = (folder / "refuses/after.txt").read_text().splitlines()
-    assert asked == "answers of the weights after step 2 are asked for, and the engine has none that are whole"
+    assert asked == "answers of the weights after step 3 are asked for, and the engine has none that are whole"
     assert "needs weights, which are not there" in generated
 
-    statuses, (trains, _) = meet("killed", 3, undisturbed)
+    statuses, (trains, _) = meet("killed", 4, undisturbed)
     assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, None)
-    assert f"{TRAINS}, in phase publish of step 3, stops: {ANSWERS} died in phase publish of step 3" in trains, trains
-    assert committed_steps(run) == [1, 2]
+    assert f"{TRAINS}, in phase publish of step 4, stops: {ANSWERS} died in phase publish of step 4" in trains, trains
+    assert committed_steps(run) == [2, 3]
 
-    statuses, errors = meet("stopped", 2, undisturbed)
+    statuses, errors = meet("stopped", 3, undisturbed)
     assert statuses == [0, 0], errors
     assert (
         "2 tensors are published whole to every rank: model.layers.*.mlp.gate" in (folder / "stopped/0.out").read_text()
     )
-    assert [start["steps_done"] for start in read_starts(run)] == [0, 1, 2]
+    assert [start["steps_done"] for start in read_starts(run)] == [1, 2, 3]
     one, other = (read_metrics(base / "metrics.jsonl") for base in (folder / "run", run))
-    assert [m.values for m in other.values()] == [m.values for m in one.values()] and len(one) == NUM_STEPS + 1
+    assert [other[step].values for step in other] == [one[step].values for step in other] and max(other) == NUM_STEPS
     weights, same = (load_file(base / "agents/one/model.safetensors") for base in (folder / "run", run))
     assert all(torch.equal(weights[tensor], same[tensor]) for tensor in weights)

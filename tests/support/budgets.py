@@ -24,8 +24,6 @@ MANY_FILES = 8
 FOUR_RANKS = {
     "test_actor",
     "test_answers_ahead",
-    "test_apart",
-    "test_apart_faults",
     "test_checkpoint",
     "test_exchange",
     "test_fused_head",
