@@ -100,8 +100,7 @@ class Actor:
         local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
         Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every collective of its
         groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss function reports.
-        bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (the CPU has bf16, too).
-        Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
+        Weights are of `dtype`, else `actor_dtype`. Raises ValueError for a layout or a folder the model cannot have.
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.layout, self.temperature = Path(folder), layout, temperature
