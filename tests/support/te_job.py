@@ -89,7 +89,7 @@ def _taken_up(folder: Path, state: Path) -> dict[str, torch.Tensor]:
 
 def _shapes(folder: Path, tp: int, pp: int, pp_rank: int) -> dict:
     """Names, shapes and flags of the parameters of one rank, and what names.py says of the first two."""
-    with _fake_world(Architecture.from_folder(folder), Layout(tp, pp), 1, rank=pp_rank * tp):
+    with _fake_world(Layout(tp, pp), 1, rank=pp_rank * tp):
         model = _model(folder, "te", tp, pp)
         parameters = dict(model.named_parameters())
         return {
