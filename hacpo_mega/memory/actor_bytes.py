@@ -15,7 +15,7 @@ from typing import Literal
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.segments import padded_vocab_size, shard_shape, stage_slots
+from hacpo_mega.models.segments import Cut, padded_vocab_size, shard_shape, stage_slots
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
@@ -76,8 +76,13 @@ class ActorPlan:
 
     @property
     def shards(self) -> int:
-        """Ranks that share the optimizer's state of the same weights."""
+        """Ranks that share the optimizer's state of the same weights, if they are no experts'."""
         return self.dp * self.layout.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share that of the same experts."""
+        return self.dp * self.layout.tp * self.layout.cp // self.layout.ep
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,8 @@ class ActorMemory:
 
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
-    numbers = num_weights(plan.architecture, plan.layout, stage)
-    share = math.ceil(numbers / plan.shards)
+    numbers, experts = (count(plan.architecture, plan.layout, stage) for count in (num_weights, expert_weights))
+    share = math.ceil((numbers - experts) / plan.shards) + math.ceil(experts / plan.expert_shards)
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
@@ -129,12 +134,23 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     )
 
 
-@functools.cache  # advice asks again and again
 def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
     """Numbers in the weights of one rank of pipeline stage `stage`."""
+    return sum(_numbers(architecture, layout, stage, experts) for experts in (False, True))
+
+
+def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
+    """What of them is experts: of another distributed optimizer, whose ranks are those with the same experts."""
+    return _numbers(architecture, layout, stage, True)
+
+
+@functools.cache  # advice asks again and again
+def _numbers(architecture: Architecture, layout: Layout, stage: int, experts: bool) -> int:
     stages = stage_layers(architecture.num_layers, layout)
     return sum(
-        math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in stage_slots(architecture, stages, stage)
+        math.prod(shard_shape(slot, architecture, tp=layout.tp, ep=layout.ep))
+        for slot in stage_slots(architecture, stages, stage)
+        if (slot.cut is Cut.EXPERTS) == experts
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
+from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import BUCKET_BYTES
@@ -178,8 +178,15 @@ def left_behind(engine: EnginePlan) -> int:
 
 
 def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
-    """vLLM cuts a model into tensor-parallel ranks as Megatron does, and into no stages."""
-    return num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+    """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
+    whole = Layout(tp=engine.tp)
+    dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
+    return dense * actor.device.number + engine_experts(actor, engine)
+
+
+def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
+    """What of them is experts, of all of which every rank has a part."""
+    return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
 
 
 def cache_per_token(budget: Budget) -> int:

@@ -1,4 +1,4 @@
-"""Which layouts let all agents finish together: every tp, cp, pp, engine and number of cells that models can have.
+"""Which layouts let all agents finish together: every tp, cp, ep, pp, engine and number of cells that models can have.
 
 For every number of lanes each agent's layouts are judged for themselves, then one agent after the other is put on the
 devices that are left; of two ways to use as many devices, one that is nowhere faster is dropped. More devices or
@@ -59,8 +59,13 @@ class Way:
 
     def overrides(self) -> list[str]:
         """What makes a configuration this one, as key=value."""
-        keys = ("tp", "cp", "pp", "cells_per_lane", "engine_tp")
-        own = [f"agents.{s.plan.name}.{key}={getattr(s.plan.agent, key)}" for s in self.choices for key in keys]
+        keys = ("tp", "cp", "ep", "pp", "cells_per_lane", "engine_tp")
+        own = [
+            f"agents.{choice.plan.name}.{key}={getattr(choice.plan.agent, key)}"
+            for choice in self.choices
+            for key in keys
+            if key != "ep" or choice.plan.budget.actor.architecture.has_experts
+        ]
         return [f"lanes={self.lanes}", *own]
 
 
@@ -131,7 +136,8 @@ class _Search:
                     yield Choice(plan, stretches(plan.phases_s))
 
     def _budget(self, config: Config, agent: AgentConfig) -> Budget:
-        key = (agent.name, agent.tp, agent.cp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
+        layout = (agent.tp, agent.cp, agent.ep, agent.pp, agent.engine_tp)
+        key = (agent.name, *layout, config.lanes * agent.cells_per_lane)
         if key not in self.budgets:
             model = self.planned.models[agent.name]
             self.budgets[key] = agent_budget(config, agent, model, on_cpu=self.cluster.on_cpu)
@@ -141,21 +147,22 @@ class _Search:
 def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
     """Where the groups of an agent lie that begins at a node."""
     shape = AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel, agent.cp)
-    return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node)
+    return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node, agent.ep)
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """tp, cp, pp and engine_tp that the model can have, ranks of tp x cp inside a node; models/layout.py decides."""
+    """tp, cp, ep, pp and engine_tp that the model can have, ranks of tp x cp inside a node; models/layout.py decides."""
     model, config = planned.models[agent.name], planned.config
     is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
     shares = [(tp, cp) for tp in _divisors(node) for cp in _divisors(node // tp) if tokens % (tp * cp) == 0]
     stages = range(1, MAX_STAGES + 1) if is_even else (agent.pp,)
     for (tp, cp), pp in itertools.product(shares, stages):
-        for engine_tp in _divisors(tp * cp * pp):
-            layout = Layout.of(tp, pp, agent.megatron, engine_tp, cp)
-            if node % engine_tp == 0 and not layout_problems(model, layout):
-                yield {"tp": tp, "cp": cp, "pp": pp, "engine_tp": engine_tp}
+        for engine_tp, ep in itertools.product(_divisors(tp * cp * pp), _divisors(tp * cp) if model.has_experts else (1,)):
+            layout = Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep)
+            # A larger engine has whole nodes.
+            if 0 in (node % engine_tp, engine_tp % node) and not layout_problems(model, layout):
+                yield {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "engine_tp": engine_tp}
 
 
 def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
