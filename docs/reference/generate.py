@@ -66,12 +66,21 @@ def models() -> str:
             family.models,
             ", ".join(family.rope_kinds),
             WINDOWS[family.windows],
-            f"heads, feed-forward columns{', key/value heads' if family.whole_qk_norm else ''}",
+            f"heads{', feed-forward columns' * (family.experts is None)}{', key/value heads' * family.whole_qk_norm}",
+            "the experts" if family.experts is not None else "",
             f"{TE[family.windows]}`local`" if family.fits_te else "`local`",
         ]
         for family in FAMILIES.values()
     )
-    head = ["`model_type`, class", "models", "rotary scaling", "sliding window", "`tp` divides", "`transformer`"]
+    head = [
+        "`model_type`, class",
+        "models",
+        "rotary scaling",
+        "sliding window",
+        "`tp` divides",
+        "`ep` divides",
+        "`transformer`",
+    ]
     below = (
         "All of them: any `pp` that the layers can be dealt out to, sequence parallelism with `tp` above 1, data "
         "and context parallelism, tied and untied embeddings. Where the table does not name key/value heads, `tp` may "

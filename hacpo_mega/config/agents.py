@@ -99,8 +99,8 @@ class WarmStartConfig(Section):
 class InitConfig(Section):
     """A small model that `hacpo-mega init` creates at the agent's `model` folder, with a tokenizer of its own."""
 
-    family: Literal[tuple(FAMILIES)]
-    """Architecture of the model."""
+    family: Literal[tuple(name for name, family in FAMILIES.items() if family.experts is None)]
+    """Architecture of the model, one without experts."""
     num_layers: Count
     """Transformer layers."""
     hidden_size: Count
@@ -138,6 +138,9 @@ class AgentConfig(Section):
     cp: Count = 1
     """Context parallel size, for long sequences: processes that share the tokens of a micro-batch, and in attention the
     heads of each tensor rank, which tp x cp must divide; each keeps 1 / cp of the activations."""
+    ep: Count = 1
+    """Expert parallel size: of the tp x cp processes that share a layer, those that share its experts, each of which is
+    whole on one of them; it must divide tp x cp and the number of experts, and costs no further processes."""
     cells_per_lane: Count = 1
     """Replicas of the agent in each lane: tp x cp x pp processes each, and each its share of the lane's prompts."""
     engine_tp: Count | None = None

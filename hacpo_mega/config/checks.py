@@ -221,7 +221,7 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
     try:
-        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp)
+        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp, agent.ep)
     except ValueError as problem:
         yield from () if table_lines else [str(problem)]
         return

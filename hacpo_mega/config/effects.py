@@ -22,7 +22,8 @@ NONE = (
 )
 # Who computes what, and in which order it is added up.
 ROUNDING = (
-    *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.pp", "agents.*.engine_tp"),
+    *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.ep", "agents.*.pp"),
+    "agents.*.engine_tp",
     *("training.pack_by", "agents.*.transformer", "agents.*.data_parallel"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
 )

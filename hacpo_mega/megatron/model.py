@@ -95,6 +95,8 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
+    if architecture.has_experts:
+        raise ValueError(f"a {architecture.family} model can be planned; its experts cannot be trained yet")
     layout = Layout.of(tp, pp, overrides or {}, cp=cp)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))

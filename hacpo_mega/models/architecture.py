@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.models.documents import one_line, short
+from hacpo_mega.models.experts import read_feed_forward
 from hacpo_mega.models.families import FAMILIES, Family
 from hacpo_mega.models.fields import Fields
 from hacpo_mega.models.folder import read_config
@@ -23,6 +24,8 @@ MOST = {
     "num_kv_heads": 2**16,
     "head_dim": 2**14,
     "ffn_size": 2**24,
+    "num_experts": 2**16,
+    "expert_ffn": 2**24,
     "vocab_size": 2**24,
     "max_positions": 2**31,
 }
@@ -30,8 +33,13 @@ MOST = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder with rotary positions, RMSNorm, a SwiGLU feed-forward and grouped key/value heads.
+    """A decoder with rotary positions, RMSNorm, a gated feed-forward or experts, and grouped key/value heads.
 
+    ffn_size            width of a feed-forward; 0 where every layer has experts in its place
+    num_experts         of a layer; 0: none
+    experts_per_token   experts that a token goes to
+    expert_ffn          width of an expert
+    normalises_experts  whether the shares of a token's experts are made to add up to 1
     Raises ValueError for sizes that no such decoder has.
     """
 
@@ -55,6 +63,10 @@ class Architecture:
     windows: tuple[int | None, ...] = ()
     window_theta: float | None = None
     query_scalar: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    normalises_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -64,6 +76,11 @@ class Architecture:
             raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly: "
                 "the first number must be a multiple of the second"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.experts_per_token}, and there are {self.num_experts} experts; a token "
+                "goes to each of its experts once"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
@@ -108,6 +125,11 @@ class Architecture:
         return self.qk_norm and not self.kin.whole_qk_norm
 
     @property
+    def has_experts(self) -> bool:
+        """Whether its layers have experts in the place of a feed-forward: all of them have, or none."""
+        return self.num_experts > 0
+
+    @property
     def interleaved(self) -> bool:
         """Whether neighbouring numbers of a head turn together."""
         return self.kin.interleaved
@@ -147,7 +169,7 @@ class Architecture:
                 num_heads=num_heads,
                 num_kv_heads=fields.count("num_key_value_heads", default=unsaid.get("num_key_value_heads", num_heads)),
                 head_dim=fields.count("head_dim", default=unsaid.get("head_dim", hidden_size // num_heads)),
-                ffn_size=fields.count("intermediate_size"),
+                **read_feed_forward(fields, family),
                 vocab_size=fields.count("vocab_size"),
                 max_positions=fields.count("max_position_embeddings"),
                 norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),

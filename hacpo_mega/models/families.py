@@ -58,14 +58,41 @@ SANDWICH = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
 }
+# How many experts there are, by the names that config.json has for it: transformers 5 writes the second for all.
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
 # Which layers may see a window alone -> the fields that say so.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What a family has in the place of every feed-forward: a router, and experts of which a token goes to a few.
+
+    block           what its folders call this, next to the attention of a layer
+    gate, up, down  what they call the matrices of an expert, BLOCK.experts.NUMBER.gate.weight
+    width           the field of config.json that says how wide an expert is
+    may_normalise   whether `norm_topk_prob` says if the shares of a token's experts are made to add up to 1; else they
+                    are
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    width: str
+    may_normalise: bool
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """What config.json may say of them."""
+        said = {*EXPERT_COUNTS, "num_experts_per_tok", self.width}
+        return frozenset(said | {"norm_topk_prob"} if self.may_normalise else said)
+
+
+@dataclass(frozen=True)
 class Family:
-    """A family of dense decoders with rotary positions, RMSNorm and a gated feed-forward.
+    """A family of decoders with rotary positions, RMSNorm and a gated feed-forward, or experts that are such.
 
     models          what is published of it, for people
     model_type      as config.json and Megatron's model builder know it
@@ -82,6 +109,7 @@ class Family:
     activation      of the feed-forward's gate, by transformers' name
     scaled_embedding    whether the embedding is multiplied with the root of the hidden size
     query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
+    experts         what it has in the place of its feed-forwards; None: feed-forwards
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
@@ -111,6 +139,7 @@ class Family:
     activation: str = "silu"
     scaled_embedding: bool = False
     query_scalar: bool = False
+    experts: Experts | None = None
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     stored_fused: frozenset[str] = frozenset()
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -133,12 +162,14 @@ class Family:
     @property
     def fits_te(self) -> bool:
         """Whether TransformerEngine's layers are its own: a plain norm before each block, a part of what follows."""
-        return self.norms == BEFORE and not (self.whole_qk_norm or self.offset_norms or self.two_ropes)
+        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.experts is not None
+        return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
         """Whether a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
-        own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar
+        experts = self.experts.fields if self.experts is not None else frozenset()
+        own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
         return name in own or name in ONLY or name in self.only
 
 
@@ -167,6 +198,33 @@ QWEN3 = Family(
         "attention_bias": "vLLM leaves out the bias of its output projection, so it would sample from another model "
         "than the one that is trained"
     },
+)
+# The loss by which pre-training evened the load of experts, and whether a forward returns what it needs, are not used:
+# a loss that answers do not earn would enter every update.
+_BALANCE = frozenset({"router_aux_loss_coef", "output_router_logits"})
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    models="Qwen3-30B-A3B, 235B-A22B",
+    experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True),
+    unsaid={
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ignores=_NO_WINDOW | _BALANCE,
+)  # fmt: skip
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "Mixtral 8x7B, 8x22B",
+    experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
+    unsaid={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    only={"sliding_window": None, "router_jitter_noise": 0.0},
+    ignores=_BALANCE,
+    why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
+    norm_eps=1e-5,
 )
 # v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
 MISTRAL = Family(
@@ -257,5 +315,7 @@ GEMMA3 = Family(
 )  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3)
-}
+    family.model_type: family for family in (
+        LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL
+    )
+}  # fmt: skip

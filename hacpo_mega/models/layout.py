@@ -1,7 +1,8 @@
 """Which parallel layouts a model can have: the one place that knows. `hacpo-mega check` and the model builder call it.
 
 A layout cuts every layer into tp shards, the layers into pp stages and the tokens of a micro-batch into cp parts, whose
-ranks share the heads of attention; engine_tp is the tensor parallelism of vLLM.
+ranks share the heads of attention. Experts stay whole: ep of the tp x cp ranks of a stage share them, and each of these
+ranks brings the tokens that it has. engine_tp is the tensor parallelism of vLLM.
 Every problem is a line with the numbers and the nearest valid value. Imports no torch and no Megatron.
 Not here: how a parameter is cut (segments.py), and how many cells and ranks there are (cluster/rank_map.py).
 """
@@ -29,14 +30,23 @@ class Layout:
     last_layers: int | None = None
     engine_tp: int | None = None
     cp: int = 1
+    ep: int = 1
 
     @classmethod
-    def of(cls, tp: int, pp: int, megatron: Mapping[str, Any], engine_tp: int | None = None, cp: int = 1) -> "Layout":
+    def of(
+        cls,
+        tp: int,
+        pp: int,
+        megatron: Mapping[str, Any],
+        engine_tp: int | None = None,
+        cp: int = 1,
+        ep: int = 1,
+    ) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp)
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep)
 
     @property
     def cell_size(self) -> int:
@@ -63,6 +73,7 @@ def layout_problems(
     engine_head_sizes   head sizes that the engine's attention knows; None: all
     """
     problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
+    problems += _expert_problems(architecture, layout)
     problems += _pipeline_problems(architecture.num_layers, layout)
     if layout.engine_tp is not None:
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
@@ -118,11 +129,26 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
     ]
 
 
+def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str]:
+    """Why ep ranks cannot share the experts of a layer."""
+    ranks, experts, ep = layout.tp * layout.cp, architecture.num_experts, layout.ep
+    if not experts and ep > 1:
+        yield f"ep ({ep}): a {architecture.family} model has no experts to share. Nearest: ep = 1"
+    elif experts and (ranks % ep or experts % ep):
+        valid = [n for n in range(1, ranks + 1) if ranks % n == 0 and experts % n == 0]
+        yield (
+            f"ep ({ep}) must divide tp x cp ({layout.tp} x {layout.cp} = {ranks}), whose ranks share the experts, and "
+            f"the model's {experts} experts. Nearest: ep = {_nearest(ep, valid)}"
+        )
+
+
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    cell = {layout.product(): layout.cell_size}
-    problems = _sharing_problems(architecture, "engine_tp", engine_tp, cell)
+    also = {layout.product(): layout.cell_size}
+    if architecture.has_experts:
+        also["the model's {} columns of an expert"] = architecture.expert_ffn
+    problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
     if head_sizes is not None and architecture.head_dim not in head_sizes:
         problems.append(head_size_problem(architecture.head_dim, head_sizes))
     return problems

@@ -2,6 +2,7 @@
 
 One idea carries both directions. A rank's shard of a Megatron parameter is a list of segments, each a range of rows (or
 columns) of one Hugging Face tensor, laid end to end. Loading reads the segments; resharding writes them back.
+Matrices of the experts of a rank lie one below the other in one parameter, as torch's grouped product wants them.
 Fused shards: linear_qkv interleaves query, key and value heads by key/value group; linear_fc1 is gate then up.
 Imports no torch and no Megatron, so that a plan can be made where neither is. Not here: tensors (megatron/).
 """
@@ -27,6 +28,7 @@ class Cut(enum.Enum):
     GATE_UP = "gate and up fused, each split along the output dimension"
     QKV = "query, key and value fused by key/value group, split along the output dimension"
     VOCAB = "rows of the vocabulary, padded"
+    EXPERTS = "matrices of whole experts, one below the other, each expert on one rank of ep"
 
 
 @dataclass(frozen=True)
@@ -112,24 +114,20 @@ def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
 
 
 def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
-    hidden, ffn, kin = architecture.hidden_size, architecture.ffn_size, architecture.kin
+    hidden, kin = architecture.hidden_size, architecture.kin
     query_rows, kv_rows = _projection_rows(architecture)
-    attention, self_attn, mlp = f"{megatron}self_attention.", f"{hugging}self_attn.", f"{hugging}mlp."
+    attention, self_attn = f"{megatron}self_attention.", f"{hugging}self_attn."
     qkv = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-    gate_up = {"gate_proj": ffn, "up_proj": ffn}
-
-    def fused(prefix: str, kind: str, parts: dict[str, int], name: str, *columns: int) -> tuple[Source, ...]:
-        stored = {name: sum(parts.values())} if name in kin.stored_fused else parts
-        return tuple(Source(f"{prefix}{part}.{kind}", (rows, *columns)) for part, rows in stored.items())
-
     norms = {
         ours: _whole(f"{megatron}{ours}.weight", f"{hugging}{theirs}.weight", hidden)
         for ours, theirs in kin.norms.items()
     }
     slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
-    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, fused(self_attn, "weight", qkv, "qkv_proj", hidden)))
+    weight = _fused(architecture, self_attn, "weight", qkv, "qkv_proj", hidden)
+    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, weight))
     if architecture.qkv_bias:
-        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, fused(self_attn, "bias", qkv, "qkv_proj")))
+        bias = _fused(architecture, self_attn, "bias", qkv, "qkv_proj")
+        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, bias))
     if architecture.qk_norm:
         cut = Cut.ROWS if kin.whole_qk_norm else Cut.WHOLE
         for name, rows in (("q", query_rows), ("k", kv_rows)):
@@ -139,10 +137,44 @@ def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> lis
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
     slots += norms.values()
-    halves = fused(mlp, "weight", gate_up, "gate_up_proj", hidden)
-    slots.append(Slot(f"{megatron}mlp.linear_fc1.weight", Cut.GATE_UP, halves))
-    slots.append(_columns(f"{megatron}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", hidden, ffn))
-    return slots
+    return slots + (_expert_slots if architecture.has_experts else _feed_forward_slots)(architecture, megatron, hugging)
+
+
+def _feed_forward_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
+    hidden, ffn = architecture.hidden_size, architecture.ffn_size
+    halves = {"gate_proj": ffn, "up_proj": ffn}
+    gate_up = _fused(architecture, f"{hugging}mlp.", "weight", halves, "gate_up_proj", hidden)
+    return [
+        Slot(f"{megatron}mlp.linear_fc1.weight", Cut.GATE_UP, gate_up),
+        _columns(f"{megatron}mlp.linear_fc2.weight", f"{hugging}mlp.down_proj.weight", hidden, ffn),
+    ]
+
+
+def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
+    """The router, and the experts' matrices: gate and up of the first expert, of the second, and so on; so down."""
+    hidden, width, named = architecture.hidden_size, architecture.expert_ffn, architecture.kin.experts
+    assert named is not None, architecture.family
+    block = f"{hugging}{named.block}."
+
+    def matrices(*parts: str, shape: tuple[int, int]) -> tuple[Source, ...]:
+        pairs = itertools.product(range(architecture.num_experts), parts)
+        return tuple(Source(f"{block}experts.{expert}.{part}.weight", shape) for expert, part in pairs)
+
+    router = Source(f"{block}gate.weight", (architecture.num_experts, hidden))
+    gate_up = matrices(named.gate, named.up, shape=(width, hidden))
+    return [
+        Slot(f"{megatron}mlp.router.weight", Cut.WHOLE, (router,)),
+        Slot(f"{megatron}mlp.experts.gate_up", Cut.EXPERTS, gate_up),
+        Slot(f"{megatron}mlp.experts.down", Cut.EXPERTS, matrices(named.down, shape=(hidden, width))),
+    ]
+
+
+def _fused(
+    architecture: Architecture, prefix: str, kind: str, parts: dict[str, int], name: str, *columns: int
+) -> tuple[Source, ...]:
+    """Matrices of so many rows, or the one of this `name` as which the family's folders hold them."""
+    stored = {name: sum(parts.values())} if name in architecture.kin.stored_fused else parts
+    return tuple(Source(f"{prefix}{part}.{kind}", (rows, *columns)) for part, rows in stored.items())
 
 
 def _projection_rows(architecture: Architecture) -> tuple[int, int]:
@@ -158,8 +190,14 @@ def _columns(parameter: str, name: str, rows: int, columns: int) -> Slot:
     return Slot(parameter, Cut.COLUMNS, (Source(name, (rows, columns)),))
 
 
-def segments(slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
-    """What the shard of `tp_rank` is made of, in its order; a vocabulary shard may be padded after them."""
+def segments(
+    slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
+) -> tuple[Segment, ...]:
+    """What the shard of a rank is made of, in its order; a vocabulary shard may be padded after them.
+
+    tp, tp_rank   how many ranks share a parameter that is no expert's, and which of them it is
+    ep, ep_rank   the same of the experts
+    """
     size = slot.sources[0].shape[slot.dim]
     if slot.cut is Cut.WHOLE:
         return (Segment(0, 0, size),)
@@ -175,20 +213,31 @@ def segments(slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int) -
         share = architecture.ffn_size // tp
         pieces = tuple(Segment(half, tp_rank * share, (tp_rank + 1) * share) for half in range(2))
         return _as_stored(pieces, slot, (architecture.ffn_size, architecture.ffn_size))
+    if slot.cut is Cut.EXPERTS:
+        share = len(slot.sources) // ep
+        return tuple(Segment(source, 0, size) for source in range(ep_rank * share, (ep_rank + 1) * share))
     share = size // tp
     return (Segment(0, tp_rank * share, (tp_rank + 1) * share),)
 
 
 def rectangles(
-    slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int, start: int, stop: int
+    slot: Slot,
+    architecture: Architecture,
+    *,
+    tp: int,
+    tp_rank: int,
+    ep: int = 1,
+    ep_rank: int = 0,
+    start: int,
+    stop: int,
 ) -> Iterator[Rectangle]:
-    """What the numbers start:stop of the flattened shard of `tp_rank` are; padding of the vocabulary is in none.
+    """What the numbers start:stop of the flattened shard of a rank are; padding of the vocabulary is in none.
 
     Data parallelism cuts the optimizer's state wherever it likes: a part of a row, whole rows, a part of a row.
     """
-    rows, *columns = shard_shape(slot, architecture, tp=tp)
+    rows, *columns = shard_shape(slot, architecture, tp=tp, ep=ep)
     width, first = math.prod(columns), 0
-    for piece in segments(slot, architecture, tp=tp, tp_rank=tp_rank):
+    for piece in segments(slot, architecture, tp=tp, tp_rank=tp_rank, ep=ep, ep_rank=ep_rank):
         # Columns are cut for every row alike, and all that a rank has of them is one segment.
         size = rows if slot.dim else piece.stop - piece.start
         row_shift, column_shift = (0, piece.start) if slot.dim else (piece.start - first, 0)
@@ -204,9 +253,9 @@ def rectangles(
         first += size
 
 
-def shard_shape(slot: Slot, architecture: Architecture, *, tp: int) -> tuple[int, ...]:
-    """The shape of the Megatron parameter on every tensor-parallel rank."""
-    size = sum(piece.stop - piece.start for piece in segments(slot, architecture, tp=tp, tp_rank=0))
+def shard_shape(slot: Slot, architecture: Architecture, *, tp: int, ep: int = 1) -> tuple[int, ...]:
+    """The shape of the Megatron parameter on every rank that shares it."""
+    size = sum(piece.stop - piece.start for piece in segments(slot, architecture, tp=tp, tp_rank=0, ep=ep))
     if slot.cut is Cut.VOCAB:
         size = padded_vocab_size(architecture.vocab_size, tp) // tp
     shape = list(slot.sources[0].shape)

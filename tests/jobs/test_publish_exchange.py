@@ -16,12 +16,14 @@ from megatron.core import parallel_state
 from tiny_models import make_model
 
 from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.lab.planning.publish_bytes import least_received
 from hacpo_mega.megatron.model import build_model
 from hacpo_mega.megatron.platform import initialize_parallel
 from hacpo_mega.megatron.publish import ActorShards, Exchange
 from hacpo_mega.megatron.reshard import full_tensors
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import Shard, engine_shards, publish_plan
 from hacpo_mega.models.segments import stage_slots
 
@@ -44,12 +46,18 @@ def publish_everywhere(folder: Path, tp: int, pp: int) -> list[dict[str, object]
     model = build_model(architecture, tp=tp, pp=pp, dtype=torch.float32, max_positions=64)
     load_hf_weights(model, folder)
     full = {name: tensor.clone() for name, tensor in full_tensors(model)}
-    found = [publish(model, architecture, full, engine_tp) for engine_tp in SIZES if engine_tp <= tp * pp]
+    found = []
+    for engine_tp in [size for size in SIZES if size <= tp * pp]:
+        least = least_received(architecture, Layout(tp=tp, pp=pp), engine_tp)
+        found.append(publish(model, architecture, full, engine_tp, [4 * numbers for numbers in least]))
     parallel_state.destroy_model_parallel()
     return found
 
 
-def publish(model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int) -> dict[str, object]:
+def publish(
+    model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int, least: list[int]
+) -> dict[str, object]:
+    """`least` by rank of a cell."""
     group = parallel_state.get_model_parallel_group()
     own, spans, rank = ActorShards(model), Spans(), group.rank()
     slots = stage_slots(architecture, (architecture.num_layers,), 0)
@@ -58,9 +66,11 @@ def publish(model, architecture: Architecture, full: dict[str, torch.Tensor], en
     dist.all_gather_object(cell, (own.shards, mine), group=group)
     plan = publish_plan(*zip(*cell, strict=True), 4, BUCKET_BYTES)
     engine = [torch.full(shard.sizes, torch.nan) for shard in mine]
-    left = [shard.size for shard in mine]
+    left, came = [shard.size for shard in mine], 0
 
     def wrote(piece) -> None:
+        nonlocal came
+        came += 4 * piece.what.size * piece.crosses
         assert not inside(engine[piece.written], mine[piece.written], piece.what).isnan().any()
         left[piece.written] -= piece.what.size
 
@@ -80,6 +90,7 @@ def publish(model, architecture: Architecture, full: dict[str, torch.Tensor], en
     return {
         "differing": differing, "left": {n + size for n, size in zip(left, [s.size for s in mine])},
         "sent": spans.take_sent().get(("", "cell"), 0), "planned": 2 * plan.sent_bytes()[rank],
+        "came": came, "least": 2 * least[rank],
         "buckets": len(plan.buckets), "tensors": len({shard.name for shard in mine}) - len(full), "digest": plan.digest,
         "other plan": other_plan_is_refused(plan) if group.size() > 1 else True,
     }  # fmt: skip
@@ -112,6 +123,8 @@ def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, 
         assert [rank["differing"] for rank in found] == [[]] * 4
         assert [rank["left"] for rank in found] == [{0}] * 4, "each number is told of once in each publication"
         assert [rank["sent"] for rank in found] == [rank["planned"] for rank in found]
+        assert [rank["came"] for rank in found] == [rank["least"] for rank in found]
+        assert sum(rank["sent"] for rank in found) == sum(rank["least"] for rank in found), "all that was on the wire"
         assert {rank["tensors"] for rank in found} == {0}
         assert len({rank["digest"] for rank in found}) == 1
         assert all(rank["other plan"] for rank in found)

@@ -38,6 +38,8 @@ def make_model(
     rope_scaling: dict | None = None,
     attention_bias: bool = False,
     window: int | None = None,
+    num_experts: int = 4,
+    experts_per_token: int = 2,
     max_positions: int = 256,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
@@ -45,7 +47,7 @@ def make_model(
     """Write a random model of `family`, one of FAMILIES, to `folder` and return the folder.
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
-    A `window` is that of all layers, or of every second one, as the family has it.
+    A `window` is that of all layers, or of every second one, as the family has it; experts are `ffn_size` wide.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
@@ -67,6 +69,9 @@ def make_model(
             "pad_token_id": None,
         }
     )
+    if kin.experts is not None:
+        config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
+        config.update({kin.experts.width: ffn_size})
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
         config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from hacpo_mega.lab.planning.publication import published
+from hacpo_mega.lab.planning.publish_bytes import least_received
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.publish_plan import (
     PublishPlan,
@@ -126,11 +128,14 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
 
 @each_case
 def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp, ep):
-    """In closed form."""
+    """In closed form; and that is the least, counted without a plan."""
     model = MODELS[model]
     plan, counted = plan_of(model, tp, cp, pp, engine_tp, ep), published(model, tp, STAGES[pp], engine_tp, cp, ep)
     assert [4 * n for n in counted.sent] == plan.sent_bytes()
     assert [4 * n for n in counted.received] == plan.received_bytes()
+    ends = {"first_layers": STAGES[pp][0]} if pp == 2 else {}
+    least = least_received(model, Layout(tp=tp, pp=pp, cp=cp, ep=ep, **ends), engine_tp)
+    assert least == counted.received
     assert [4 * n for n in counted.written] == plan.written_bytes()
     pairs = {(piece.source, piece.target) for piece in plan.pieces if piece.crosses}
     assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(tp * cp * pp)])

@@ -7,21 +7,23 @@ from typing import Any
 from hacpo_mega.config.device_memory import memory_table
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.plan import AgentPlan, Plan
+from hacpo_mega.lab.planning.publish_bytes import PublishBytes
 from hacpo_mega.lab.planning.search import Ways
 from hacpo_mega.lab.planning.seconds import PHASES
 from hacpo_mega.lab.planning.store_cost import job_cost
 
 Rows = Sequence[Sequence[str]]
-GB = 1e9
+MB, GB = 1e6, 1e9
 # Ways that are shown, the fastest first; JSON has all of them.
 MOST_WAYS = 5
+PUBLISHED = {"sent": "sent", "received": "received", "least": "at least", "copied": "copied in place"}
 
 
 def shown(plan: Plan, ways: Ways) -> str:
     """Everything, part by part."""
     budgets = {agent.name: agent.budget for agent in plan.agents}
     parts = [_cluster_lines(plan), plan.ranks.table(), memory_table(budgets), aligned(_seconds(plan))]
-    parts += [aligned(list(_terms(plan))), aligned(list(_messages(plan))), aligned(list(_ways(ways)))]
+    parts += [aligned(list(rows)) for rows in (_terms(plan), _messages(plan), _publications(plan), _ways(ways))]
     return "\n\n".join(parts)
 
 
@@ -77,6 +79,24 @@ def _messages(plan: Plan) -> Iterator[list[str]]:
                    f"{message.count:.0f}", f"{message.seconds(plan.cluster):.2f}"]  # fmt: skip
 
 
+def _publications(plan: Plan) -> Iterator[list[str]]:
+    yield ["bytes of a publish by rank of a cell", "ranks", *(f"MB {what}" for what in PUBLISHED.values())]
+    for agent in plan.agents:
+        moved = PublishBytes(agent.budget)
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank, sizes in enumerate(zip(*(getattr(moved, what) for what in PUBLISHED), strict=True)):
+            ranks.setdefault(sizes, []).append(rank)
+        for sizes, alike in ranks.items():
+            yield [agent.name, _spans(alike), *(f"{size / MB:.1f}" for size in sizes)]
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    firsts = [rank for rank in ranks if rank - 1 not in ranks]
+    lasts = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
+
+
 def _ways(ways: Ways) -> Iterator[list[str]]:
     yield ["layouts that let all finish soonest", "s a step", "idle", "key=value"]
     for way in ways.frontier[: -MOST_WAYS - 1 : -1]:
@@ -110,6 +130,7 @@ def _agent_table(plan: Plan, agent: AgentPlan, cluster: Cluster) -> dict[str, An
         "terms_s": {phase: dict(terms) for phase, terms in agent.phases.items()},
         "busy_s": agent.busy_s,
         "idle_share": plan.idle_share(agent),
+        "publish": {what: getattr(PublishBytes(agent.budget), what) for what in PUBLISHED},
         "messages": [
             {"phase": m.phase, "what": m.what, "inside": m.inside, "bytes": m.num_bytes, "count": m.count,
              "seconds": m.seconds(cluster)} for m in agent.messages

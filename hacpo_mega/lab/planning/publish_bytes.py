@@ -1,0 +1,80 @@
+"""What each rank of a cell moves in a publication, in bytes, beside the least that any publication could move.
+
+The least is counted without a plan: of the numbers that a rank's engine holds, those that its own actor does not.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from hacpo_mega.lab.planning.publication import Published
+from hacpo_mega.lab.planning.traffic import publication_of
+from hacpo_mega.memory.budget import Budget
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
+from hacpo_mega.models.segments import Slot, stage_slots
+
+
+@dataclass(frozen=True)
+class PublishBytes:
+    """Of one publication of an agent, each by rank of a cell; tensor ranks are neighbours there."""
+
+    budget: Budget
+
+    @cached_property
+    def _moved(self) -> Published:
+        return publication_of(self.budget)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """To other ranks."""
+        return self._bytes(self._moved.sent)
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """From other ranks."""
+        return self._bytes(self._moved.received)
+
+    @cached_property
+    def least(self) -> tuple[int, ...]:
+        """No publication receives less."""
+        actor = self.budget.actor
+        return self._bytes(least_received(actor.architecture, actor.layout, self.budget.engine.tp))
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """From a rank's actor into its own engine."""
+        written = self._bytes(self._moved.written)
+        return tuple(all_of - came for all_of, came in zip(written, self.received, strict=True))
+
+    def _bytes(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number * self.budget.actor.device.number for number in numbers)
+
+
+def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -> tuple[int, ...]:
+    """Numbers, by rank of a cell, that engines over `engine_tp` ranks hold there and the actor does not."""
+    stages = stage_layers(architecture.num_layers, layout)
+    whole = stage_slots(architecture, (architecture.num_layers,), 0)
+    needed = [_held_by_engine(whole, architecture, engine_tp, rank) for rank in range(engine_tp)]
+    total = [sum(shard.size for shards in of_rank.values() for shard in shards) for of_rank in needed]
+    found = []
+    for rank in range(layout.cell_size):
+        stage, place = rank // (layout.tp * layout.cp), rank % engine_tp
+        shares = {"tp": layout.tp, "tp_rank": rank % layout.tp, "ep": layout.ep, "ep_rank": rank % layout.ep}
+        slots = stage_slots(architecture, stages, stage)
+        both = {
+            overlap
+            for _, rectangle in actor_shards(slots, architecture, **shares)
+            for shard in needed[place].get(rectangle.source.name, ())
+            if (overlap := shard.overlap(shard_of(rectangle))) is not None
+        }
+        found.append(total[place] - sum(shard.size for shard in both))
+    return tuple(found)
+
+
+def _held_by_engine(slots: Iterable[Slot], architecture: Architecture, tp: int, rank: int) -> dict[str, list[Shard]]:
+    held: dict[str, list[Shard]] = {}
+    for shard in engine_shards(slots, architecture, tp=tp, rank=rank):
+        held.setdefault(shard.name, []).append(shard)
+    return held

@@ -1,0 +1,105 @@
+"""What a config.json says of experts, against transformers' own reading, and the names that it saves them by."""
+
+import json
+import math
+
+import pytest
+from test_families import MIXTRAL, QWEN3_MOE, read
+from tiny_models import make_model
+from transformers import AutoConfig
+
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout, layout_problems
+from hacpo_mega.models.segments import all_sources, rectangles, segments, shard_shape, stage_slots
+from hacpo_mega.models.weight_files import weight_problems
+
+
+@pytest.mark.parametrize("published", [QWEN3_MOE, MIXTRAL])
+def test_experts_are_read_as_transformers_reads_them(tmp_path, published):
+    config = json.loads(published)
+    found, theirs = read(tmp_path, config), AutoConfig.for_model(**config)
+    assert (found.num_experts, found.experts_per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    assert found.expert_ffn == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert found.normalises_experts == getattr(theirs, "norm_topk_prob", True)
+    assert found.has_experts and found.ffn_size == 0
+    # As the Hub counts them: 30.5 and 46.7 billion.
+    size = sum(math.prod(source.shape) for source in all_sources(found))
+    assert round(size / 1e9, 1) == {"qwen3_moe": 30.5, "mixtral": 46.7}[found.family]
+
+
+@pytest.mark.parametrize("said", ["num_experts", "num_local_experts"])
+def test_their_number_has_two_names(tmp_path, said):
+    config = json.loads(QWEN3_MOE)
+    del config["num_experts"]
+    assert read(tmp_path, config | {said: 64}).num_experts == 64
+    with pytest.raises(ValueError, match="num_experts = 64 and num_local_experts = 32 both say how many experts"):
+        read(tmp_path, config | {"num_experts": 64, "num_local_experts": 32})
+
+
+@pytest.mark.parametrize(
+    ("published", "field", "value", "line"),
+    [
+        (QWEN3_MOE, "mlp_only_layers", [0], r"mlp_only_layers = \[0\] is not supported, only \[\]"),
+        (QWEN3_MOE, "decoder_sparse_step", 2, r"decoder_sparse_step = 2 is not supported, only 1"),
+        (QWEN3_MOE, "num_experts_per_tok", 129, r"num_experts_per_tok is 129, and there are 128 experts"),
+        (QWEN3_MOE, "num_experts", 0, r"num_experts must be an integer of at least 1"),
+        (QWEN3_MOE, "norm_topk_prob", 1, r"norm_topk_prob must be true or false"),
+        (QWEN3_MOE, "shared_expert_intermediate_size", 64, r"is no field of qwen3_moe that is known"),
+        (MIXTRAL, "router_jitter_noise", 0.1, r"an answer that is scored twice would have two scores"),
+        (MIXTRAL, "sliding_window", 4096, r"sliding_window = 4096 is not supported, only None"),
+        (MIXTRAL, "norm_topk_prob", False, r"is no field of mixtral that is known"),
+    ],
+)  # fmt: skip
+def test_what_would_compute_something_else_is_refused_by_name(tmp_path, published, field, value, line):
+    with pytest.raises(ValueError, match=line):
+        read(tmp_path, json.loads(published) | {field: value})
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_folder_that_transformers_saves_has_these_tensors(tmp_path, family):
+    folder = make_model(tmp_path, family, num_experts=6)
+    found = Architecture.from_folder(folder)
+    wanted = {source.name: source.shape for source in all_sources(found)}
+    assert weight_problems(folder, wanted, family=family, tied=True) == []
+
+
+def test_ranks_of_ep_have_whole_experts_in_their_order(tmp_path):
+    architecture = Architecture.from_folder(make_model(tmp_path, "qwen3_moe", num_experts=6, ffn_size=40))
+    _, *_, gate_up, down, _ = stage_slots(architecture, (2,), 0)
+    assert shard_shape(gate_up, architecture, tp=2, ep=3) == (2 * 2 * 40, 64)
+    assert shard_shape(down, architecture, tp=2, ep=3) == (2 * 64, 40)
+    held = [gate_up.sources[piece.source].name.split("experts.")[1]
+            for piece in segments(gate_up, architecture, tp=2, tp_rank=1, ep=3, ep_rank=1)]  # fmt: skip
+    assert held == [f"{expert}.{part}_proj.weight" for expert in (2, 3) for part in ("gate", "up")]
+    # What data parallelism cuts out of it: the end of an expert's down, and all but the end of the next one's.
+    places = {"tp": 1, "tp_rank": 0, "ep": 3, "ep_rank": 2}
+    first, second, last = rectangles(down, architecture, **places, start=63 * 40, stop=(64 + 63) * 40 + 7)
+    assert first.source.name.endswith("experts.4.down_proj.weight") and first.sizes == (1, 40)
+    assert (second.offsets, second.sizes, second.start) == ((0, 0), (63, 40), 64 * 40)
+    assert first.offsets == (63, 0)
+    assert (last.source, last.offsets, last.sizes) == (second.source, (63, 0), (1, 7))
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        (Layout(tp=2, ep=2), None),
+        (Layout(tp=2, ep=1), None),
+        (Layout(tp=2, cp=2, ep=4), "ep (4) must divide tp x cp (2 x 2 = 4), whose ranks share the experts, and the "
+         "model's 6 experts. Nearest: ep = 2"),
+        (Layout(ep=2), "ep (2) must divide tp x cp (1 x 1 = 1), whose ranks share the experts, and the model's 6 "
+         "experts. Nearest: ep = 1"),
+        (Layout(tp=2, engine_tp=2), "engine_tp (2) must divide the model's 33 columns of an expert. Nearest: "
+         "engine_tp = 1"),
+    ],
+)  # fmt: skip
+def test_layouts_of_experts(tmp_path, layout, line):
+    architecture = Architecture.from_folder(make_model(tmp_path, "mixtral", num_experts=6, ffn_size=33))
+    assert layout_problems(architecture, layout) == ([] if line is None else [line])
+
+
+def test_a_model_without_experts_has_no_ep(tmp_path):
+    architecture = Architecture.from_folder(make_model(tmp_path, "qwen3"))
+    assert layout_problems(architecture, Layout(tp=2, ep=2)) == [
+        "ep (2): a qwen3 model has no experts to share. Nearest: ep = 1"
+    ]

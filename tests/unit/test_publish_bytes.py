@@ -1,0 +1,67 @@
+"""The least that a publication can move, by hand, and what `hacpo-mega plan` prints of it.
+
+jobs/test_publish_exchange.py counts the same bytes on the wire, unit/test_publish_plan.py number by number.
+"""
+
+import json
+import re
+
+import pytest
+from plan_cases import write_cluster, write_small_job
+from typer.testing import CliRunner
+
+from hacpo_mega.cli.app import app
+from hacpo_mega.lab.planning.publication import published
+from hacpo_mega.lab.planning.publish_bytes import least_received
+from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.public import public_architecture
+
+HIDDEN, FFN, KV, VOCAB, LAYERS = 4096, 14336, 1024, 128256, 32
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * FFN
+MEGABYTES = ["MB sent", "MB received", "MB at least", "MB copied in place"]
+# Of all matrices, embedding and head among them, what a rank of a cell receives: the layout's table in eighths.
+EIGHTHS = {
+    (2, 1, 1, 2): (0, 0),
+    (2, 1, 1, 1): (4, 4),
+    (1, 1, 2, 1): (4, 4),
+    (1, 1, 2, 2): (2, 2),
+    (2, 1, 2, 4): (1, 2, 2, 1),
+    (2, 2, 1, 2): (0, 0, 0, 0),
+    (2, 1, 4, 2): (3,) * 8,
+}
+
+
+@pytest.mark.parametrize("tp, cp, pp, engine_tp", EIGHTHS)
+def test_the_least_by_hand(tp, cp, pp, engine_tp):
+    """Llama 3.1 8B, whose vocabulary needs no padding; every stage has as many layers, and norms beside them."""
+    model, layout = public_architecture("meta-llama/Llama-3.1-8B"), Layout(tp=tp, pp=pp, cp=cp)
+    matrices = LAYERS * LAYER + 2 * VOCAB * HIDDEN
+    received = least_received(model, layout, engine_tp)
+    assert received == published(model, tp, stage_layers(LAYERS, layout), engine_tp, cp).received
+    for rank, eighths in enumerate(EIGHTHS[tp, cp, pp, engine_tp]):
+        stage = rank // (tp * cp)
+        of_norms = (2 * LAYERS * (pp - 1) // pp + (stage < pp - 1)) * HIDDEN
+        if pp <= 2:  # the first and the last have a matrix of VOCAB rows each; others would have none
+            assert received[rank] == matrices * eighths // 8 + of_norms
+        else:
+            layers, ends = 3 * LAYERS * LAYER // 8, 2 * VOCAB * HIDDEN // 2
+            own = VOCAB * HIDDEN // 2 if stage in (0, pp - 1) else 0
+            assert received[rank] == layers + ends - own + of_norms
+
+
+def test_the_command_prints_what_each_rank_moves_beside_the_least(tmp_path):
+    """Two stages of a layer each into one engine over both: half of a layer's matrices and of 256 rows, and norms."""
+    job, cluster = write_small_job(tmp_path, pp=2, engine_tp=2), write_cluster(tmp_path)
+    out = tmp_path / "plan.json"
+    result = CliRunner().invoke(app, ["plan", str(job), "--cluster", str(cluster), "--json", str(out)])
+    assert result.exception is None, result.exception
+    matrices, norms, rows, last_norm = 36_864 // 2, 2 * 64, 256 // 2 * 64, 64
+    first, second = 4 * (matrices + norms + rows), 4 * (matrices + norms + rows + last_norm)
+    expected = {"sent": [first, second], "received": [second, first]}
+    expected |= {"least": expected["received"], "copied": expected["sent"]}
+    assert json.loads(out.read_text())["agents"]["a"]["publish"] == expected
+    lines = [re.split("  +", line) for line in result.output.splitlines()]
+    heading = lines.index(["bytes of a publish by rank of a cell", "ranks", *MEGABYTES])
+    by_rank = zip(*expected.values(), strict=True)
+    rows = [[f"{rank}", *(f"{size / 1e6:.1f}" for size in sizes)] for rank, sizes in enumerate(by_rank)]
+    assert lines[heading + 1 :][:4] == [[agent, *row] for agent in "ab" for row in rows]
