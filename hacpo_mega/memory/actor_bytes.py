@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
 from hacpo_mega.models.segments import Cut, padded_vocab_size, shard_shape, stage_slots
@@ -96,6 +97,7 @@ class ActorMemory:
     forward         what scoring takes, which keeps nothing
     step            what Adam's step takes
     own_gradient    the copy that a diagnosis compares with
+    worst_experts   how much more is kept where all tokens ask for the experts of this device; in nothing else
     """
 
     weights: int
@@ -108,12 +110,14 @@ class ActorMemory:
     forward: int
     step: int
     own_gradient: int
+    worst_experts: int
 
 
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
     numbers, experts = (count(plan.architecture, plan.layout, stage) for count in (num_weights, expert_weights))
-    share = math.ceil((numbers - experts) / plan.shards) + math.ceil(experts / plan.expert_shards)
+    shares = math.ceil((numbers - experts) / plan.shards), math.ceil(experts / plan.expert_shards)
+    share = sum(shares)
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
@@ -128,9 +132,10 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         * (_kept(plan, layer, layers, is_first=stage == 0, is_last=is_last) + _masks(plan, stage)),
         working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
-        # The square root of the second moment, of all parameters at once.
-        step=share * FLOAT32,
+        # The square root of the second moment, of all parameters at once, of experts after the others.
+        step=max(shares) * FLOAT32,
         own_gradient=share * FLOAT32 if plan.diagnoses else 0,
+        worst_experts=layer.experts.worst * ((plan.layout.pp - stage) * layers if plan.recompute == "none" else 1),
     )
 
 
@@ -164,6 +169,7 @@ class _Layer:
     ffn        [t, f]; mlp: all that the feed-forward keeps, its norm not included
     down       the gradient of the feed-forward's second matrix
     more_norms what norms keep beyond two
+    experts    what is there in the place of a feed-forward, where the model has experts
     """
 
     residual: int
@@ -174,6 +180,7 @@ class _Layer:
     mlp: int
     down: int
     more_norms: int
+    experts: ExpertBytes
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
@@ -183,16 +190,18 @@ class _Layer:
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
+        experts = expert_bytes(a, plan.layout, tokens, number) if a.has_experts else ExpertBytes(0, 0, 0, 0)
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
             norm=norm,
             attention=norm + _attention(plan),
             ffn=ffn,
-            mlp=3 * ffn,  # gate and up, and their product
+            mlp=3 * ffn + experts.kept,  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.kin.norms) - 2) * norm,
+            experts=experts,
         )
 
     def kept(self, recompute: Recompute) -> int:
@@ -210,7 +219,7 @@ class _Layer:
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
-        return again + self.residual + max(second, 2 * self.ffn, first)
+        return again + self.residual + (self.experts.working or max(second, 2 * self.ffn, first))
 
 
 def _attention(plan: ActorPlan) -> int:
@@ -324,7 +333,7 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
-    inside = 4 * layer.residual + layer.mlp + tokens * a.angle_size * FLOAT32
+    inside = 4 * layer.residual + (layer.experts.forward or layer.mlp) + tokens * a.angle_size * FLOAT32
     # A mask is made of truth values, a byte each.
     inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4
     columns = padded_vocab_size(a.vocab_size, tp) // tp

@@ -84,7 +84,8 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it.
+        "on the host" is of no device: pinned memory for what leaves it. "experts at worst" is what would come on top of
+        the activations if all tokens of the ranks that share experts asked for those of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
@@ -111,6 +112,7 @@ class Budget:
             "buckets": bucket_bytes(self.actor),
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
+            "experts at worst": of_actor.worst_experts,
             "on the host": (of_actor.weights if self.actor.shares else 0)
             + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }

@@ -17,8 +17,14 @@ def matrix_parameters(model: Architecture) -> int:
 
 def feed_forward_parameters(model: Architecture) -> int:
     """The same of a layer's feed-forward: of its router and as many experts as a token goes to, where it has them."""
-    width = model.experts_per_token * model.expert_ffn if model.has_experts else model.ffn_size
-    return model.hidden_size * (3 * width + model.num_experts)
+    if model.has_experts:
+        return active_experts(model) // model.num_layers + model.hidden_size * model.num_experts
+    return 3 * model.hidden_size * model.ffn_size
+
+
+def active_experts(model: Architecture) -> int:
+    """Parameters of the experts of a token, in all layers."""
+    return 3 * model.num_layers * model.experts_per_token * model.hidden_size * model.expert_ffn
 
 
 def touched_experts(model: Architecture, tokens: float) -> float:
