@@ -139,6 +139,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     )
 
 
+@functools.cache  # advice asks again and again
 def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
     """Numbers in the weights of one rank of pipeline stage `stage`."""
     return sum(_numbers(architecture, layout, stage, experts) for experts in (False, True))
@@ -149,7 +150,7 @@ def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -
     return _numbers(architecture, layout, stage, True)
 
 
-@functools.cache  # advice asks again and again
+@functools.cache
 def _numbers(architecture: Architecture, layout: Layout, stage: int, experts: bool) -> int:
     stages = stage_layers(architecture.num_layers, layout)
     return sum(

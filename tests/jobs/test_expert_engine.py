@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from expert_models import EXPERTS, make_expert_model
 from job import run_script
+from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
+EXPERTS = 8
 FFN = {"qwen3_moe": 48, "mixtral": 64}  # the CPU's kernel takes multiples of 32: of three quarters nothing to fill up
 NAMES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 CASES = [
@@ -28,7 +29,8 @@ def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family, ffn in FFN.items():
         for seed, name in enumerate(("first", "other"), 1):
-            make_expert_model(folder / family / name, family, expert_ffn=ffn, seed=seed)
+            sizes = {"head_dim": 32, "ffn_size": ffn, "num_experts": EXPERTS, "tied": False}
+            make_model(folder / family / name, family, seed=seed, **sizes)
     return folder
 
 

@@ -122,7 +122,7 @@ def test_the_table_adds_up(capsys, monkeypatch):
     assert not ended.value.code
     table = capsys.readouterr().out.split("memory of one process, GiB; 79.00 of a device")[1]
     rows = {}
-    for line in table.splitlines()[2:]:
+    for line in table.splitlines()[3:]:
         name, *numbers = re.split(r"\s{2,}", line)
         rows[name] = [float(number.rstrip("*")) for number in numbers]
     for phase in [name.removeprefix("= ") for name in rows if name.startswith("= ")]:

@@ -40,7 +40,7 @@ MODELS = {
     "norms over all heads": replace(BASE, family="olmo2", tied=False),
     "biases": replace(BASE, family="qwen2", qkv_bias=True, qk_norm=False),
     "experts": replace(
-        BASE, family="qwen3_moe", tied=False, ffn_size=0, num_experts=8, experts_per_token=2, expert_ffn=12
+        BASE, family="qwen3_moe", tied=False, ffn_size=0, num_experts=4, experts_per_token=2, expert_ffn=4
     ),
     "experts as wide as tokens": replace(
         BASE, family="mixtral", tied=False, qk_norm=False, ffn_size=0, num_experts=4, experts_per_token=2, expert_ffn=8
@@ -54,14 +54,13 @@ LAYOUTS = [
     for tp, cp, pp, engine_tp in itertools.product(SIZES, repeat=4)
     if tp * cp * pp <= (4 if cp == 1 else 8) and engine_tp <= tp * cp * pp
 ]
-# The same with ep, which divides tp x cp, for models with experts.
-CASES = [(name, *layout, 1) for name in MODELS for layout in LAYOUTS] + [
-    (name, *layout, ep)
-    for name, model in MODELS.items()
-    if model.has_experts
+# The same with ep, which divides tp x cp.
+SHARES = {"experts": 2, "experts as wide as tokens": 4}
+CASES = [
+    (name, *layout, SHARES.get(name, 1))
+    for name in MODELS
     for layout in LAYOUTS
-    for ep in (2, 4)
-    if layout[0] * layout[1] % ep == 0
+    if layout[0] * layout[1] % SHARES.get(name, 1) == 0
 ]
 each_layout = pytest.mark.parametrize("tp, cp, pp, engine_tp", LAYOUTS)
 each_case = pytest.mark.parametrize("model, tp, cp, pp, engine_tp, ep", CASES)
