@@ -43,6 +43,9 @@ class OptimizerConfig(Section):
     """Updates at the start of the run over which the learning rate rises linearly to lr."""
     min_lr_ratio: Share = 0.0
     """The learning rate at the end of a linear or cosine schedule, as a share of lr."""
+    kernels: Literal["auto", "te", "apex", "torch"] = "auto"
+    """Whose Adam, norm of the gradient and clipping, on CUDA: TransformerEngine's (te), apex's, torch's, or the first
+    of these that is installed (auto), which on the CPU is torch's."""
 
 
 class DataParallelConfig(Section):

@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.fused_optimizer import SAID, chosen_kernels, use_kernels
 from hacpo_mega.megatron.offload import Offload
 
 
@@ -76,6 +77,8 @@ class ActorOptimizer:
         self.config = config
         self.total_updates = total_updates
         self.num_updates = self.num_applied = 0
+        self.kernels = chosen_kernels(config.kernels, on_cuda=torch.cuda.is_available())
+        use_kernels(self.kernels)
         self.megatron = get_megatron_optimizer(_megatron_config(model, config), [model], use_gloo_process_groups=False)
         # wd_mult is Megatron's own choice of what decays (matrices, not norms and biases); its scheduler, which would
         # apply it, is not used.
@@ -88,6 +91,11 @@ class ActorOptimizer:
         views = [*model.parameters(), *(tensor for group in self.part.shard_fp32_groups for tensor in group)]
         buffers = [buffer.param_data for buffer in model.buffers]
         self.weights = Offload(buffers, views, "the model") if leaves else Offload(())
+
+    @property
+    def said(self) -> str:
+        """Whose Adam it is and of which version, for people."""
+        return f"Adam of {SAID[self.kernels]}"
 
     @property
     def part(self) -> DistributedOptimizer:
