@@ -125,7 +125,8 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         shorter = replace(lightest, num_tokens=at_most)
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
-    for key, size in ((key, n) for key in ("ep", "tp", "cp") for n in range(getattr(agent, key) + 1, 65)):
+    more = ((name, n) for name in ("ep", "tp", "cp") for n in range(getattr(agent, name) + 1, 65))
+    for key, size in more:
         layout = replace(actor.layout, **{key: size})
         engine_tp = engine.tp if engine.stays_awake or key == "ep" else layout.cell_size
         layout = replace(layout, engine_tp=engine_tp)

@@ -152,10 +152,11 @@ def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -
 
 @functools.cache
 def _numbers(architecture: Architecture, layout: Layout, stage: int, experts: bool) -> int:
-    stages = stage_layers(architecture.num_layers, layout)
+    layers = stage_layers(architecture.num_layers, layout)[stage]  # all alike: one is counted
     return sum(
         math.prod(shard_shape(slot, architecture, tp=layout.tp, ep=layout.ep))
-        for slot in stage_slots(architecture, stages, stage)
+        * (layers if slot.parameter.startswith("decoder.layers.") else 1)
+        for slot in stage_slots(architecture, (1,) * layout.pp, stage)
         if (slot.cut is Cut.EXPERTS) == experts
     )
 

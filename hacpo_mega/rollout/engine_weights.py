@@ -2,7 +2,8 @@
 
 On CUDA a parameter is what was loaded: its parts are written in place. On the CPU vLLM packs the weight of a linear
 layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start;
-experts are packed when both of their tensors are there (expert_weights.py). What was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
+experts are packed when both of their tensors are there (expert_weights.py). What was not followed (parts.py) goes
+through vLLM's own loaders, from full tensors.
 It gets vLLM's model and functions handed in; only engine.py imports vllm.
 """
 

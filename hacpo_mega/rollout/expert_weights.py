@@ -67,7 +67,7 @@ def take_experts(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def expert_halves(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """What the layer multiplies with, as it was loaded: gate, up [experts, ffn, hidden] and down [experts, hidden, ffn].
+    """What it multiplies with, as it was loaded: gate and up [experts, ffn, hidden], down [experts, hidden, ffn].
 
     ffn is this rank's part of the feed-forward.
     """

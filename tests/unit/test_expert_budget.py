@@ -49,7 +49,9 @@ def test_a_token_meets_as_many_parameters_as_the_models_card_says():
     assert active == LAYERS * (ATTENTION + EXPERTS * HIDDEN + TO * EXPERT) + 2 * VOCABULARY
     for name, billions in (("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22.0), ("Mixtral-8x7B-v0.1", 12.9)):
         model = public_architecture(name)
-        assert matrix_parameters(model) + model.vocab_size * model.hidden_size == pytest.approx(billions * 1e9, rel=0.02)
+        assert matrix_parameters(model) + model.vocab_size * model.hidden_size == pytest.approx(
+            billions * 1e9, rel=0.02
+        )
 
 
 def test_few_tokens_touch_few_experts():

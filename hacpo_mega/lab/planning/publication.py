@@ -136,8 +136,5 @@ def _by_name(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
 
 def _shared(some: list[Shard], others: dict[str, list[Shard]]) -> int:
     return sum(
-        shared.size
-        for one in some
-        for other in others.get(one.name, ())
-        if (shared := one.overlap(other)) is not None
+        shared.size for one in some for other in others.get(one.name, ()) if (shared := one.overlap(other)) is not None
     )

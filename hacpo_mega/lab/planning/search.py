@@ -151,14 +151,16 @@ def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Sprea
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """tp, cp, ep, pp and engine_tp that the model can have, ranks of tp x cp inside a node; models/layout.py decides."""
+    """tp, cp, ep, pp and engine_tp that the model can have (models/layout.py), ranks of tp x cp inside a node."""
     model, config = planned.models[agent.name], planned.config
     is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
     shares = [(tp, cp) for tp in _divisors(node) for cp in _divisors(node // tp) if tokens % (tp * cp) == 0]
     stages = range(1, MAX_STAGES + 1) if is_even else (agent.pp,)
     for (tp, cp), pp in itertools.product(shares, stages):
-        for engine_tp, ep in itertools.product(_divisors(tp * cp * pp), _divisors(tp * cp) if model.has_experts else (1,)):
+        for engine_tp, ep in itertools.product(
+            _divisors(tp * cp * pp), _divisors(tp * cp) if model.has_experts else (1,)
+        ):
             layout = Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep)
             # A larger engine has whole nodes.
             if 0 in (node % engine_tp, engine_tp % node) and not layout_problems(model, layout):

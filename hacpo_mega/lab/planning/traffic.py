@@ -140,9 +140,7 @@ def _prompts_of_engine(work: Work, engines: float) -> float:
     return min(work.prompts, work.answers / engines)
 
 
-def _of_model(
-    phase: str, budget: Budget, tokens: float, batches: int, ways: int, spread: Spread
-) -> Iterator[Message]:
+def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
     a, layout, number = actor.architecture, actor.layout, actor.device.number
     row, tokens = a.hidden_size * number, tokens / layout.cp
