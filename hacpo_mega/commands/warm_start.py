@@ -51,9 +51,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         return
     actor = Actor(
         draft,
-        tp=spec.tp,
-        pp=spec.pp,
-        cp=spec.cp,
+        layout=spec.layout,
         optimizer=plan.optimizer,
         total_updates=plan.num_updates,
         max_positions=spec.init.max_positions,

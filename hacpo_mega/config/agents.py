@@ -22,6 +22,7 @@ from hacpo_mega.config.section import (
     Small,
 )
 from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.layout import Layout
 
 
 class OptimizerConfig(Section):
@@ -187,6 +188,11 @@ class AgentConfig(Section):
     def prompting(self) -> Prompting:
         """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
         return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
+
+    @property
+    def layout(self) -> Layout:
+        """How a cell of this agent shares its model. ValueError for numbers of layers that are none."""
+        return Layout.of(self.tp, self.pp, self.megatron, self.engine_tensor_parallel, self.cp, self.ep)
 
     @property
     def cell_size(self) -> int:

@@ -82,6 +82,7 @@ def build_model(
     tp: int,
     pp: int,
     cp: int = 1,
+    ep: int = 1,
     dtype: torch.dtype,
     max_positions: int,
     recompute: str = "none",
@@ -95,9 +96,7 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    if architecture.has_experts:
-        raise ValueError(f"a {architecture.family} model can be planned; its experts cannot be trained yet")
-    layout = Layout.of(tp, pp, overrides or {}, cp=cp)
+    layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})
