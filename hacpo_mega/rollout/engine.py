@@ -57,12 +57,8 @@ from hacpo_mega.rollout.host_process import (
 from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
-RELOADING = Reloading(
-    initialize_layerwise_reload,
-    finalize_layerwise_reload,
-    (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod),
-    logger,
-)
+PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
+RELOADING = Reloading(initialize_layerwise_reload, finalize_layerwise_reload, PLAIN, logger)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
@@ -139,13 +135,11 @@ class Engine:
         self._running: RunningAnswers | None = None
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
-            config, model = llm.llm_engine.vllm_config, worker_of(llm).get_model()
-            if not self._on_cuda:  # vLLM's first model runner; the second one draws by row itself
-                pack_at_every_load(model)
-                runner = worker_of(llm).model_runner
-                runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
+            config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
+            if not self._on_cuda:
+                _adapt_to_cpu(worker_of(llm).model_runner)
         # Whether the engine holds weights in another form than they are published in.
-        self.quantizes = config.quant_config is not None or converts_experts(model)
+        self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
 
     def generate(
@@ -335,6 +329,12 @@ class Engine:
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
+
+
+def _adapt_to_cpu(runner: Any) -> None:
+    """vLLM's first model runner, which is there alone; the second one draws by row itself."""
+    pack_at_every_load(runner.get_model())
+    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
 
 
 # For good, since it also runs when an engine that nobody closed is collected.

@@ -15,12 +15,9 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 EXPERTS = 8
-FFN = {"qwen3_moe": 48, "mixtral": 64}  # the CPU's kernel takes multiples of 32: of three quarters nothing to fill up
+FFN = {"qwen3_moe": 48, "mixtral": 128}  # over their ranks 24 and 32; the CPU's kernel fills up to multiples of 32
 NAMES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-CASES = [
-    ("qwen3_moe", 2),
-    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("mixtral", 1), ("mixtral", 2), ("qwen3_moe", 4))),
-]
+CASES = [("qwen3_moe", 2), pytest.param("mixtral", 4, marks=pytest.mark.nightly)]
 each_case = pytest.mark.parametrize("family, tp", CASES)
 
 
