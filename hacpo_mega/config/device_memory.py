@@ -12,10 +12,11 @@ from typing import Any
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
-from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute, expert_weights, num_weights
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
 from hacpo_mega.memory.budget import GIB, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import active_experts, forward_flops
+from hacpo_mega.models.flops import active_experts, learning_flops
 from hacpo_mega.models.layout import Layout, layout_problems
 
 # What torch sees of a device that is sold as 80 GB, rounded down.
@@ -146,6 +147,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         offloads=agent.offload == "optimizer" or config.placement == "shared",
         shares=config.placement == "shared",
         device=CPU if on_cpu else CUDA,
+        lora=agent.adapters(architecture),
     )
 
 
@@ -205,7 +207,7 @@ def _model(budget: Budget) -> str:
     model, longest = budget.actor.architecture, budget.engine.max_tokens
     whole = num_weights(model, Layout())
     active = whole - expert_weights(model, Layout()) + active_experts(model)
-    flops = 3 * forward_flops(model, 1, longest) / longest
+    flops = learning_flops(model, 1, longest, budget.actor.lora) / longest
     size = f"{whole / 1e9:.3g} B" if active == whole else f"{whole / 1e9:.3g} B, {active / 1e9:.3g} B active"
     return f"{size}, {flops / 1e9:.3g} GFLOP a token learnt"
 

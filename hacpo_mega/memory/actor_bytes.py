@@ -8,15 +8,17 @@ of a tensor rank, d head size, f feed-forward columns and v vocabulary rows of a
 Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hacpo_mega.memory.adapter_numbers import kept_by_adapters, num_factors
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.segments import Cut, padded_vocab_size, shard_shape, stage_slots
+from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.segments import padded_vocab_size
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
@@ -58,6 +60,7 @@ class ActorPlan:
     diagnoses   own gradients are compared with others' now and then, which needs a copy of the first
     offloads    main weights and moments are in host memory while the engine is awake
     shares      all of it is in host memory but in its agent's turns on devices that it shares
+    lora        its adapters, which are trained in place of the weights; None: these
     """
 
     architecture: Architecture
@@ -69,6 +72,7 @@ class ActorPlan:
     offloads: bool = False
     shares: bool = False
     device: Device = CUDA
+    lora: Lora | None = None
 
     @property
     def own_tokens(self) -> int:
@@ -115,14 +119,14 @@ class ActorMemory:
 
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
-    numbers, experts = (count(plan.architecture, plan.layout, stage) for count in (num_weights, expert_weights))
-    shares = math.ceil((numbers - experts) / plan.shards), math.ceil(experts / plan.expert_shards)
-    share = sum(shares)
+    dense, experts = trained_parts(plan, stage)
+    held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
+    share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
     return ActorMemory(
-        weights=numbers * plan.device.number,
+        weights=(held if plan.lora is None else held + numbers) * plan.device.number,
         gradients=numbers * FLOAT32,
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
@@ -139,26 +143,13 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     )
 
 
-@functools.cache  # advice asks again and again
-def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
-    """Numbers in the weights of one rank of pipeline stage `stage`."""
-    return sum(_numbers(architecture, layout, stage, experts) for experts in (False, True))
-
-
-def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
-    """What of them is experts: of another distributed optimizer, whose ranks are those with the same experts."""
-    return _numbers(architecture, layout, stage, True)
-
-
-@functools.cache
-def _numbers(architecture: Architecture, layout: Layout, stage: int, experts: bool) -> int:
-    layers = stage_layers(architecture.num_layers, layout)[stage]  # all alike: one is counted
-    return sum(
-        math.prod(shard_shape(slot, architecture, tp=layout.tp, ep=layout.ep))
-        * (layers if slot.parameter.startswith("decoder.layers.") else 1)
-        for slot in stage_slots(architecture, (1,) * layout.pp, stage)
-        if (slot.cut is Cut.EXPERTS) == experts
-    )
+def trained_parts(plan: ActorPlan, stage: int = 0) -> tuple[int, int]:
+    """Numbers that a rank has a gradient of, its weights or adapters: of all but experts, and of experts."""
+    counted = plan.architecture, plan.layout, stage
+    if plan.lora is not None:
+        return num_factors(*counted, plan.lora), 0
+    experts = expert_weights(*counted)
+    return num_weights(*counted) - experts, experts
 
 
 @dataclass(frozen=True)
@@ -197,9 +188,10 @@ class _Layer:
             residual=residual,
             gathered=tokens * a.hidden_size * number,
             norm=norm,
-            attention=norm + _attention(plan),
+            attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
-            mlp=3 * ffn + experts.kept,  # gate and up, and their product
+            # Gate and up, and their product.
+            mlp=3 * ffn + experts.kept + _factors(plan, "mlp"),
             down=a.hidden_size * (a.ffn_size // tp) * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.kin.norms) - 2) * norm,
@@ -222,6 +214,13 @@ class _Layer:
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
         return again + self.residual + (self.experts.working or max(second, 2 * self.ffn, first))
+
+
+def _factors(plan: ActorPlan, block: str) -> int:
+    """What adapters keep beside what the matrices of a block would."""
+    if plan.lora is None:
+        return 0
+    return kept_by_adapters(plan.architecture, plan.layout.tp, plan.lora, block, plan.own_tokens) * plan.device.number
 
 
 def _attention(plan: ActorPlan) -> int:
@@ -336,6 +335,8 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
     inside = 4 * layer.residual + (layer.experts.forward or layer.mlp) + tokens * a.angle_size * FLOAT32
+    if plan.lora is not None:
+        inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     # A mask is made of truth values, a byte each.
     inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4
     columns = padded_vocab_size(a.vocab_size, tp) // tp

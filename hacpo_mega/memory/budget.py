@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, expert_weights, num_weights
+from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import BUCKET_BYTES
@@ -199,6 +200,9 @@ def cache_per_token(budget: Budget) -> int:
 
 
 def bucket_bytes(actor: ActorPlan) -> int:
-    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received."""
+    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received.
+
+    What adapters are merged into is a copy, a bucket more.
+    """
     whole = num_weights(actor.architecture, Layout(), 0) * actor.device.number
-    return 2 * 2 * min(BUCKET_BYTES, whole)
+    return (2 * 2 + (actor.lora is not None)) * min(BUCKET_BYTES, whole)

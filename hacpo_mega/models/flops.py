@@ -6,6 +6,7 @@ layer's experts those count to which a token goes.
 """
 
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.lora import Lora, adapter_numbers
 
 
 def matrix_parameters(model: Architecture) -> int:
@@ -30,6 +31,19 @@ def active_experts(model: Architecture) -> int:
 def touched_experts(model: Architecture, tokens: float) -> float:
     """Share of a layer's experts to which some of so many tokens go, each to experts of its own by lot."""
     return 1.0 - (1.0 - model.experts_per_token / model.num_experts) ** tokens
+
+
+def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:
+    """Of a forward and a backward pass: backward costs two forwards, one for what is before a matrix and one for it.
+
+    With adapters the matrices themselves have no gradient, and what the factors cost comes on top.
+    """
+    forward = forward_flops(model, num_sequences, length)
+    if lora is None:
+        return 3.0 * forward
+    attention = forward - num_sequences * 2.0 * matrix_parameters(model) * length
+    adapters = num_sequences * 2.0 * adapter_numbers(model, lora) * length
+    return 2.0 * forward + attention + 3.0 * adapters
 
 
 def forward_flops(model: Architecture, num_sequences: float, length: float) -> float:

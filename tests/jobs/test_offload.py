@@ -20,7 +20,7 @@ from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpo
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.megatron.actor_offload import ActorOffload
-from hacpo_mega.memory.actor_bytes import num_weights
+from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 
@@ -47,9 +47,9 @@ def visit_layouts(folder: Path) -> dict:
     found = {}
     for name, options in LAYOUTS.items():
         stays, _ = play(folder / "model", folder / name / "stays", **options)
-        offloads, actor = play(folder / "model", folder / name / "offloads", offloads=True, **options)
+        offloads, actor = play(folder / "model", folder / name / "offloads", leaves="state", **options)
         facts = look(actor)
-        leaves, actor = play(folder / "model", folder / name / "leaves", leaves=True, **options)
+        leaves, actor = play(folder / "model", folder / name / "leaves", leaves="everything", **options)
         found[name] = stays, (offloads, leaves), facts, look_at_whole(actor)
     return found
 

@@ -9,9 +9,10 @@ import pytest
 
 from hacpo_mega.lab.planning.traffic import Spread, messages_of
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory, expert_weights, num_weights
+from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory
 from hacpo_mega.memory.budget import Budget, EnginePlan, engine_weights
 from hacpo_mega.memory.expert_bytes import expert_bytes
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.flops import feed_forward_parameters, matrix_parameters, touched_experts
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.public import public_architecture

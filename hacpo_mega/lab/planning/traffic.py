@@ -16,7 +16,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.publication import Published, published
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import FLOAT32, expert_weights, num_weights
+from hacpo_mega.memory.actor_bytes import FLOAT32, trained_parts
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.layout import stage_layers
 from hacpo_mega.rollout.wire import HEADER
@@ -188,8 +188,7 @@ def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, sprea
 
 def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
-    experts = expert_weights(actor.architecture, actor.layout, budget.stage)
-    dense = num_weights(actor.architecture, actor.layout, budget.stage) - experts
+    dense, experts = trained_parts(actor, budget.stage)
     parts = (("dp", dense, actor.shards), ("experts", experts, actor.expert_shards))
     for what, numbers, ranks in parts:
         if numbers and ranks > 1:
