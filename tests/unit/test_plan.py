@@ -32,7 +32,7 @@ SMALL, WIDE = CLUSTERS / "h100-2x8.toml", CLUSTERS / "h100-32x8.toml"
 ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE}
 # What an agent waits in a step. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them; one of
 # the larger pair answers longer, the other learns longer.
-WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.62, LARGE_EXPERTS: 0.37}
+WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.62, LARGE_EXPERTS: 0.38}
 # Parameters that the Hub shows for the weights of each.
 PARAMETERS = {
     "Qwen/Qwen3-1.7B": 1_720_574_976,

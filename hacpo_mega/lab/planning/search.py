@@ -19,7 +19,9 @@ from hacpo_mega.lab.planning.configuration import Planned
 from hacpo_mega.lab.planning.plan import AgentPlan, plan_agent, stretches, wall_seconds
 from hacpo_mega.lab.planning.traffic import Spread, spread_of
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.budget import Budget
+from hacpo_mega.memory.actor_bytes import CPU, CUDA
+from hacpo_mega.memory.budget import GIB, Budget
+from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_problems
 
@@ -157,14 +159,18 @@ def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
     shares = [(tp, cp) for tp in _divisors(node) for cp in _divisors(node // tp) if tokens % (tp * cp) == 0]
     stages = range(1, MAX_STAGES + 1) if is_even else (agent.pp,)
+    inside = _fits_a_node(model, cluster)
     for (tp, cp), pp in itertools.product(shares, stages):
-        for engine_tp, ep in itertools.product(
-            _divisors(tp * cp * pp), _divisors(tp * cp) if model.has_experts else (1,)
-        ):
-            layout = Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep)
-            # A larger engine has whole nodes.
-            if 0 in (node % engine_tp, engine_tp % node) and not layout_problems(model, layout):
+        sizes = [n for n in _divisors(tp * cp * pp) if node % n == 0 or (not inside and n % node == 0)]
+        for engine_tp, ep in itertools.product(sizes, _divisors(tp * cp) if model.has_experts else (1,)):
+            if not layout_problems(model, Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep)):
                 yield {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "engine_tp": engine_tp}
+
+
+def _fits_a_node(model: Architecture, cluster: Cluster) -> bool:
+    """Whether the devices of a node hold the weights of an engine in half of their memory; else whole nodes do."""
+    number = (CPU if cluster.on_cpu else CUDA).number
+    return num_weights(model, Layout()) * number <= cluster.devices_per_node * cluster.device.memory_gib * GIB / 2
 
 
 def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
