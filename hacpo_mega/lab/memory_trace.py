@@ -272,10 +272,10 @@ class _NumbersThatAreKnown(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _even(counts_2r: torch.Tensor, num_rows: int) -> list[list[int]]:
-    """Every rank of ep has as many tokens, and every expert as many of them."""
-    ranks = counts_2r.shape[1]
-    return [[num_rows * (rank + 1) // ranks - num_rows * rank // ranks for rank in range(ranks)]] * 2
+def _even(counts: torch.Tensor, num_rows: int) -> list[list[int]]:
+    """As moe.py is told how rows are shared by ranks or by experts, of which nobody has more than another."""
+    lines, among = counts.shape
+    return [[num_rows * (place + 1) // among - num_rows * place // among for place in range(among)]] * lines
 
 
 class _FusedNorm(torch.autograd.Function):
