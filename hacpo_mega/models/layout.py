@@ -16,7 +16,7 @@ from hacpo_mega.models.architecture import Architecture
 # Megatron's names for the layers of the first and the last pipeline stage.
 FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
-# What the CPU's kernel of vLLM's experts takes multiples of (cpu_moe.py, output_alignment).
+# What the CPU's kernel of vLLM's experts takes multiples of (its `output_alignment`).
 CPU_EXPERTS = 32
 
 

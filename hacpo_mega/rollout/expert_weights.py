@@ -2,7 +2,7 @@
 
 On CUDA Triton's kernels read them as they were loaded; other kernels have forms of their own, which nobody here reads.
 On the CPU vLLM packs them, one expert after the other, and fills up the feed-forward. vLLM 0.32 does so at the first
-load alone (`is_weight_update`, fused_moe/unquantized_fused_moe_method.py): what came later was read as if it were
+load alone (`is_weight_update` of UnquantizedFusedMoEMethod): what came later was read as if it were
 packed, without a word. Here every load packs. How is asked of vLLM's own operation, which is given the places of
 numbers in place of numbers: so what a kernel reads can be read back, to the bit.
 It gets vLLM's layers handed in and imports nothing of it.
