@@ -67,8 +67,3 @@ class RowNoise:
             places_R[held] = batch.num_tokens_no_spec[held] - batch.num_prompt_tokens[held]
         keys_R = torch.from_numpy(row_keys(seeds_R, places_R))
         return torch.ops._C.fused_gumbel_argmax(logits_RV, keys_R), logits_RV.log_softmax(dim=-1)
-
-
-def draw_by_row(runner: Any, keep_most_likely: Callable[..., torch.Tensor]) -> None:
-    """Puts it into a live model runner of vLLM's first kind."""
-    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, keep_most_likely)
