@@ -273,16 +273,12 @@ class ViewCounts:
 class MicroBatch:
     """Sequences packed end to end (THD, no padding between them), as tensors on the CPU.
 
-    T tokens in S segments, B sequences, R trained rows (tokens whose log-prob counts). A segment is a sequence as it is
-    read; or a prompt that several answers share, or one of these answers.
+    T tokens in S segments (sequences; prompts that several share; answers to these), B sequences, R trained rows.
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
-    cu_seqlens                   int32 [S + 1], starts of the segments, ends at T
-    prefixes_S2                  int32 [S, 2], start and length of the tokens that a segment sees before its own: of its
-                                 prompt's, where that is a segment; else 0, 0
+    cu_seqlens, prefixes_S2      int32: where segments start, and T [S + 1]; start, length of what each sees first [S, 2]
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
     row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
-    sequences                    the sequences, in packed order
-    num_tokens                   T without the tail
+    sequences, num_tokens        the sequences, in packed order; T without the tail
     """
 
     tokens_T: torch.Tensor
