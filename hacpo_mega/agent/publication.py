@@ -10,7 +10,7 @@ Not here: when that is, and who is on the devices then (devices.py).
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from hacpo_mega.rollout.held_weights import HeldPart
 SUM = struct.Struct("<q?")
 BLOCK = 1 << 22
 LAYER_NUMBER = re.compile(r"\.\d+\.")
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
@@ -74,6 +74,7 @@ class Publication:
                 lambda piece: receiver.view(piece.written, piece.what, own.dtype),
                 wrote,
                 spans.sent,
+                lambda bucket: receiver.settled(self.plan.last_of_bucket[bucket]),
             )
             if self._parts.left_over:
                 receiver.load(self._whole())
@@ -87,19 +88,35 @@ class Publication:
     def differences(self) -> list[str]:
         """A line for every piece of which this rank's engine holds other numbers than the actor would publish now.
 
-        A layer that quantizes is left out: it has other numbers on purpose.
+        Of a layer that quantizes, and has other numbers on purpose: for every tensor that is not what vLLM makes of the
+        actor's full tensors, which the engine has afterwards.
         """
         self._own.settle()
+        quantized = self._parts.converted if self._engine.quantizes else frozenset()
         with self._engine.held() as held:
-            if self._engine.quantizes:
-                held = [part for part in held if part.name not in self._parts.left_over]
+            if quantized:
+                held = [part for part in held if part.name in self._own.published.keys() - quantized]
             if self._verified is None:
-                self._require_same_tensors(held)
+                self._require_same_tensors(held, quantized)
                 self._verified = self._plan([part.shard(self._own.published[part.name]) for part in held])
-            return list(self._compared(self._verified, held))
+            found = list(self._compared(self._verified, held))
+        return found + (list(self._loaded_afresh()) if quantized else [])
 
-    def _require_same_tensors(self, held: Sequence[HeldPart]) -> None:
-        quantized = self._parts.left_over if self._engine.quantizes else {}
+    def _loaded_afresh(self) -> Iterator[str]:
+        """Numbers, scales and whatever else a layer keeps, as bytes."""
+        before = self._converted_sums()
+        self._engine.load(self._actor.weights())
+        for name, number in self._converted_sums().items():
+            if before[name] != number:
+                yield f"{name}: not what a fresh load of the actor's weights makes"
+
+    def _converted_sums(self) -> dict[str, int]:
+        with self._engine.held():
+            tensors = dict(self._parts.converted_tensors())
+            sums = _checksums(tensor.contiguous().view(torch.uint8) for tensor in tensors.values())
+        return {name: number for name, (number, _) in zip(tensors, sums, strict=True)}
+
+    def _require_same_tensors(self, held: Sequence[HeldPart], quantized: Set[str]) -> None:
         published, names = self._own.published.keys() - quantized, {part.name for part in held}
         if lost := sorted(published ^ names):
             raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")
@@ -141,7 +158,8 @@ def _checksums(tensors: Iterable[Tensor]) -> list[tuple[int, bool]]:
 
 def _checksum(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Modulo 2^64; every number's bits times an odd number of its own, so that no single change is lost."""
-    values = tensor.add(0.0).reshape(-1)  # of zeros a product shows no sign
+    # of zeros a product shows no sign; of bytes all say something
+    values = tensor.reshape(-1) if tensor.dtype is torch.uint8 else tensor.add(0.0).reshape(-1)
     bits = values.view(INTEGERS[values.itemsize])
     total, finite = bits.new_zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool, device=bits.device)
     for start in range(0, len(bits), BLOCK):

@@ -87,6 +87,15 @@ class PublishPlan:
         """All of them, in order."""
         return (piece for bucket in self.buckets for piece in bucket)
 
+    @cached_property
+    def last_of_bucket(self) -> tuple[frozenset[str], ...]:
+        """Of every bucket, the tensors of which no rank gets anything in a later one."""
+        last = {piece.what.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
+        return tuple(
+            frozenset(piece.what.name for piece in bucket if last[piece.what.name] == number)
+            for number, bucket in enumerate(self.buckets)
+        )
+
     def sent_bytes(self) -> list[int]:
         """What each rank sends to others."""
         return self._per_rank((p.source, p) for p in self.pieces if p.crosses)

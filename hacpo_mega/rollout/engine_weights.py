@@ -1,8 +1,9 @@
 """New numbers for the weights of a live vLLM, part by part, where they lie.
 
 On CUDA a parameter is what was loaded: its parts are written in place. On the CPU vLLM packs the weight of a linear
-layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start. What
-was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
+layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start. A
+layer that quantizes is, too (quantized_weights.py). What was not followed (parts.py) goes through vLLM's own loaders,
+from full tensors.
 It gets vLLM's model and functions handed in; only engine.py imports vllm.
 """
 
@@ -21,6 +22,7 @@ from hacpo_mega.models.weight_files import HEAD
 from hacpo_mega.rollout.held_weights import EMBEDDING
 from hacpo_mega.rollout.host_process import quiet
 from hacpo_mega.rollout.parts import Part, Recording, record
+from hacpo_mega.rollout.quantized_weights import Quantizing, converted_tensors
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Reloading:
     begin, end   puts parameters on the meta device in the form in which they are loaded, and takes them back
     plain        how layers hold weights that are what they load, but for the CPU's packing
     logger       who would warn of layers that were not loaded
+    quantizing   how other layers make their weights of what they load
     """
 
     begin: Callable[[nn.Module], None]
     end: Callable[[nn.Module, Any], None]
     plain: tuple[type, ...]
     logger: logging.Logger
+    quantizing: Quantizing
 
 
 class EngineWeights:
@@ -52,16 +56,13 @@ class EngineWeights:
                 recording = record(model, published, config.dtype, model.load_weights)
             finally:
                 reloading.end(model, config)
-        return cls(model, recording, reloading.plain)
+        return cls(model, recording, config, reloading)
 
-    def __init__(self, model: nn.Module, recording: Recording, plain: tuple[type, ...]) -> None:
-        """`plain` as of `Reloading`.
-
-        What other layers load is left over in `recording`, each by name.
-        """
-        self._modules = dict(model.named_modules())
+    def __init__(self, model: nn.Module, recording: Recording, config: Any, reloading: Reloading) -> None:
+        """What layers load that hold it in a form that is not known is left over in `recording`, each by name."""
+        self._model, self._modules = model, dict(model.named_modules())
         self._shapes = recording.shapes
-        self._plain = plain
+        self._plain, self._quantizing, self._config = reloading.plain, reloading.quantizing, config
         for path, parts in _by_path(recording.parts).items():
             if reason := self._problem(path, parts):
                 recording.leave([part.shard.name for part in parts], reason)
@@ -78,6 +79,15 @@ class EngineWeights:
         """Published tensors that are not written part by part, and why."""
         return self._recording.left_over
 
+    @property
+    def converted(self) -> Set[str]:
+        """Published tensors of layers that make other numbers of what they load, or may, as far as that is known."""
+        return {part.shard.name for part in self.parts if self.quantizes(part.path)} | self.left_over.keys()
+
+    def converted_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(vLLM's name, tensor) of what such layers hold."""
+        return converted_tensors(self._model, self._plain)
+
     def leave(self, reasons: Mapping[str, str]) -> None:
         """Leaves these over, too, and what is loaded into the same layers."""
         for name, reason in reasons.items():
@@ -87,10 +97,11 @@ class EngineWeights:
         """Why a parameter cannot be written part by part; None where it can."""
         module, shape = self._modules[path[0]], self._shapes[path]
         method, live = getattr(module, "quant_method", None), getattr(module, path[1])
-        if method is not None and not isinstance(method, self._plain):
+        quantizes = self.quantizes(path)
+        if method is not None and not isinstance(method, (*self._plain, *self._quantizing.methods)):
             return f"its layer may hold it in another form ({type(method).__name__})"
         is_packed = live.numel() == 0 and hasattr(module, "cpu_linear")
-        if not is_packed and (live.shape != shape or not live.is_contiguous()):
+        if not (is_packed or quantizes) and (live.shape != shape or not live.is_contiguous()):
             return f"its layer holds it as {tuple(live.shape)}, and loads it as {tuple(shape)}"
         end = 0
         for part in sorted(parts, key=lambda part: part.offset):
@@ -101,18 +112,28 @@ class EngineWeights:
         # Of a vocabulary rows are left, which stand for no token.
         return None if end == shape.numel() or hasattr(module, "shard_indices") else "its loader leaves gaps"
 
+    def quantizes(self, path: tuple[str, str]) -> bool:
+        """Whether a layer makes other numbers of what it loads into this parameter."""
+        return self._quantizing.takes(self._modules[path[0]], path[1])
+
     def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
         """What the parts of a parameter are written into, and whether that is new."""
         live = getattr(self._modules[path[0]], path[1])
-        if live.shape == self._shapes[path]:
+        if live.shape == self._shapes[path] and not self.quantizes(path):
             return live.detach(), False
         return torch.empty(self._shapes[path], dtype=dtype, device=live.device), True
 
     def finish(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
-        """All numbers of a parameter are in `tensor`: the first `num_written`, and zeros behind them."""
+        """All numbers of a parameter are in `tensor`: the first `num_written`, and zeros behind them.
+
+        Collective over the engine where the layer quantizes.
+        """
         layer, parameter = path
-        tensor.view(-1)[num_written:].zero_()
         module = self._modules[layer]
+        if self.quantizes(path):
+            self._quantizing.take(module, tensor, self._config)
+            return
+        tensor.view(-1)[num_written:].zero_()
         packed = self._packed.get(id(getattr(module, parameter)), []) if not is_new else [module]
         if is_new:
             setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
@@ -130,6 +151,11 @@ class Receiver:
         for part in weights.parts:
             self._left[part.path] += part.shard.size
         self._sizes = dict(self._left)
+        # Of those whose layers quantize, in an order that all ranks of the engine have: what they still wait for.
+        self._unsettled: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for part in weights.parts:
+            if weights.quantizes(part.path):
+                self._unsettled[part.path].add(part.shard.name)
         self._open: dict[tuple[str, str], tuple[Tensor, bool]] = {}
 
     def view(self, number: int, what: Shard, dtype: torch.dtype) -> Tensor:
@@ -140,18 +166,32 @@ class Receiver:
         return part.view(self._open[part.path][0], what)
 
     def wrote(self, number: int, size: int) -> None:
-        """So many numbers of that part are there; with the last one of a parameter its layer takes it."""
+        """So many numbers of that part are there; with the last one of a parameter its layer takes it.
+
+        One that quantizes takes it when the ranks of the cell have theirs: `settled`.
+        """
         path = self._weights.parts[number].path
         self._left[path] -= size
         assert self._left[path] >= 0, f"{path} was written twice"
-        if self._left[path] == 0:
-            tensor, is_new = self._open.pop(path)
-            self._weights.finish(path, tensor, self._sizes[path], is_new=is_new)
+        if self._left[path] == 0 and path not in self._unsettled:
+            self._finish(path)
+
+    def settled(self, names: Set[str]) -> None:
+        """All ranks of the cell have all that they need of these tensors. Collective over the engine."""
+        for path, waits_for in list(self._unsettled.items()):
+            waits_for -= names
+            if not waits_for:
+                del self._unsettled[path]
+                self._finish(path)
+
+    def _finish(self, path: tuple[str, str]) -> None:
+        tensor, is_new = self._open.pop(path)
+        self._weights.finish(path, tensor, self._sizes[path], is_new=is_new)
 
     @property
     def missing(self) -> list[str]:
         """Parameters of which parts were not written."""
-        return [".".join(path) for path, left in self._left.items() if left]
+        return [".".join(path) for path, left in self._left.items() if left or path in self._unsettled]
 
 
 def _by_path(parts: Iterable[Part]) -> Mapping[tuple[str, str], list[Part]]:
