@@ -35,6 +35,7 @@ SHARED_BY_COMMANDS = ("hacpo_mega/cli/ranks.py", "hacpo_mega/cli/start.py")
 # Where a heavy library may be named at all.
 DOORS = {
     "megatron": ("hacpo_mega/megatron/", "hacpo_mega/lab/memory_trace.py"),
+    **dict.fromkeys(("transformer_engine", "apex", "amp_C"), ("hacpo_mega/megatron/",)),
     # and where an experiment's server imports it for the ranks that it forks
     "vllm": ("hacpo_mega/rollout/engine.py", "hacpo_mega/lab/experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),

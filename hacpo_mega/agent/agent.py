@@ -38,6 +38,7 @@ from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.megatron.fused_optimizer import SAID
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Completion,
@@ -112,8 +113,9 @@ class Agent:
 
     @property
     def layers_said(self) -> str:
-        """Whose layers the actor has, for people."""
-        return f"{self.name} {'TransformerEngine' if self.actor.transformer == 'te' else 'local'}"
+        """Whose layers and Adam the actor has, by name and version, for people."""
+        layers = SAID["te"] if self.actor.transformer == "te" else "local"
+        return f"{self.name} {layers}, {self.actor.optimizer.said}"
 
     @property
     def publication_said(self) -> str:
@@ -272,9 +274,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
     actor = Actor(
         spec.model,
-        tp=spec.tp,
-        pp=spec.pp,
-        cp=spec.cp,
+        layout=spec.layout,
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,

@@ -5,20 +5,28 @@ model once (calibration). Embedding, output layer and norms stay in 16 bits. Wha
 same texts and written into the model card. Not here: copying an agent as it is (export.py).
 """
 
+import importlib.metadata
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import modelopt.torch.quantization as mtq
 import torch
-from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hacpo_mega.commands.export import CARD, TrainedAgent, draft_of, model_card
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
+
+try:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+except ModuleNotFoundError as error:
+    raise ValueError(
+        f"--quantize needs nvidia-modelopt, which is not installed here (no module {error.name}): "
+        "`pip install nvidia-modelopt` (launch/lock/ has its version), or export without"
+    ) from error
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {"fp8": mtq.FP8_DEFAULT_CFG, "nvfp4": mtq.NVFP4_DEFAULT_CFG}
 # Where ModelOpt can compute as the format will: its kernel for NVFP4's blocks of 16 is CUDA's alone.
@@ -42,7 +50,8 @@ def export_quantized(agent: TrainedAgent, out: Path, number_format: str) -> None
         cost = _cost(model, before, texts) if model.device.type in SIMULATED_ON[number_format] else ""
         export_hf_checkpoint(model, export_dir=draft)
         shutil.copytree(agent.folder, draft, dirs_exist_ok=True, ignore=_not_in(draft))
-        weights = f"{number_format} by nvidia-modelopt, calibrated on {len(texts)} answers of the run"
+        by = f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"
+        weights = f"{number_format} by {by}, calibrated on {len(texts)} answers of the run"
         card = model_card(agent, weights + cost)
         (draft / CARD).write_text(card, encoding="utf-8")
 

@@ -22,6 +22,7 @@ from hacpo_mega.config.section import (
     Small,
 )
 from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.layout import Layout
 
 
 class OptimizerConfig(Section):
@@ -43,6 +44,9 @@ class OptimizerConfig(Section):
     """Updates at the start of the run over which the learning rate rises linearly to lr."""
     min_lr_ratio: Share = 0.0
     """The learning rate at the end of a linear or cosine schedule, as a share of lr."""
+    kernels: Literal["auto", "te", "apex", "torch"] = "auto"
+    """Whose Adam, norm of the gradient and clipping, on CUDA: TransformerEngine's (te), apex's, torch's, or the first
+    of these that is installed (auto), which on the CPU is torch's."""
 
 
 class DataParallelConfig(Section):
@@ -184,6 +188,11 @@ class AgentConfig(Section):
     def prompting(self) -> Prompting:
         """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
         return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
+
+    @property
+    def layout(self) -> Layout:
+        """How a cell of this agent shares its model. ValueError for numbers of layers that are none."""
+        return Layout.of(self.tp, self.pp, self.megatron, self.engine_tensor_parallel, self.cp, self.ep)
 
     @property
     def cell_size(self) -> int:

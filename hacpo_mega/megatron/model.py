@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
@@ -82,6 +82,7 @@ def build_model(
     tp: int,
     pp: int,
     cp: int = 1,
+    ep: int = 1,
     dtype: torch.dtype,
     max_positions: int,
     recompute: str = "none",
@@ -95,12 +96,15 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    if architecture.has_experts:
-        raise ValueError(f"a {architecture.family} model can be planned; its experts cannot be trained yet")
-    layout = Layout.of(tp, pp, overrides or {}, cp=cp)
+    layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})
+    if config.gradient_accumulation_fusion and transformer == "local" and not layers._grad_accum_fusion_available:
+        raise ValueError(
+            "agents.megatron: gradient_accumulation_fusion needs apex's fused_weight_gradient_mlp_cuda, which is not "
+            "installed here: build apex (launch/image/Dockerfile), or leave it out"
+        )
     model = stage_model(architecture, config, max_positions=max_positions, transformer=transformer)
     # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by stage_layers.
     assert model.stages == stage_layers(architecture.num_layers, layout), (model.stages, layout)

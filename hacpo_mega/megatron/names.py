@@ -37,18 +37,22 @@ def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
     return tuple(all_sources(model.architecture, model.stages))
 
 
+def place_of(model: HiddenStateModel) -> dict[str, int]:
+    """Which shards this rank has, as segments.py asks: tp, tp_rank, ep, ep_rank."""
+    tp, ep = model.pg_collection.tp, model.pg_collection.ep
+    return {"tp": tp.size(), "tp_rank": tp.rank(), "ep": ep.size(), "ep_rank": ep.rank()}
+
+
 def write_back(
     full: tuple[torch.Tensor, ...],
     shard: torch.Tensor,
     slot: Slot,
     architecture: Architecture,
-    *,
-    tp: int,
-    tp_rank: int,
+    **place: int,
 ) -> None:
-    """Copy a rank's shard into the full tensors of `slot.sources`; padding is dropped."""
+    """Copy the shard of the rank at `place` into the full tensors of `slot.sources`; padding is dropped."""
     position = 0
-    for piece in segments(slot, architecture, tp=tp, tp_rank=tp_rank):
+    for piece in segments(slot, architecture, **place):
         size = piece.stop - piece.start
         full[piece.source].narrow(slot.dim, piece.start, size).copy_(shard.narrow(slot.dim, position, size))
         position += size

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import slots_of, sources_of
+from hacpo_mega.megatron.names import place_of, slots_of, sources_of
 from hacpo_mega.megatron.overlap import finish_gather
 from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, actor_shards, shard_of
 
@@ -34,10 +34,7 @@ class ActorShards:
         self._model = model
         bare: HiddenStateModel = unwrapped(model)
         self._parameters = dict(bare.named_parameters())
-        groups = bare.pg_collection
-        held = actor_shards(
-            slots_of(bare, groups.pp.rank()), bare.architecture, tp=groups.tp.size(), tp_rank=groups.tp.rank()
-        )
+        held = actor_shards(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **place_of(bare))
         self._places = [(slot.parameter, rectangle) for slot, rectangle in held]
         self.shards = tuple(shard_of(rectangle) for _, rectangle in self._places)
         self.published = {source.name: source.shape for source in sources_of(bare)}

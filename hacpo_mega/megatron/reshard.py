@@ -19,18 +19,23 @@ from safetensors import SafetensorError
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.hf_writer import FILE_BYTES, copy_beside_weights, finite, write_weights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import slots_of, sources_of, write_back
-from hacpo_mega.models.segments import Slot, Source, shard_shape
+from hacpo_mega.megatron.names import place_of, slots_of, sources_of, write_back
+from hacpo_mega.models.segments import Cut, Slot, Source, shard_shape
 
 BUCKET_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Neighbouring slots of one pipeline stage that travel together."""
+    """Neighbouring slots of one pipeline stage that travel together, over the ranks that share them: of tp or of ep."""
 
     stage: int
     slots: tuple[Slot, ...]
+
+    @property
+    def shared_by(self) -> str:
+        """The group whose ranks have the shards."""
+        return _shared_by(self.slots[0])
 
 
 def full_tensors(
@@ -44,7 +49,7 @@ def full_tensors(
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
     are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name. `sent` is
-    told what this rank gives to the others: the group, pp or tp, and bytes. With `only`, nothing but those names.
+    told what this rank gives to the others: the group, pp, tp or ep, and bytes. With `only`, nothing but those names.
     """
     bare = unwrapped(model)
     parameters = dict(bare.named_parameters())
@@ -69,10 +74,11 @@ def save_hf(
     RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; OSError, on the rank that writes,
     when the disk refuses it. Nothing of the folder is left then.
 
-    Collective over the cell; its first rank writes. Weights are converted to `dtype` and split into files of about
-    `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
+    Collective over the cell, ranks of cp among it; its first rank writes. Weights are converted to `dtype` and split
+    into files of about `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
     """
-    writes = parallel_state.get_model_parallel_group().rank() == 0
+    is_first_of_cp = parallel_state.get_context_parallel_rank() == 0
+    writes = is_first_of_cp and parallel_state.get_model_parallel_group().rank() == 0
     partial = out_folder.with_name(f".{out_folder.name}.partial")
     tensors = finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)
     failed: Exception | None = None
@@ -108,8 +114,10 @@ def _buckets(model: HiddenStateModel, bucket_bytes: int, only: Container[str] | 
             if not is_wanted or seen.issuperset(slot.sources):
                 continue
             seen.update(slot.sources)
-            slot_bytes = _num_elements(slot, model) * model.pg_collection.tp.size() * model.config.params_dtype.itemsize
-            if waiting and size + slot_bytes > bucket_bytes:
+            ranks = getattr(model.pg_collection, _shared_by(slot)).size()
+            slot_bytes = _num_elements(slot, model) * ranks * model.config.params_dtype.itemsize
+            is_other = bool(waiting) and _shared_by(waiting[-1]) != _shared_by(slot)
+            if waiting and (is_other or size + slot_bytes > bucket_bytes):
                 yield _Bucket(stage, tuple(waiting))
                 waiting, size = [], 0
             waiting.append(slot)
@@ -124,8 +132,8 @@ def _travel(
     parameters: dict[str, torch.nn.Parameter],
     sent: Callable[[str, int], None],
 ) -> torch.Tensor:
-    """The flat shards of a bucket, [tp ranks, elements of a shard], on every rank of the cell."""
-    tp, pp = model.pg_collection.tp, model.pg_collection.pp
+    """The flat shards of a bucket, [ranks that share it, elements of a shard], on every rank of the cell."""
+    group, pp = getattr(model.pg_collection, bucket.shared_by), model.pg_collection.pp
     if pp.rank() == bucket.stage:
         shard_N = torch.cat([parameters[slot.parameter].detach().flatten() for slot in bucket.slots])
     else:
@@ -134,30 +142,39 @@ def _travel(
     if pp.size() > 1:
         sent("pp", (pp.size() - 1) * shard_N.nbytes * (pp.rank() == bucket.stage))
         dist.broadcast(shard_N, group=pp, group_src=bucket.stage)
-    if tp.size() == 1:
+    if group.size() == 1:
         return shard_N[None]
-    sent("tp", (tp.size() - 1) * shard_N.nbytes)
-    shards_RN = shard_N.new_empty(tp.size() * shard_N.numel())
-    dist.all_gather_into_tensor(shards_RN, shard_N, group=tp)
-    return shards_RN.view(tp.size(), -1)
+    sent(bucket.shared_by, (group.size() - 1) * shard_N.nbytes)
+    shards_RN = shard_N.new_empty(group.size() * shard_N.numel())
+    dist.all_gather_into_tensor(shards_RN, shard_N, group=group)
+    return shards_RN.view(group.size(), -1)
 
 
 def _unpack(bucket: _Bucket, model: HiddenStateModel, shards_RN: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The full tensors of a bucket, each in memory of its own."""
-    tp, position = len(shards_RN), 0
+    position, place = 0, place_of(model)
     for slot in bucket.slots:
-        shape, size = shard_shape(slot, model.architecture, tp=tp), _num_elements(slot, model)
+        shape, size = _shape(slot, model), _num_elements(slot, model)
         full = tuple(shards_RN.new_empty(source.shape) for source in slot.sources)
-        for tp_rank in range(tp):
-            shard = shards_RN[tp_rank, position : position + size].view(shape)
-            write_back(full, shard, slot, model.architecture, tp=tp, tp_rank=tp_rank)
+        for rank, shard_N in enumerate(shards_RN):
+            shard = shard_N[position : position + size].view(shape)
+            write_back(full, shard, slot, model.architecture, **place | {f"{bucket.shared_by}_rank": rank})
         position += size
         for source, tensor in zip(slot.sources, full, strict=True):
             yield source.name, tensor
 
 
 def _num_elements(slot: Slot, model: HiddenStateModel) -> int:
-    return torch.Size(shard_shape(slot, model.architecture, tp=model.pg_collection.tp.size())).numel()
+    return torch.Size(_shape(slot, model)).numel()
+
+
+def _shape(slot: Slot, model: HiddenStateModel) -> tuple[int, ...]:
+    groups = model.pg_collection
+    return shard_shape(slot, model.architecture, tp=groups.tp.size(), ep=groups.ep.size())
+
+
+def _shared_by(slot: Slot) -> str:
+    return "ep" if slot.cut is Cut.EXPERTS else "tp"
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import slots_of
+from hacpo_mega.megatron.names import place_of, slots_of
 from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.stored_state import KINDS, Part, Parts, StateReader, stored_name, write_parts
@@ -83,15 +83,12 @@ def load_state(
 
 def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:
     """This rank's share of the state, as views; `written` leaves out what another rank has, too."""
-    tp = model.pg_collection.tp
-    parts = defaultdict(list)
+    own, parts = place_of(model), defaultdict(list)
     for slot in _written_slots(model) if written else slots_of(model, model.pg_collection.pp.rank()):
         share = optimizer.share_of(model.get_parameter(slot.parameter))
         if share is None:  # of this parameter other cells have everything
             continue
-        for place in rectangles(
-            slot, model.architecture, tp=tp.size(), tp_rank=tp.rank(), start=share.start, stop=share.stop
-        ):
+        for place in rectangles(slot, model.architecture, **own, start=share.start, stop=share.stop):
             first = place.start - share.start
             for kind in KINDS:
                 data = share.state[kind].detach()[first : first + torch.Size(place.sizes).numel()].view(place.sizes)

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import slots_of, sources_of
+from hacpo_mega.megatron.names import place_of, slots_of, sources_of
 from hacpo_mega.models.segments import Cut, Slot, Source, segments
 from hacpo_mega.models.weight_files import StoredTensor, stored_tensors, weight_problems
 
@@ -63,9 +63,8 @@ class _Reader:
 
 
 def _fill(parameter: torch.nn.Parameter, slot: Slot, model: HiddenStateModel, reader: _Reader) -> None:
-    group = model.pg_collection.tp
     position = 0
-    for piece in segments(slot, model.architecture, tp=group.size(), tp_rank=group.rank()):
+    for piece in segments(slot, model.architecture, **place_of(model)):
         size = piece.stop - piece.start
         stored = reader.read(slot.sources[piece.source], piece.start, piece.stop, dim=slot.dim)
         parameter.narrow(slot.dim, position, size).copy_(stored)

@@ -146,7 +146,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
 def _say_agents(console: Console, place: Place, agent: Agent) -> None:
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
-    console.say(f"layers: {', '.join(dict.fromkeys(layers))}")
+    console.say(f"layers: {'; '.join(dict.fromkeys(layers))}")
     for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
         if said:
             console.say(said.decode())

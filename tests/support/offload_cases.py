@@ -33,7 +33,7 @@ def play(folder: Path, out: Path, **options) -> tuple[Left, Actor]:
     options   offloads: its state can leave; leaves: it can, as a whole
     """
     actor, stats = make_actor(folder, optimizer=ADAM, **options), []
-    cell, cells = dist.get_rank() // actor.tp, dist.get_world_size() // actor.tp
+    cell, cells = dist.get_rank() // actor.layout.tp, dist.get_world_size() // actor.layout.tp
     offload = actor.optimizer.offload
     whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") else None
     for step in range(2):

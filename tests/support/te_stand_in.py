@@ -1,11 +1,10 @@
 """TransformerEngine's interface, as far as Megatron's spec of its layers uses it, and what is asked of it on the CPU.
 
 The four classes declare what TransformerEngine declares: __init__ and forward have the parameters, in their order and
-with their defaults, of transformer_engine/pytorch/module/linear.py, layernorm_linear.py and rmsnorm.py and of
-attention/dot_product_attention/dot_product_attention.py at its tag v2.9 (70f5366). Those of v2.10 (769ed77) and v2.11
-(c188b53) are the same, but for one more of DotProductAttention.forward, num_splits. So an argument that Megatron gives
-and TransformerEngine does not know is a TypeError here, too. The parameters of a module, their names and shapes are
-read from the same source.
+with their defaults, of release 2.11.0 (signatures.json, held by tests/unit/test_signatures.py). Those of 2.9 (70f5366)
+and 2.10 (769ed77) are the same, but for num_splits and the last three of get_cpu_offload_context, which they lack. So
+an argument that Megatron gives and TransformerEngine does not know is a TypeError here, too. The parameters of a
+module, their names and shapes are read from the source of 2.9.
 
 What a forward computes is its definition in a few lines of torch, in one process: it shows that weights are where they
 belong and that attention is told where sequences begin. It shows nothing of TransformerEngine's numbers.
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-VERSION = "2.9.0"
+VERSION = "2.11.0"
 # What Megatron goes on without: a class that TransformerEngine 2.9 to 2.11 do not have; its optimizers, for torch's.
 NOT_THERE = ("_SplitAlongDim", "optimizers")
 # class -> what it was made with, by name, in order
@@ -37,7 +36,7 @@ def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 
 
 class Linear(torch.nn.Module):
-    """v2.9 module/linear.py."""
+    """module/linear.py."""
 
     def __init__(self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
                  tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True,
@@ -65,7 +64,7 @@ class Linear(torch.nn.Module):
 
 
 class LayerNormLinear(torch.nn.Module):
-    """v2.9 module/layernorm_linear.py."""
+    """module/layernorm_linear.py."""
 
     def __init__(self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
                  tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True,
@@ -95,7 +94,7 @@ class LayerNormLinear(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.Module):
-    """v2.9 module/rmsnorm.py; its `kwargs` go on to ops/basic/rmsnorm.py, which takes device, dtype and sm_margin."""
+    """module/rmsnorm.py; its `kwargs` go on to ops/basic/rmsnorm.py, which takes device, dtype and sm_margin."""
 
     def __init__(self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None,
                  zero_centered_gamma=False, hidden_size=None, **kwargs):  # fmt: skip
@@ -113,7 +112,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class DotProductAttention(torch.nn.Module):
-    """v2.9 attention/dot_product_attention/dot_product_attention.py."""
+    """attention/dot_product_attention/dot_product_attention.py."""
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
                  attn_mask_type="causal", window_size=None, sequence_parallel=False, tp_size=1,
@@ -129,7 +128,8 @@ class DotProductAttention(torch.nn.Module):
                 cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
                 max_seqlen_kv=None, attn_mask_type=None, window_size=None, checkpoint_core_attention=False,
                 core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
-                inference_params=None, pad_between_seqs=None, fp8_output=False):  # fmt: skip
+                inference_params=None, pad_between_seqs=None, fp8_output=False,
+                num_splits=1):  # fmt: skip
         """Only what the source says of thd: three dimensions, a padding mask, int32 starts; answers [T, N * D]."""
         assert (qkv_format, attn_mask_type, attention_mask) == ("thd", "padding_causal", None)
         assert cu_seqlens_q_padded is cu_seqlens_kv_padded is window_size is core_attention_bias is None
@@ -149,8 +149,9 @@ class DotProductAttention(torch.nn.Module):
 
 
 def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, offload_activations=True,
-                            offload_weights=False, double_buffering=False):  # fmt: skip
-    """v2.9 cpu_offload.py, as Megatron's block of layers calls it: without offloading."""
+                            offload_weights=False, double_buffering=False, manual_synchronization=False,
+                            retain_pinned_cpu_buffers=False, offload_stream=None):  # fmt: skip
+    """cpu_offload.py, as Megatron's block of layers calls it: without offloading."""
     assert not enabled and (offload_weights or offload_activations)
     return nullcontext(), lambda tensor: tensor
 

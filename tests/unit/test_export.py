@@ -327,7 +327,7 @@ def test_an_fp8_folder_is_whole(run_dir, fp8):
     config = json.loads((fp8 / "config.json").read_text())
     assert config["quantization_config"]["quant_algo"] == "FP8"
     card = (fp8 / "README.md").read_text()
-    assert re.search(r"fp8 by nvidia-modelopt, calibrated on 8 answers.* mean log-prob: 0\.\d+ nats", card)
+    assert re.search(r"fp8 by nvidia-modelopt [\d.]+, calibrated on 8 answers.* mean log-prob: 0\.\d+ nats", card)
 
 
 def test_vllm_serves_fp8_where_it_has_the_kernels(fp8, tmp_path):
