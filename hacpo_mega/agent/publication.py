@@ -8,7 +8,6 @@ Not here: when that is, and who is on the devices then (devices.py).
 """
 
 import json
-import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence, Set
 
@@ -18,14 +17,13 @@ from torch import Tensor
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.publish import ActorShards, Exchange
-from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan
+from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan, said_whole
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.held_weights import HeldPart
 
 # Of a piece: its checksum, and whether all of its numbers are finite.
 SUM = struct.Struct("<q?")
 BLOCK = 1 << 22
-LAYER_NUMBER = re.compile(r"\.\d+\.")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
@@ -51,12 +49,8 @@ class Publication:
 
     @property
     def said(self) -> str:
-        """The same in a line, for people, with a star for the number of a layer; empty where there is none."""
-        names: dict[str, dict[str, None]] = {}
-        for name, reason in sorted(self.left_over.items()):
-            names.setdefault(reason, {})[LAYER_NUMBER.sub(".*.", name)] = None
-        whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
-        return whole and f"{len(self.left_over)} tensors are published whole to every rank: {whole}"
+        """The same in a line, for people; empty where there is none."""
+        return said_whole(self.left_over)
 
     def publish(self) -> None:
         """The engine, awake or with its weights alone, has the actor's weights afterwards."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
+from hacpo_mega.memory.quantized import largest_matrix, saved_bytes
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import BUCKET_BYTES
@@ -60,6 +61,7 @@ class EnginePlan:
     keeps_graphs   whether it captures CUDA graphs
     stays_awake    whether it answers while the actor learns, so that it never sleeps
     beside         bytes that other agents leave on the device while it is not their turn
+    quantization   how it makes less of its weights (quantized.py); None: it does not
     """
 
     tp: int
@@ -69,6 +71,7 @@ class EnginePlan:
     keeps_graphs: bool = True
     stays_awake: bool = False
     beside: int = 0
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Budget:
             "engine cache": max(0, awake - weights - (WARM_UP if cuda else 0)),
             "engine awake": awake,
             "engine asleep": asleep,
-            "buckets": bucket_bytes(self.actor),
+            "buckets": bucket_bytes(self.actor) + waiting_bytes(self.actor, self.engine),
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
             "on the host": (of_actor.weights if self.actor.shares else 0)
@@ -179,7 +182,17 @@ def left_behind(engine: EnginePlan) -> int:
 
 def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
     """vLLM cuts a model into tensor-parallel ranks as Megatron does, and into no stages."""
-    return num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+    plain = num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+    if engine.quantization is None:
+        return plain
+    return plain - saved_bytes(actor.architecture, engine.tp, engine.quantization, actor.device.number)
+
+
+def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
+    """What arrives to be quantized waits until all ranks have theirs: two buckets; and a matrix is copied for it."""
+    if engine.quantization is None:
+        return 0
+    return bucket_bytes(actor) // 2 + 2 * largest_matrix(actor.architecture, engine.tp) * actor.device.number
 
 
 def cache_per_token(budget: Budget) -> int:
