@@ -31,6 +31,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device
     agent/<name>/asleep_bytes                                         and what is held there while its engine sleeps
     capability/<name>, omega/<learner>/<source>                                               the job
+    start/<part>_s, start/processor_s                              before the first step: slowest rank (start_parts.py)
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers, what the loss saw of its
 samples and what its updates came to; the first rank of an agent its skipped updates; the job's rank 0 capability and
