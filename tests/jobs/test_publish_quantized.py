@@ -12,7 +12,7 @@ from job import run_script
 from tiny_models import make_model
 
 # tp, pp, ranks of an engine
-LAYOUTS = ((2, 1, 2), (1, 2, 1), (1, 2, 2))
+LAYOUTS = ((2, 1, 2), (1, 2, 1))
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 pytestmark = pytest.mark.nightly
 
