@@ -2,6 +2,9 @@
 
 Every rank of a cell says once what its actor holds and what its engine needs of each tensor; of that all make the same
 plan. What an engine takes in no other form than vLLM's loaders follows as full tensors (`left_over`).
+Where engines have ranks of their own, those that train need nothing and these hold nothing: the same plan, in which
+every piece crosses. Such an engine has the weights when all ranks of its cell have said that they are done, and of
+which step: until then, and after an error, it answers nothing.
 Verification looks at what an engine multiplies with, by the layers' own numbers and not by the loaders that the plan
 comes from: a checksum of every piece on both sides, in which a single bit shows.
 Not here: when that is, and who is on the devices then (devices.py).
@@ -9,16 +12,20 @@ Not here: when that is, and who is on the devices then (devices.py).
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.tree import broadcast
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.publish import ActorShards, Exchange
+from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
 from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan, said_whole
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine_weights import Receiver
 from hacpo_mega.rollout.held_weights import HeldPart
 
 # Of a piece: its checksum, and whether all of its numbers are finite.
@@ -29,34 +36,62 @@ MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
 class Publication:
-    """From the actor of this rank's cell into its engines. Every rank of the cell calls every method."""
+    """From the actor of this rank's cell into its engines. Every rank of the cell calls every method.
 
-    def __init__(self, place: Place, actor: Actor, engine: Engine) -> None:
-        """`engine` is awake. Makes the plan; collective over the agent."""
+    left_over   tensors that every rank with an engine is given whole, and why
+    step        whose weights the engines have; None: not all of any
+    """
+
+    def __init__(self, place: Place, actor: Actor | None, engine: Engine | None) -> None:
+        """`engine` is awake; None where this rank only trains, as `actor` is where it only answers.
+
+        Makes the plan; collective over the agent.
+        """
         self._place, self._actor, self._engine = place, actor, engine
-        self._own = ActorShards(actor.model)
-        self._parts = engine.weights(self._own.published)
-        for payload in place.gather_cell(json.dumps(dict(self._parts.left_over)).encode()):
-            self._parts.leave(json.loads(payload))
-        self.plan = self._plan([part.shard for part in self._parts.parts])
-        self._exchange = Exchange(self.plan, self._own.dtype, actor.device, actor.timeout)
+        self._own = self._shards()
+        self._parts = None if engine is None else engine.weights(self._own.published)
+        self.left_over: dict[str, str] = {}
+        # Those whose numbers an engine makes others of, so that only it can be asked what it should hold.
+        self._converted: set[str] = set()
+        mine = [{}, []] if self._parts is None else [dict(self._parts.left_over), sorted(self._parts.quantized)]
+        for payload in place.gather_cell(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
+            left_over, quantized, quantizes = json.loads(payload)
+            self.left_over |= left_over
+            self._converted |= {*quantized, *left_over} if quantizes else set()
+        if self._parts is not None:
+            self._parts.leave(self.left_over)
+        self.plan = self._plan([] if self._parts is None else [part.shard for part in self._parts.parts])
+        timeout = timedelta(0) if actor is None else actor.timeout  # of a group that is not made where there is one
+        self._exchange = Exchange(self.plan, self._own.dtype, place.device, timeout, place.weights_group)
         self._verified: PublishPlan | None = None
+        self.step: int | None = None
 
-    @property
-    def left_over(self) -> dict[str, str]:
-        """Tensors that every rank of the cell is given whole, and why."""
-        return dict(self._parts.left_over)
+    def _shards(self) -> "ActorShards | NoShards":
+        """What this rank's actor has. Where some ranks have none, the leader says what the model is. Collective."""
+        own = None if self._actor is None else ActorShards(self._actor.model)
+        if self._place.weights_group is None:
+            return own
+        said = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
+        published, dtype = json.loads(self._place.gather_cell(json.dumps(said).encode())[0])
+        return own or NoShards({name: tuple(shape) for name, shape in published}, getattr(torch, dtype))
+
+    def require(self, step: int) -> None:
+        """RuntimeError unless the engines have the weights after `step`, all of them: before they answer."""
+        if self.step != step:
+            found = "none that are whole" if self.step is None else f"those after step {self.step}"
+            raise RuntimeError(f"answers of the weights after step {step} are asked for, and the engine has {found}")
 
     @property
     def said(self) -> str:
         """The same in a line, for people; empty where there is none."""
         return said_whole(self.left_over)
 
-    def publish(self) -> None:
-        """The engine, awake or with its weights alone, has the actor's weights afterwards."""
+    def publish(self, step: int = 0) -> None:
+        """The engine, awake or with its weights alone, has the actor's weights, those after `step`, afterwards."""
         spans, own = self._place.spans, self._own
         own.settle()
-        with self._engine.receiving(self._parts) as receiver:
+        self.step = None  # until all of it is there
+        with nullcontext() if self._engine is None else self._engine.receiving(self._parts) as receiver:
 
             def wrote(piece: Piece) -> None:
                 self._place.progress()
@@ -68,15 +103,46 @@ class Publication:
                 lambda piece: receiver.view(piece.written, piece.what, own.dtype),
                 wrote,
                 spans.sent,
-                lambda bucket: receiver.settled(self.plan.last_of_bucket[bucket]),
+                self._settled(receiver),
             )
-            if self._parts.left_over:
-                receiver.load(self._whole())
+            if self.left_over and receiver is not None:
+                receiver.load(self._whole(self.left_over))
+            elif self.left_over:
+                for _ in self._whole(self.left_over):
+                    pass
+            self._require_all_done(step)
+        self.step = step
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._actor.weights(only=self._parts.left_over):
-            self._place.progress()
-            self._place.spans.sent("engine", tensor.nbytes)
+    def _settled(self, receiver: Receiver | None) -> Callable[[int], None]:
+        def settled(bucket: int) -> None:
+            if receiver is not None:
+                receiver.settled(self.plan.last_of_bucket[bucket])
+
+        return settled
+
+    def _require_all_done(self, step: int) -> None:
+        """Where ranks wait for each other here alone: RuntimeError, on all of them, unless all have come to `step`."""
+        if self._place.weights_group is None:
+            return
+        steps = [int(said) for said in self._place.gather_cell(str(step).encode())]
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
+
+    def _whole(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, on every rank of the cell; the leader tells them the ranks that only answer."""
+        place, published = self._place, self._own.published
+        if self._actor is not None:
+            given = self._actor.weights(only=wanted)
+        else:
+            names = (name for name in published if name in wanted)
+            given = ((name, torch.empty(published[name], dtype=self._own.dtype, device=place.device)) for name in names)
+        for name, tensor in given:
+            place.progress()
+            if place.weights_group is not None:
+                is_for_this_rank = place.is_leader or self._actor is None
+                broadcast(place.weights_group, tensor if is_for_this_rank else torch.empty_like(tensor))
+            if self._engine is not None:
+                place.spans.sent("engine", tensor.nbytes)
             yield name, tensor
 
     def differences(self) -> list[str]:
@@ -86,32 +152,41 @@ class Publication:
         actor's full tensors, which the engine has afterwards.
         """
         self._own.settle()
-        quantized = self._parts.converted if self._engine.quantizes else frozenset()
-        with self._engine.held() as held:
-            if quantized:
-                held = [part for part in held if part.name in self._own.published.keys() - quantized]
+        with nullcontext([]) if self._engine is None else self._engine.held() as held:
+            if self._converted:
+                held = [part for part in held if part.name in self._own.published.keys() - self._converted]
             if self._verified is None:
-                self._require_same_tensors(held, quantized)
+                if self._engine is not None:
+                    self._require_same_tensors(held)
                 self._verified = self._plan([part.shard(self._own.published[part.name]) for part in held])
             found = list(self._compared(self._verified, held))
-        return found + (list(self._loaded_afresh()) if quantized else [])
+        return found + (self._loaded_afresh() if self._converted else [])
 
-    def _loaded_afresh(self) -> Iterator[str]:
-        """Numbers, scales and whatever else a layer keeps, as bytes."""
-        before = self._converted_sums()
-        self._engine.load(self._actor.weights())
-        for name, number in self._converted_sums().items():
-            if before[name] != number:
-                yield f"{name}: not what a fresh load of the actor's weights makes"
+    def _loaded_afresh(self) -> list[str]:
+        """Of numbers, scales and whatever else a layer keeps, those that are not the same bytes afterwards."""
+        before, whole = self._converted_sums(), self._whole(self._own.published)
+        if self._engine is not None:
+            self._engine.load(whole)
+        else:
+            for _ in whole:
+                pass
+        after = self._converted_sums()
+        return [
+            f"{name}: not what a fresh load of the actor's weights makes"
+            for name in after
+            if before[name] != after[name]
+        ]
 
     def _converted_sums(self) -> dict[str, int]:
+        if self._engine is None:
+            return {}
         with self._engine.held():
             tensors = dict(self._parts.converted_tensors())
             sums = _checksums(tensor.contiguous().view(torch.uint8) for tensor in tensors.values())
         return {name: number for name, (number, _) in zip(tensors, sums, strict=True)}
 
-    def _require_same_tensors(self, held: Sequence[HeldPart], quantized: Set[str]) -> None:
-        published, names = self._own.published.keys() - quantized, {part.name for part in held}
+    def _require_same_tensors(self, held: Sequence[HeldPart]) -> None:
+        published, names = self._own.published.keys() - self._converted, {part.name for part in held}
         if lost := sorted(published ^ names):
             raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")
 

@@ -21,7 +21,7 @@ FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_l
 class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
-    engine_tp None means that there is no engine to consider.
+    engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
     """
 
     tp: int = 1
@@ -31,6 +31,7 @@ class Layout:
     engine_tp: int | None = None
     cp: int = 1
     ep: int = 1
+    rollout: int | None = None
 
     @classmethod
     def of(
@@ -41,12 +42,13 @@ class Layout:
         engine_tp: int | None = None,
         cp: int = 1,
         ep: int = 1,
+        rollout: int | None = None,
     ) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep)
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout)
 
     @property
     def cell_size(self) -> int:
@@ -145,7 +147,9 @@ def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    also = {layout.product(): layout.cell_size}
+    also = (
+        {f"rollout_gpus ({layout.rollout})": layout.rollout} if layout.rollout else {layout.product(): layout.cell_size}
+    )
     if architecture.has_experts:
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)

@@ -80,12 +80,12 @@ class EngineWeights:
         return self._recording.left_over
 
     @property
-    def converted(self) -> Set[str]:
-        """Published tensors of layers that make other numbers of what they load, or may, as far as that is known."""
-        return {part.shard.name for part in self.parts if self.quantizes(part.path)} | self.left_over.keys()
+    def quantized(self) -> Set[str]:
+        """Published tensors of which layers make other numbers."""
+        return {part.shard.name for part in self.parts if self.quantizes(part.path)}
 
     def converted_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(vLLM's name, tensor) of what such layers hold."""
+        """(vLLM's name, tensor) of what these layers hold, and such as may keep what they load in another form."""
         return converted_tensors(self._model, self._plain)
 
     def leave(self, reasons: Mapping[str, str]) -> None:
