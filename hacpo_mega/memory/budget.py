@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
+from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
 from hacpo_mega.memory.quantized import largest_matrix, saved_bytes
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import BUCKET_BYTES
@@ -96,7 +97,8 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it.
+        "on the host" is of no device: pinned memory for what leaves it. "experts at worst" is what would come on top of
+        the activations if all tokens of the ranks that share experts asked for those of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
@@ -123,6 +125,7 @@ class Budget:
             "buckets": bucket_bytes(self.actor) + waiting_bytes(self.actor, self.engine),
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
+            "experts at worst": of_actor.worst_experts,
             "on the host": (of_actor.weights if self.actor.shares else 0)
             + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }
@@ -200,11 +203,18 @@ def left_behind(engine: EnginePlan) -> int:
 
 
 def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
-    """vLLM cuts a model into tensor-parallel ranks as Megatron does, and into no stages."""
-    plain = num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+    """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
+    whole = Layout(tp=engine.tp)
+    dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
+    plain = dense * actor.device.number + engine_experts(actor, engine)
     if engine.quantization is None:
         return plain
     return plain - saved_bytes(actor.architecture, engine.tp, engine.quantization, actor.device.number)
+
+
+def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
+    """What of them is experts, of all of which every rank has a part."""
+    return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
 
 
 def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:

@@ -7,7 +7,7 @@ It gets vLLM's functions handed in; only engine.py imports vllm. Not here: what 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,3 @@ class Quantizing:
 def _whole(param: Tensor, loaded_weight: Tensor) -> None:
     """A loader, in vLLM's words, of what is cut already."""
     param.data.copy_(loaded_weight)
-
-
-def converted_tensors(model: nn.Module, plain: tuple[type, ...]) -> Iterator[tuple[str, Tensor]]:
-    """(vLLM's name, tensor) of all that layers hold which may make other numbers of what they load."""
-    for path, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and not isinstance(method, plain):
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}", parameter.detach()
