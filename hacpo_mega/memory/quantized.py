@@ -1,7 +1,7 @@
 """What vLLM keeps of a matrix that it quantizes as it loads it: its numbers and their scales. Imports no torch.
 
-The kinds are those of vLLM 0.32 that need no quantized folder (_ONLINE_SHORTHANDS of its configuration). Embedding and head
-stay as they are.
+The kinds are those of vLLM 0.32 that need no quantized folder (`_ONLINE_SHORTHANDS` of its configuration). Embedding
+and head stay as they are.
 """
 
 import functools
