@@ -34,7 +34,7 @@ LAYOUTS = {
 RECOMPUTE = ("none", "mlp", "full")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 COMMUNICATION = {"after": DataParallelConfig(), "meanwhile": DataParallelConfig(**OVERLAP)}
-PLACES = (False, True)
+PLACES = ("nothing", "everything")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def learned(folder: Path, **options) -> tuple:
     An actor that can leave its device does so before each update.
     """
     actor, samples = make_actor(folder / "model", **WRITTEN, **options), random_samples(4, seed=5)
-    whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") else None
+    whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") == "everything" else None
     scores, losses = [score.mean_logprob for score in actor.score(samples)], []
     for _ in range(2):
         if whole is not None:
@@ -134,6 +134,6 @@ def test_communication_meanwhile_changes_no_bit(by_rank):
 def test_leaving_the_device_changes_no_bit(by_rank):
     """Weights, main weights and moments of both parts, all away between steps."""
     for found in by_rank:
-        (numbers, *tensors), (plain, *its) = (found["places"][leaves] for leaves in (True, False))
+        (numbers, *tensors), (plain, *its) = (found["places"][leaves] for leaves in ("everything", "nothing"))
         assert numbers == plain
         assert all(torch.equal(*pair) for pairs in zip(tensors, its, strict=True) for pair in zip(*pairs, strict=True))
