@@ -19,6 +19,13 @@ def num_factors(architecture: Architecture, layout: Layout, stage: int, lora: Lo
     return sum(math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in slots)
 
 
+def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
+    """Numbers of the matrices of one rank of pipeline stage `stage` that adapters are merged into."""
+    found = adapters(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
+    pairs = (pair for each in found for pair in zip(each.up.sources, each.down.sources, strict=True))
+    return sum(up.shape[0] * down.shape[1] for up, down in pairs) // layout.tp
+
+
 def is_adapted(architecture: Architecture, lora: Lora, layer: str) -> bool:
     """Whether a matrix of this Megatron layer, such as "mlp.linear_fc1", has an adapter."""
     return any(each.module.endswith(f".{layer}") for each in _of_a_layer(architecture, lora))
