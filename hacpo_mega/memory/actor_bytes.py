@@ -95,7 +95,7 @@ class ActorMemory:
     """Bytes of one pipeline stage on one device.
 
     moments         Adam's; they are there from the first update on
-    gather_buffer   Megatron's for gathering over tensor parallelism, from the first forward on; none for a frozen matrix
+    gather_buffer   Megatron's for gathering over tensor parallelism, from the first forward on; of no frozen matrix
     kept            activations that are kept for backward, of all micro-batches in flight
     working         what backward takes on top of them where it takes the most
     forward         what scoring takes, which keeps nothing
