@@ -1,8 +1,8 @@
 """What engines on ranks of their own save, one step off: `python tests/support/apart_benchmark.py [FOLDER] [STEPS]`.
 
 One agent of random weights under gspo on two cores, one core a process: two cells that train and answer, against one
-process that trains and one that answers; beside them one process alone on both cores, with two threads. Answers are as
-long as they may be, as they are of a random model: the work is equal. Of each the median of the seconds of STEPS steps
+process that trains and one that answers; beside them one process alone on both cores, whose engine answers in a thread
+of its own. Most answers of a random model are as long as they may be. Of each the median of the seconds of STEPS steps
 (20) after the first two, and what of the answers' seconds is hidden; models of the quickstart's size and of 10 million
 parameters, written to FOLDER (build/apart) when they are not there.
 """
@@ -38,11 +38,8 @@ WAYS = {
 
 def pinned(cores: tuple[tuple[int, ...], ...], *arguments: str) -> None:
     """`hacpo-mega ARGUMENTS` on this rank's share of the processors that the machine gives us."""
-    import torch
-
     mine, allowed = cores[int(os.environ["RANK"])], sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [allowed[core] for core in mine])
-    torch.set_num_threads(len(mine))
     play_command(*arguments)
 
 
