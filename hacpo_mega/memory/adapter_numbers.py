@@ -6,6 +6,7 @@ Not here: what else an actor holds (actor_bytes.py), how factors are cut (models
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
@@ -13,12 +14,14 @@ from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters
 from hacpo_mega.models.segments import Cut, shard_shape
 
 
+@cache
 def num_factors(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
     """Numbers in the factors of one rank of pipeline stage `stage`."""
     slots = adapter_slots(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
     return sum(math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in slots)
 
 
+@cache
 def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
     """Numbers of the matrices of one rank of pipeline stage `stage` that adapters are merged into."""
     found = adapters(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
@@ -26,11 +29,13 @@ def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lor
     return sum(up.shape[0] * down.shape[1] for up, down in pairs) // layout.tp
 
 
+@cache
 def is_adapted(architecture: Architecture, lora: Lora, layer: str) -> bool:
     """Whether a matrix of this Megatron layer, such as "mlp.linear_fc1", has an adapter."""
     return any(each.module.endswith(f".{layer}") for each in _of_a_layer(architecture, lora))
 
 
+@cache
 def kept_by_adapters(architecture: Architecture, tp: int, lora: Lora, block: str, num_tokens: int) -> int:
     """How many numbers more a layer keeps for backward than with all weights trained; of its self_attention or mlp.
 
