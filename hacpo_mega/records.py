@@ -275,7 +275,7 @@ class MicroBatch:
 
     T tokens in S segments (sequences; prompts that several share; answers to these), B sequences, R trained rows.
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
-    cu_seqlens, prefixes_S2      int32: where segments start, and T [S + 1]; start, length of what each sees first [S, 2]
+    cu_seqlens, prefixes_S2      int32: starts of segments, and T [S + 1]; start, length of what each sees first [S, 2]
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
     row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
     sequences, num_tokens        the sequences, in packed order; T without the tail
