@@ -236,6 +236,8 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
         except ValueError as problem:
             yield str(problem)
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
+    if layout.vpp > 1 and agent.data_parallel.overlap_grad_reduce:
+        yield f"data_parallel.overlap_grad_reduce is not for stages of several chunks: leave out it or megatron.{VIRTUAL}"
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
         yield from tokenizer_problems(agent, architecture.vocab_size, try_template, tools_field)

@@ -150,7 +150,8 @@ def _of_model(
         size = collectives * (layout.tp - 1) / layout.tp * tokens * row
         yield Message(phase, "gathers and scatters of tp", spread.tp, size, collectives * batches, piped=True)
     if layout.pp > 1:
-        yield Message(phase, "sends of pp", spread.pp, ways * tokens / layout.tp * row, ways * batches, piped=True)
+        sends = ways * layout.vpp
+        yield Message(phase, "sends of pp", spread.pp, sends * tokens / layout.tp * row, sends * batches, piped=True)
 
 
 def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
