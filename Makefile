@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-all test-nightly test-portable gpu bench-peers measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-all test-nightly test-portable gpu bench-peers bench-peers-grid measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
@@ -44,6 +44,10 @@ PEERS_VENV ?= build/peers-env
 bench-peers: env $(PEERS_VENV)/.installed
 	$(BIN)/hacpo-mega init $(CONFIG)
 	$(BIN)/python launch/peers/bench.py $(CONFIG) --peer $(PEERS_VENV)/bin/python $(BENCH)
+
+# Sizes, vocabularies, prompts and lengths: what takes about 25 minutes of two quiet cores, resumed where it stopped.
+bench-peers-grid: env $(PEERS_VENV)/.installed
+	$(BIN)/python launch/peers/grid.py --peer $(PEERS_VENV)/bin/python $(GRID)
 
 $(PEERS_VENV)/.installed: launch/lock/peers.txt
 	$(PYTHON) -m venv $(PEERS_VENV)

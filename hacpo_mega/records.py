@@ -292,6 +292,18 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """How evenly the tokens of an update went to experts, a mean over layers.
+
+    fullest_share   of the pairs of a token and one of its experts, those of the expert that has the most
+    entropy         of these shares over all experts, as a share of the most that it can be: 1 where all have as many
+    """
+
+    fullest_share: float
+    entropy: float
+
+
+@dataclass(frozen=True)
 class UpdateStats:
     """One optimizer update as this cell saw it; equal on all ranks of the cell.
 
@@ -300,6 +312,7 @@ class UpdateStats:
     grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
     skipped      the loss or the norm was not finite, so the parameters stayed as they were
     num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
+    experts      over all cells; None of a model without, or of an update without samples
     """
 
     reports: tuple[Any, ...]
@@ -311,6 +324,7 @@ class UpdateStats:
     num_samples: int
     num_tokens: int
     num_trained: int
+    experts: ExpertLoad | None = None
 
 
 @dataclass(frozen=True)

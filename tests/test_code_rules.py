@@ -17,6 +17,7 @@ ENVIRONMENT = (
     "hacpo_mega/cluster/environment.py",
     "hacpo_mega/grading/model_judge.py",  # the key of a server, by the name that the configuration gives
     "hacpo_mega/jobs/forked.py",
+    "hacpo_mega/jobs/forked_rank.py",
     "hacpo_mega/jobs/local.py",
     "hacpo_mega/cluster/place.py",
     "hacpo_mega/cluster/private_folder.py",

@@ -39,6 +39,7 @@ from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.megatron.fused_optimizer import SAID
+from hacpo_mega.megatron.optimizer import Leaves
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Completion,
@@ -92,21 +93,23 @@ class Agent:
         require_host_memory(place, budget.parts["on the host"])
         agents_on_device, shares = agents_per_device(place), config.placement == "shared"
         with in_turn(place, shares):
-            self.actor = _actor(spec, place, config, start, budget.actor.recompute)
+            with place.spans.span("actor"):
+                self.actor = _actor(spec, place, config, start, budget.actor.recompute)
             self.dtype = self.actor.model.config.params_dtype
             self.offload = self.actor.optimizer.offload
             if shares:
                 away = ActorOffload(self.actor.model, self.actor.optimizer)
                 away.leave()
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device=1)
-                self.publication = Publication(place, self.actor, self.engine)
+                self.publication = _publication(place, self.actor, self.engine)
                 self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
         if not shares:
             with in_turn(place, agents_on_device > 1):
                 self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
-                self.publication = Publication(place, self.actor, self.engine)
+                self.publication = _publication(place, self.actor, self.engine)
                 self.devices = split_devices(place, self.actor, self.engine, self.publication)
-                self.publish_weights()
+                with place.spans.span("weights"):
+                    self.publish_weights()
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -274,9 +277,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
     actor = Actor(
         spec.model,
-        tp=spec.tp,
-        pp=spec.pp,
-        cp=spec.cp,
+        layout=spec.layout,
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
@@ -285,8 +286,8 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,
-        offloads=spec.offload == "optimizer",
-        leaves=config.placement == "shared",
+        leaves=_what_leaves(spec, config),
+        lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
         communication=spec.data_parallel,
         overrides=spec.megatron,
@@ -305,18 +306,30 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     return actor
 
 
+def _what_leaves(spec: AgentConfig, config: Config) -> Leaves:
+    if config.placement == "shared":
+        return "everything"
+    return "state" if spec.offload == "optimizer" else "nothing"
+
+
 def _engine(spec: AgentConfig, place: Place, config: Config, dtype: torch.dtype, agents_on_device: int) -> Engine:
     """On random weights: reading the folder twice would double the start of a large model."""
-    return Engine(
-        spec.model,
-        max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-        dtype=dtype,
-        tensor_parallel_size=spec.engine_tensor_parallel,
-        seed=config.seed,
-        trust_remote_code=spec.trust_remote_code,
-        random_weights=True,
-        agents_on_device=agents_on_device,
-        timeout_s=config.wait_s,
-        options=spec.vllm,
-        on_progress=place.progress,
-    )
+    with place.spans.span("engine"):
+        return Engine(
+            spec.model,
+            max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
+            dtype=dtype,
+            tensor_parallel_size=spec.engine_tensor_parallel,
+            seed=config.seed,
+            trust_remote_code=spec.trust_remote_code,
+            random_weights=True,
+            agents_on_device=agents_on_device,
+            timeout_s=config.wait_s,
+            options=spec.vllm,
+            on_progress=place.progress,
+        )
+
+
+def _publication(place: Place, actor: Actor, engine: Engine) -> Publication:
+    with place.spans.span("weights"):
+        return Publication(place, actor, engine)

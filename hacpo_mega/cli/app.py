@@ -32,7 +32,7 @@ from hacpo_mega.cli.plan import plan
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
-from hacpo_mega.cli.start import load_checked, objects_that_stay, this_process_is_a_rank
+from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
     has_tracker_login,
     inside_a_job,
@@ -137,7 +137,7 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
     if not inside_a_job() and not missing:
         say("every model folder exists: nothing to create")
         return
-    if not this_process_is_a_rank(config):
+    if not this_process_is_a_rank(config, "hacpo_mega.commands.warm_start", door="hacpo_mega.megatron.actor"):
         return
     from hacpo_mega.commands.warm_start import initialize
 
@@ -173,12 +173,11 @@ def train(
         if is_first_of_its_node():
             say(said)
         return
-    if not this_process_is_a_rank(config):
+    if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return
     begin_attempt(config.run_dir)
-    with objects_that_stay():
-        from hacpo_mega.cluster.exit_status import RESUMABLE
-        from hacpo_mega.trainer.trainer import Trainer
+    from hacpo_mega.cluster.exit_status import RESUMABLE
+    from hacpo_mega.trainer.trainer import Trainer
 
     with Trainer(config, **how) as trainer:
         is_done = trainer.fit()
@@ -206,10 +205,9 @@ def doctor(
 ) -> None:
     """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
     config = load_checked(config_file, overrides, with_models=True)
-    if not this_process_is_a_rank(config):
+    if not this_process_is_a_rank(config, "hacpo_mega.commands.doctor"):
         return
-    with objects_that_stay():
-        from hacpo_mega.commands.doctor import examine
+    from hacpo_mega.commands.doctor import examine
 
     if not examine(config, tolerance):
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of, objects_that_stay
+from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
 from hacpo_mega.cluster.environment import inside_a_job
 from hacpo_mega.config.choices import REWARD_KINDS
 from hacpo_mega.models.hub import model_folder
@@ -61,11 +61,10 @@ def evaluate_model(
     )
     if not inside_a_job():
         require_judge(settings)
-    if not is_one_of(tp * engines):
+    if not is_one_of(tp * engines, "hacpo_mega.evaluation.evaluate"):
         return
-    with objects_that_stay():
-        from hacpo_mega.evaluation.evaluate import evaluate
-        from hacpo_mega.evaluation.table import print_table
+    from hacpo_mega.evaluation.evaluate import evaluate
+    from hacpo_mega.evaluation.table import print_table
 
     if evaluation := evaluate(settings, out, tp, engines, judges):
         print_table(evaluation)

@@ -4,19 +4,24 @@ Imports of what is heavy are inside functions, as in app.py.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from hacpo_mega.cluster.environment import (
+    compiles,
     end_with_launcher,
     inside_a_job,
     is_first_of_its_node,
     job_size,
+    may_fork_ranks,
     prepare_environment,
     reads_first,
 )
@@ -27,6 +32,10 @@ from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.models.hub import not_cached
 
+ENGINE = "hacpo_mega.rollout.engine"
+# What vLLM and transformers import where it is installed, for sounds and for boxes in pictures; and what vLLM corrects
+# in torch's compiler. A fifth of all imports.
+UNUSED, COMPILER = ("scipy",), "torch._inductor.lowering"
 # The flag by which code that lies beside a model may run.
 Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
 
@@ -64,6 +73,18 @@ def one_voice_per_node() -> Iterator[None]:
 
 
 @contextmanager
+def absent(names: Iterable[str]) -> Iterator[None]:
+    """Inside, modules that have not been imported cannot be: for libraries that go on without."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+@contextmanager
 def objects_that_stay() -> Iterator[None]:
     """Around the import of heavy libraries: two million objects, none of which goes before the process ends.
 
@@ -78,30 +99,53 @@ def objects_that_stay() -> Iterator[None]:
         gc.enable()
 
 
-def this_process_is_a_rank(config: Config) -> bool:
-    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0."""
+def this_process_is_a_rank(config: Config, work: str, door: str = ENGINE) -> bool:
+    """True inside a job. Outside, runs the whole job on this machine, and exits with its code if that is not 0.
+
+    `work` is the module that ranks work with, `door` what of it brings the largest libraries; imported when this
+    returns True.
+    """
     ranks = RankMap.of(config)
     if inside_a_job():
         with one_voice_per_node():
             ranks.require_world_size(job_size())
             ranks.require_one_node(num_local(job_size()))
-    return is_one_of(ranks.world_size)
+    return is_one_of(ranks.world_size, work, door)
 
 
-def is_one_of(world_size: int) -> bool:
+def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
     """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
         end_with_launcher()
-        with objects_that_stay():
-            from hacpo_mega.cluster.device import require_fitting_environment
-
-        with one_voice_per_node():
-            require_fitting_environment()
+        _import_for_good(door, work)
         return True
     from hacpo_mega.jobs.local import run_on_this_machine
 
-    code = run_on_this_machine(sys.argv[1:], world_size)
+    forks = may_fork_ranks()
+    imports = partial(_import_for_good, door, work) if forks else None
+    code = run_on_this_machine(sys.argv[1:], world_size, imports=imports)
+    if forks:
+        _end_at_once(code)
     if code:
         raise typer.Exit(code)
     return False
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Ends this process as it is: to take down what was only imported takes seconds, and Triton would print of it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
+
+
+def _import_for_good(door: str, work: str) -> None:
+    with objects_that_stay():
+        from hacpo_mega.cluster.device import require_fitting_environment
+    with one_voice_per_node():
+        require_fitting_environment()
+    with objects_that_stay():
+        with absent(UNUSED if compiles() else (*UNUSED, COMPILER)):
+            import_module(door)
+        import_module(work)

@@ -15,10 +15,12 @@ import signal
 import socket
 import struct
 import subprocess
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hacpo_mega.cluster.machine_limits import num_cores
@@ -123,6 +125,19 @@ def _is_blackwell() -> bool:
     except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
         return False
     return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
+
+
+def compiles() -> bool:
+    """Whether torch's compiler is at work in this process."""
+    return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
+
+
+def may_fork_ranks() -> bool:
+    """Whether ranks may be forked from a process that has imported what they need.
+
+    Not with an NVIDIA driver: what a library asks CUDA for while it is imported no child could use.
+    """
+    return not _has_cuda()
 
 
 def _has_cuda() -> bool:
@@ -233,6 +248,22 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):  # it was gone before
             os._exit(1)
+
+
+class Used(NamedTuple):
+    """Seconds of the clock, and of processors."""
+
+    clock_s: float
+    processor_s: float
+
+
+def used_since_begin() -> Used:
+    """Since the command began that this process is of, and what it and its launcher here have used of processors."""
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
+    fields = Path(f"/proc/{launcher}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
+    own = 0.0 if launcher == os.getpid() else time.process_time()
+    return Used(time.clock_gettime(time.CLOCK_BOOTTIME) - began, user + system + own)
 
 
 def _is_slurm_task() -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.cluster.place import Place
@@ -51,9 +51,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         return
     actor = Actor(
         draft,
-        tp=spec.tp,
-        pp=spec.pp,
-        cp=spec.cp,
+        layout=spec.layout,
         optimizer=plan.optimizer,
         total_updates=plan.num_updates,
         max_positions=spec.init.max_positions,
@@ -70,7 +68,11 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
 
 def create_model(folder: Path, init: InitConfig, seed: int) -> None:
     """Writes a Hugging Face folder: random fp32 weights of the table's sizes and a tokenizer of its vocabulary."""
-    tokenizer = make_tokenizer(folder, init.vocabulary)
+    random_model(folder, init, make_tokenizer(folder, init.vocabulary), seed)
+
+
+def random_model(folder: Path, init: InitConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    """Writes fp32 random weights of the table's sizes for a tokenizer, which lies in the folder already."""
     model_config = AutoConfig.for_model(
         init.family,
         **FAMILIES[init.family].made_with,

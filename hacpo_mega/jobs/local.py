@@ -1,5 +1,8 @@
 """A whole job on this machine: one process per rank, which meet through a file that only their user can read.
 
+A rank spends most of its start on imports. So where its launcher may import the same, ranks are forked from it
+(forked_rank.py): not on CUDA, of which nobody may have asked anything before a fork, nor from a user's own process.
+
 Nothing of it listens to the network: torch's own launcher would, for everybody, and runs what it is sent.
 What failed says so itself in one line (place.py, watchdog.py); the launcher adds nothing to it.
 Not here: what the processes need in their environment (environment.py).
@@ -11,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,31 +24,47 @@ from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import FOLDER, job_folder
 from hacpo_mega.cluster.seat import STORE_FILE
 from hacpo_mega.cluster.secret import SECRET, new_secret
+from hacpo_mega.jobs.forked_rank import ForkedRank
 
 DEFERRED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end by themselves when the run is on disk
 AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 POLL_S = 0.1
+MODULE = "hacpo_mega.cli"
 # After a rank has failed, the ring tells the others, who end by themselves. Then SIGTERM, which watchdog.py heeds when
 # the ring has had its time; and the end of whoever needs longer than that.
 LAST_WORDS_S, PATIENCE_S = 2.0, 30.0
 
 
-def run_on_this_machine(arguments: list[str], world_size: int, look: Callable[[], None] = lambda: None) -> int:
+def run_on_this_machine(
+    arguments: list[str],
+    world_size: int,
+    look: Callable[[], None] = lambda: None,
+    imports: Callable[[], None] | None = None,
+) -> int:
     """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the highest exit code of its ranks.
 
-    `look` is called while they run, some times a second; what it raises ends them.
+    `look` is called while they run, some times a second; what it raises ends them. `imports` brings what they need into
+    this process, from which they are forked then; without it they are fresh interpreters.
     SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75
     (docs/guide/troubleshooting.md). A rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after
     which all are gone.
     """
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))}
-    ranks = _Ranks(look)
-    with _passing_on(ranks), job_folder() as folder:
+    ranks = _Ranks(look, forks=imports is not None)
+    with _passing_on(ranks):
+        if imports is not None:
+            os.environ.update(threads)  # libraries read it when they are loaded
+            ranks.after(imports)
+        return _run(ranks, arguments, world_size, threads)
+
+
+def _run(ranks: "_Ranks", arguments: list[str], world_size: int, threads: Mapping[str, str]) -> int:
+    with job_folder() as folder:
         try:
             secret = new_secret()
             for rank in range(world_size):
                 told = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
-                ranks.start(["-m", "hacpo_mega.cli", *arguments], threads | told)
+                ranks.start(arguments, threads | told)
             return ranks.wait()
         finally:
             ranks.kill()
@@ -83,19 +102,32 @@ def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) 
 class _Ranks:
     """The processes, each in a session of its own, so that a terminal tells the launcher alone."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = look
-        self._processes: list[subprocess.Popen] = []
+    def __init__(self, look: Callable[[], None], *, forks: bool) -> None:
+        self._look, self._forks, self._is_importing = look, forks, False
+        self._processes: list[subprocess.Popen | ForkedRank] = []
         self._told: list[int] = []
+
+    def after(self, imports: Callable[[], None]) -> None:
+        """Imports what they need. A signal ends this process meanwhile, as it would end ranks that import."""
+        self._is_importing = True
+        imports()
+        self._is_importing = False
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> None:
         """One more; none when the job was told to end meanwhile."""
-        if not self._told:
-            command = [sys.executable, *arguments]
-            self._processes.append(subprocess.Popen(command, env=os.environ | environment, start_new_session=True))
+        if self._told:
+            return
+        if self._forks:
+            rank = ForkedRank(MODULE, arguments, environment, (*DEFERRED, *AT_ONCE))
+        else:
+            command = [sys.executable, "-m", MODULE, *arguments]
+            rank = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+        self._processes.append(rank)
 
     def pass_on(self, number: int, _: object = None) -> None:
         """Tells all of them."""
+        if self._is_importing:
+            os._exit(SIGNALLED + number)
         self._told.append(number)
         self._send(number)
 
@@ -120,11 +152,14 @@ class _Ranks:
     def kill(self) -> None:
         """Ends those that still run, and what they have started."""
         for process in self._running:
-            os.killpg(process.pid, signal.SIGKILL)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # forked a moment ago, it is in no session of its own and has started nothing
+                process.kill()
             process.wait()
 
     @property
-    def _running(self) -> list[subprocess.Popen]:
+    def _running(self) -> list[subprocess.Popen | ForkedRank]:
         return [process for process in self._processes if process.poll() is None]
 
     @property

@@ -27,13 +27,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron import layers
+from hacpo_mega.megatron import layers, moe
+from hacpo_mega.megatron.lora import attach_adapters
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer
+from hacpo_mega.megatron.overlap import buffers_of
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.schedule import data_parallel
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.lora import Lora
 
 # CUDA's caching allocator hands out multiples of this.
 ALLOCATION = 512
@@ -73,6 +76,7 @@ def trace_actor(
     transformer: str = "local",
     overrides: dict[str, Any] | None = None,
     on_cuda: bool = True,
+    lora: Lora | None = None,
 ) -> TracedMemory:
     """Counts one rank of an actor of dp cells that learns from micro-batches of `num_tokens`, all of them trained.
 
@@ -81,29 +85,32 @@ def trace_actor(
     head is the CPU's either way, since a Triton kernel has no fake. Needs a process without process groups.
     """
     with ExitStack() as stack:
-        stack.enter_context(_fake_world(layout, dp, rank=pp_rank * layout.tp * layout.cp))
+        stack.enter_context(_fake_world(architecture, layout, dp, rank=pp_rank * layout.tp * layout.cp))
         # A compiler would look for numbers; what it fuses keeps the same for backward.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
+        stack.enter_context(_replaced(moe, "_known", _even))
         if on_cuda:
+            stack.enter_context(_replaced(moe, "_fits", lambda *_: True))
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
-        model = data_parallel(
-            build_model(
-                architecture,
-                tp=layout.tp,
-                pp=layout.pp,
-                cp=layout.cp,
-                dtype=torch.bfloat16 if on_cuda else torch.float32,
-                max_positions=num_tokens,
-                recompute=recompute,
-                transformer=transformer,
-                overrides=overrides,
-            ),
-            Spans(),
+        bare = build_model(
+            architecture,
+            tp=layout.tp,
+            pp=layout.pp,
+            cp=layout.cp,
+            ep=layout.ep,
+            dtype=torch.bfloat16 if on_cuda else torch.float32,
+            max_positions=num_tokens,
+            recompute=recompute,
+            transformer=transformer,
+            overrides=overrides,
         )
+        if lora is not None:
+            attach_adapters(bare, lora, seed=1)
+        model = data_parallel(bare, Spans())
         optimizer = ActorOptimizer(model, OptimizerConfig(), total_updates=1)
         return _traced(model, optimizer, architecture, num_tokens, in_flight)
 
@@ -116,9 +123,10 @@ def _traced(
     in_flight: int,
 ) -> TracedMemory:
     run = _Run(model, architecture, num_tokens)
-    weights = [buffer.param_data for buffer in model.buffers]
-    gradients = [buffer.grad_data for buffer in model.buffers]
-    main = [p for group in optimizer.part.shard_fp32_from_float16_groups for p in group]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    weights = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
+    gradients = [buffer.grad_data for buffer in buffers_of(model)]
+    main = [p for part in optimizer.parts for group in part.shard_fp32_from_float16_groups for p in group]
     states = [*weights, *gradients, *main]
     with _Count(states) as count, torch.no_grad():
         run.head(run.forward())
@@ -134,7 +142,8 @@ def _traced(
     with _Count(states) as count:
         _step(optimizer)
         moments = count.now
-    states += [tensor for state in optimizer.part.optimizer.state.values() for tensor in tree_leaves(state)]
+    adam = [state for part in optimizer.parts for state in part.optimizer.state.values()]
+    states += [tensor for state in adam for tensor in tree_leaves(state)]
     with _Count(states) as count:
         _step(optimizer)
     update = count.peak
@@ -182,7 +191,7 @@ class _Run:
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             group=tp if tp.size() > 1 else None,
-            fuse_main_grad=weight.dtype != torch.float32,
+            fuse_main_grad=weight.requires_grad and weight.dtype != torch.float32,
         )
 
     def backward(self, hidden: torch.Tensor) -> None:
@@ -201,7 +210,7 @@ class _Run:
 
 def _step(optimizer: ActorOptimizer) -> None:
     """Megatron's step after clipping, which takes no memory, by the implementation that torch chooses on CUDA."""
-    for group in optimizer.part.optimizer.param_groups:
+    for group in optimizer.megatron.param_groups:
         group["foreach"] = True
     optimizer.megatron.prepare_grads()
     # Gathered in place; torch has no fake of the coalesced gather.
@@ -263,6 +272,12 @@ class _NumbersThatAreKnown(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _even(counts_2r: torch.Tensor, num_rows: int) -> list[list[int]]:
+    """Every rank of ep has as many tokens, and every expert as many of them."""
+    ranks = counts_2r.shape[1]
+    return [[num_rows * (rank + 1) // ranks - num_rows * rank // ranks for rank in range(ranks)]] * 2
+
+
 class _FusedNorm(torch.autograd.Function):
     """What CUDA's kernel allocates; on the CPU torch writes a norm out in float32, a tensor for every operation."""
 
@@ -287,7 +302,7 @@ def _fused_offset_norm(norm: layers.OffsetRMSNorm, hidden: torch.Tensor) -> torc
 
 
 @contextmanager
-def _fake_world(layout: Layout, dp: int, rank: int) -> Iterator[None]:
+def _fake_world(architecture: Architecture, layout: Layout, dp: int, rank: int) -> Iterator[None]:
     """Megatron's groups over torch's fake backend, in which every rank says what this one says."""
 
     def gather(answers: list[Any], mine: Any, group: Any = None) -> None:
@@ -297,7 +312,8 @@ def _fake_world(layout: Layout, dp: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.cell_size * dp)
     try:
         with _replaced(dist, "all_gather_object", gather):
-            initialize_parallel(layout.tp, layout.pp, seed=1, cp=layout.cp)
+            ep = layout.ep if architecture.has_experts else None
+            initialize_parallel(layout.tp, layout.pp, seed=1, cp=layout.cp, ep=ep)
             yield
     finally:
         parallel_state.destroy_model_parallel()

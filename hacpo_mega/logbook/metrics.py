@@ -21,6 +21,8 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<learner>/from/<source>/grad_share, grad_cosine, grad_norm, self/grad_norm          with diagnose_every alone
     agent/<name>/grad_norm, grad_norm_max, lr, num_updates, num_skipped_updates               its optimizer
     agent/<name>/num_trained_answers, num_trained_tokens, num_microbatches                    and what it read
+    agent/<name>/fullest_expert_share, expert_entropy    which experts that went to, mean over layers; 1 / number of
+                                                         experts and 1 where all have as many tokens
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     agent/<name>/judge_hidden_s                                       mean leader, with while_sampling alone
     agent/<name>/roll_out_hidden_s, staleness_steps                   mean leader, with one_step_off alone
@@ -29,6 +31,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device
     agent/<name>/asleep_bytes                                         and what is held there while its engine sleeps
     capability/<name>, omega/<learner>/<source>                                               the job
+    start/<part>_s, start/processor_s                              before the first step: slowest rank (start_parts.py)
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers, what the loss saw of its
 samples and what its updates came to; the first rank of an agent its skipped updates; the job's rank 0 capability and

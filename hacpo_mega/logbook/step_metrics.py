@@ -202,6 +202,9 @@ def add_update(
     metrics.count(f"{prefix}/num_trained_tokens", result.num_trained)
     metrics.count(f"{prefix}/num_trained_answers", result.num_samples)
     metrics.gauge(f"{prefix}/num_updates", update_index + 1)  # the step's last one is its number
+    if result.experts is not None:
+        metrics.add(f"{prefix}/fullest_expert_share", result.experts.fullest_share, 1)
+        metrics.add(f"{prefix}/expert_entropy", result.experts.entropy, 1)
     for report in result.reports:
         stats = objective_stats(report.terms)
         metrics.add(f"{prefix}/self/ratio_mean", *stats.ratio_self.tolist())

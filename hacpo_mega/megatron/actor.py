@@ -27,10 +27,12 @@ from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
+from hacpo_mega.megatron.expert_load import ExpertCounts
 from hacpo_mega.megatron.installed import VERSION
+from hacpo_mega.megatron.lora import adapters_off, attach_adapters
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
-from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer
+from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.optimizer import ActorOptimizer, Leaves
 from hacpo_mega.megatron.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
@@ -50,6 +52,8 @@ from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import forward_flops
+from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -65,9 +69,7 @@ class Actor:
         self,
         folder: Path,
         *,
-        tp: int,
-        pp: int,
-        cp: int = 1,
+        layout: Layout,
         optimizer: OptimizerConfig,
         total_updates: int,
         max_tokens_per_microbatch: int,
@@ -76,8 +78,8 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
-        offloads: bool = False,
-        leaves: bool = False,
+        leaves: Leaves = "nothing",
+        lora: Lora | None = None,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
         overrides: Mapping[str, Any] | None = None,
@@ -89,23 +91,22 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `pack_by` is what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the
-        cheap ones at both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was
-        sampled. `recompute` is what
-        backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the device when
-        `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers it has
-        (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
-        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
-        collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
-        function reports. bf16 with fp32 main weights on CUDA,
-        fp32 on the CPU, unless `dtype` says otherwise (bf16 works on the CPU, too). Raises ValueError for a layout or a
-        folder the model cannot have (model.py, weights.py).
+        `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked. `pack_by` is
+        what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the cheap ones at
+        both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
+        `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
+        (optimizer.py), with `lora` adapters alone are trained (lora.py), `transformer` is whose layers it has (auto,
+        local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
+        Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every collective of its
+        groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss function reports.
+        bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (the CPU has bf16, too).
+        Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
-        self.folder, self.tp, self.cp, self.temperature = Path(folder), tp, cp, temperature
+        self.folder, self.layout, self.temperature = Path(folder), layout, temperature
         cost = partial(forward_flops, self.architecture, 1)
         evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
-        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=tp * cp, cost=evened)
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=layout.tp * layout.cp, cost=evened)
         self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress, self._reports = on_progress, reports
@@ -113,26 +114,33 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         self.transformer = chosen_transformer(
-            transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
+            "local" if lora is not None and transformer == "auto" else transformer,
+            self.architecture,
+            dtype=self.dtype,
+            on_cuda=cuda,
+            version=VERSION,
         )
-        initialize_parallel(tp, pp, seed, timeout_s, cp=cp)
+        ep = layout.ep if self.architecture.has_experts else None
+        initialize_parallel(layout.tp, layout.pp, seed, timeout_s, cp=layout.cp, ep=ep)
         with megatron_platform():
             positions = max_positions or self.architecture.max_positions
-            model = self._build(tp, pp, positions, recompute, overrides)
+            model = self._build(positions, recompute, overrides)
+            self._experts = ExpertCounts(model)
+            if lora is not None:
+                attach_adapters(model, lora, seed)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self.timeout = timedelta(seconds=timeout_s)
 
-    def _build(
-        self, tp: int, pp: int, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None
-    ) -> HiddenStateModel:
+    def _build(self, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None) -> HiddenStateModel:
         model = build_model(
             self.architecture,
-            tp=tp,
-            pp=pp,
-            cp=self.cp,
+            tp=self.layout.tp,
+            pp=self.layout.pp,
+            cp=self.layout.cp,
+            ep=self.layout.ep,
             dtype=self.dtype,
             max_positions=max_positions,
             recompute=recompute,
@@ -186,9 +194,9 @@ class Actor:
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             temperature=self.temperature,
-            group=parallel_state.get_tensor_model_parallel_group() if self.tp > 1 else None,
+            group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
             # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
-            fuse_main_grad=weight_VH.dtype != torch.float32,
+            fuse_main_grad=weight_VH.requires_grad and weight_VH.dtype != torch.float32,
         )
         return sum_rows(logprob_N, own, len(batch.rows_R))
 
@@ -204,6 +212,7 @@ class Actor:
         """
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
+            self._experts.begin()
             with self._spans.span("forward and backward"):
                 seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
@@ -213,7 +222,8 @@ class Actor:
                 finish_gather(self.model)  # of a cell that had no forward since
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
-        return update_stats(batches, loss, reports, step)
+            experts = self._experts.load()
+        return update_stats(batches, loss, reports, step, experts)
 
     def learn_supervised(self, sequences: Sequence[TokenSequence], num_trained_tokens: int) -> UpdateStats:
         """One update of cross-entropy, nats per token over the `num_trained_tokens` of all cells together."""
@@ -260,11 +270,18 @@ class Actor:
     # ---- reference policy
 
     def keep_reference(self) -> None:
-        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks."""
-        self._reference = self._copy_of_parameters()
+        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks.
+
+        Under LoRA there is nothing to remember: it is the model without its adapters.
+        """
+        if unwrapped(self.model).lora is None:
+            self._reference = self._copy_of_parameters()
 
     def reference_token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """`token_logprobs` under the kept parameters; the present ones are back, bit for bit, afterwards."""
+        if (model := unwrapped(self.model)).lora is not None:
+            with adapters_off(model):
+                return self.token_logprobs(sequences)
         assert self._reference is not None, "keep_reference() comes first"
         with self._parameters_of(self._reference):
             return self.token_logprobs(sequences)
@@ -323,7 +340,7 @@ class Actor:
         """
         finish_gather(self.model)
         problem = None
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        if parallel_state.get_data_parallel_rank() == 0:
             try:
                 save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
             except OSError as error:

@@ -10,15 +10,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from hacpo_mega.megatron.optimizer import ActorOptimizer
-from hacpo_mega.megatron.overlap import finish_gather
+from hacpo_mega.megatron.overlap import buffers_of, finish_gather
 
 
 class ActorOffload:
-    """All that an actor keeps on its device, of one that was built to leave it (`Actor(leaves=True)`)."""
+    """All that an actor keeps on its device, of one that was built to leave it (`Actor(leaves="everything")`)."""
 
     def __init__(self, model: DistributedDataParallel, optimizer: ActorOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._gradients = [buffer.grad_data for buffer in model.buffers]
+        self._gradients = [buffer.grad_data for buffer in buffers_of(model)]
         self._gradients_at_home = [gradient.detach() for gradient in self._gradients]
 
     def come(self, *, to_learn: bool) -> None:

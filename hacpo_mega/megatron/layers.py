@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
 from hacpo_mega.megatron.rope import MAGNITUDE_FIELDS
 from hacpo_mega.models.architecture import Architecture
@@ -210,8 +211,11 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, window: i
         attention.submodules.q_layernorm, attention.submodules.k_layernorm = norms
     if architecture.output_bias:
         attention.submodules.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
-    activation = ModuleSpec(module=GatedActivation, params={"name": kin.activation})
-    layer.submodules.mlp.submodules.activation_func = activation
+    if architecture.has_experts:
+        layer.submodules.mlp = expert_layer(architecture)
+    else:
+        activation = ModuleSpec(module=GatedActivation, params={"name": kin.activation})
+        layer.submodules.mlp.submodules.activation_func = activation
     return layer
 
 

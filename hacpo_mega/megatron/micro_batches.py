@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hacpo_mega.megatron.optimizer import OptimizerStep
-from hacpo_mega.records import MicroBatch, TokenSequence, UpdateStats
+from hacpo_mega.records import ExpertLoad, MicroBatch, TokenSequence, UpdateStats
 
 
 class Told(list):
@@ -46,7 +46,11 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def update_stats(
-    batches: Sequence[MicroBatch], loss: float, reports: Sequence[Any], step: OptimizerStep
+    batches: Sequence[MicroBatch],
+    loss: float,
+    reports: Sequence[Any],
+    step: OptimizerStep,
+    experts: ExpertLoad | None,
 ) -> UpdateStats:
     """What an update of these micro-batches has done."""
     return UpdateStats(
@@ -59,4 +63,5 @@ def update_stats(
         num_samples=sum(len(batch.sequences) for batch in batches),
         num_tokens=sum(int(batch.cu_seqlens[len(batch.sequences)]) for batch in batches),
         num_trained=sum(len(batch.rows_R) for batch in batches),
+        experts=experts,
     )

@@ -26,6 +26,7 @@ from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies, window_
 from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, chunk_layers, layout_problems
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.megatron_fields import decided_fields
 from hacpo_mega.models.segments import padded_vocab_size
 
@@ -49,6 +50,7 @@ class HiddenStateModel(GPTModel):
         """
         super().__init__(position_embedding_type="none", **options)
         self.architecture, self.chunks, self.fuses_norms = architecture, chunks, fuses_norms
+        self.lora: Lora | None = None  # megatron/lora.py
         if later:
             self.later = torch.nn.ModuleList(later)
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
@@ -83,6 +85,9 @@ class HiddenStateModel(GPTModel):
         if hidden is not None and self.architecture.kin.scaled_embedding:
             # Rounded as the weights are, as transformers and vLLM do.
             hidden = hidden * torch.tensor(self.architecture.hidden_size**0.5, dtype=hidden.dtype).item()
+        if hidden is not None and self.lora is not None and torch.is_grad_enabled():
+            # A layer that is computed again in backward has a gradient only where its input has one.
+            hidden.requires_grad_()
         positions_T = position_ids[0].float()
         angles = [self._angles(positions_T, rope_P) for rope_P in (self.rope_P, self.window_rope_P)]
         return hidden, torch.cat(angles, dim=-1)[:, None, None, :], None, None, None, None
@@ -110,6 +115,7 @@ def build_model(
     tp: int,
     pp: int,
     cp: int = 1,
+    ep: int = 1,
     dtype: torch.dtype,
     max_positions: int,
     recompute: str = "none",
@@ -123,9 +129,7 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    if architecture.has_experts:
-        raise ValueError(f"a {architecture.family} model can be planned; its experts cannot be trained yet")
-    layout = Layout.of(tp, pp, overrides or {}, cp=cp)
+    layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})

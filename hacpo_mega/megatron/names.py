@@ -9,6 +9,7 @@ import torch
 
 from hacpo_mega.megatron.model import HiddenStateModel
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.lora import adapter_slots
 from hacpo_mega.models.segments import Slot, Source, rank_slots, segments
 
 # A norm of the local layers -> where TransformerEngine's have its weight.
@@ -32,6 +33,13 @@ def _fused(slot: Slot) -> Slot:
     return slot
 
 
+def trained_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
+    """The same of what is trained: under LoRA the factors of its adapters, else all."""
+    if model.lora is None:
+        return slots_of(model, pp_rank)
+    return adapter_slots(model.architecture, model.chunks, pp_rank, model.lora)
+
+
 def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
     """Every Hugging Face tensor of the whole model, stage by stage, each once."""
     stages = range(model.config.pipeline_model_parallel_size)
@@ -39,18 +47,22 @@ def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
     return tuple(dict.fromkeys(source for slot in slots for source in slot.sources))
 
 
+def place_of(model: HiddenStateModel) -> dict[str, int]:
+    """Which shards this rank has, as segments.py asks: tp, tp_rank, ep, ep_rank."""
+    tp, ep = model.pg_collection.tp, model.pg_collection.ep
+    return {"tp": tp.size(), "tp_rank": tp.rank(), "ep": ep.size(), "ep_rank": ep.rank()}
+
+
 def write_back(
     full: tuple[torch.Tensor, ...],
     shard: torch.Tensor,
     slot: Slot,
     architecture: Architecture,
-    *,
-    tp: int,
-    tp_rank: int,
+    **place: int,
 ) -> None:
-    """Copy a rank's shard into the full tensors of `slot.sources`; padding is dropped."""
+    """Copy the shard of the rank at `place` into the full tensors of `slot.sources`; padding is dropped."""
     position = 0
-    for piece in segments(slot, architecture, tp=tp, tp_rank=tp_rank):
+    for piece in segments(slot, architecture, **place):
         size = piece.stop - piece.start
         full[piece.source].narrow(slot.dim, piece.start, size).copy_(shard.narrow(slot.dim, position, size))
         position += size

@@ -5,7 +5,9 @@ Not here: gradients (schedule.py makes them) and what a checkpoint stores.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,10 +15,15 @@ from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.fused_optimizer import SAID, chosen_kernels, use_kernels
 from hacpo_mega.megatron.offload import Offload
+from hacpo_mega.megatron.overlap import buffers_of
+
+# What of an actor can be in host memory meanwhile: nothing, the optimizer's state, or everything.
+Leaves = Literal["nothing", "state", "everything"]
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -67,13 +74,10 @@ class ActorOptimizer:
         config: OptimizerConfig,
         total_updates: int,
         *,
-        offloads: bool = False,
-        leaves: bool = False,
+        leaves: Leaves = "nothing",
     ) -> None:
-        """`offloads`: its state can leave the device, as `self.offload` is told; moments are there from the start.
-
-        `leaves`: so can the model's weights, as `self.weights` is told, and with them the state (actor_offload.py).
-        """
+        """`leaves` is what can leave the device: its state, as `self.offload` is told, with moments from the start; or
+        everything, the model's weights too, as `self.weights` is told (actor_offload.py)."""
         self.config = config
         self.total_updates = total_updates
         self.num_updates = self.num_applied = 0
@@ -84,13 +88,15 @@ class ActorOptimizer:
         # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        if offloads or leaves:
+        if leaves != "nothing":
             self.make_moments()  # so that the host's memory is taken now, not in the first step
-        self.offload = Offload(self._own_state() if offloads or leaves else ())
-        # The main weights of a float32 model are views of its buffers, too.
-        views = [*model.parameters(), *(tensor for group in self.part.shard_fp32_groups for tensor in group)]
-        buffers = [buffer.param_data for buffer in model.buffers]
-        self.weights = Offload(buffers, views, "the model") if leaves else Offload(())
+        self.offload = Offload(self._own_state() if leaves != "nothing" else ())
+        # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        main = (tensor for part in self.parts for group in part.shard_fp32_groups for tensor in group)
+        whole = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
+        self.weights = Offload(whole, [*trained, *main], "the model") if leaves == "everything" else Offload(())
 
     @property
     def said(self) -> str:
@@ -98,50 +104,58 @@ class ActorOptimizer:
         return f"Adam of {SAID[self.kernels]}"
 
     @property
-    def part(self) -> DistributedOptimizer:
-        """The one distributed optimizer inside Megatron's chain: all parameters are sharded over the same ranks."""
-        (part,) = self.megatron.chained_optimizers
-        return part
+    def parts(self) -> list[DistributedOptimizer]:
+        """The distributed optimizers of Megatron's chain; experts have one of their own, sharded over other ranks."""
+        return self.megatron.chained_optimizers
 
     def make_moments(self) -> None:
         """Gives Adam its moments, as zeros, where the first update has not yet; parameters stay as they are."""
-        if self.part.optimizer.state:
+        without = [part for part in self.parts if not part.optimizer.state]
+        if not without:
             return
         for group in self.megatron.param_groups:
             group["lr"] = 0.0
-        self.part._init_optimizer_states_with_dummy_values()
+        for part in without:
+            part._init_optimizer_states_with_dummy_values()
         self.set_progress(self.num_updates, self.num_applied)
 
     def _own_state(self) -> list[torch.Tensor]:
         """All that lies in no buffer of the model: main weights of half-precision ones, and the moments."""
-        main = [tensor for group in self.part.shard_fp32_from_float16_groups for tensor in group]
+        groups = [group for part in self.parts for group in part.shard_fp32_from_float16_groups]
+        main = [tensor for group in groups for tensor in group]
         # torch counts Adam's steps in tensors of no dimension, which stay where they are
-        states = [tensor for state in self.part.optimizer.state.values() for tensor in state.values()]
+        states = [tensor for state in self._states() for tensor in state.values()]
         return main + [tensor for tensor in states if isinstance(tensor, torch.Tensor) and tensor.dim()]
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        """What Adam keeps of every parameter that this rank has a share of."""
+        return (state for part in self.parts for state in part.optimizer.state.values())
 
     def share_of(self, parameter: torch.nn.Parameter) -> ParameterShare | None:
         """This rank's share of the state of a parameter, once there are moments; None where it has nothing of it."""
-        if parameter not in self.part.model_param_gbuf_map:
+        part = next((part for part in self.parts if parameter in part.model_param_gbuf_map), None)
+        if part is None:
             return None
-        numbers = self.part._get_model_param_range_map(parameter)["param"]
-        state = self.part._get_main_param_and_optimizer_states(parameter)
+        numbers = part._get_model_param_range_map(parameter)["param"]
+        state = part._get_main_param_and_optimizer_states(parameter)
         state = {kind: self.weights.readable(self.offload.readable(tensor)) for kind, tensor in state.items()}
         return ParameterShare(numbers.start, numbers.end, state)
 
     def spread_main_weights(self, model: DistributedDataParallel) -> None:
         """Rounds the main weights into the model's own, whole on all ranks. Collective over the agent."""
         self.offload.require_home()
-        self.part._copy_main_params_to_model_params()
+        for part in self.parts:
+            part._copy_main_params_to_model_params()
         model.start_param_sync(force_sync=True)
 
     def set_progress(self, num_updates: int, num_applied: int) -> None:
         """Where the learning rate stands (updates), and Adam's bias correction (those that were applied)."""
         self.num_updates, self.num_applied = num_updates, num_applied
         # torch's Adam counts in every parameter's state, the fused ones in the group.
-        for state in self.part.optimizer.state.values():
+        for state in self._states():
             if "step" in state:
                 state["step"].fill_(num_applied)
-        for group in self.part.optimizer.param_groups:
+        for group in self.megatron.param_groups:
             if "step" in group:
                 group["step"] = num_applied
 
@@ -209,5 +223,8 @@ def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float, loss: float) ->
         # A rank may own no parameter of a part: more data-parallel ranks than the part has shards.
         if part.get_parameters():
             clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, grad_norm)
-    optimizer.step_with_ready_grads()
+    *others, last = optimizer.chained_optimizers
+    for part in others:
+        MixedPrecisionOptimizer.step_with_ready_grads(part)  # its own would gather the weights of the whole model
+    last.step_with_ready_grads()
     return grad_norm, True

@@ -50,6 +50,15 @@ def wait_before_use(model: DistributedDataParallel) -> None:
             module.register_forward_pre_hook(partial(_wait, tuple(groups)))
 
 
+def buffers_of(model: DistributedDataParallel) -> list[Any]:
+    """Megatron's buffers of weights and gradients, those of experts among them."""
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
+def _bucket_groups(model: DistributedDataParallel) -> list[Any]:
+    return [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+
+
 def start_gather(model: DistributedDataParallel) -> None:
     """Starts to gather the weights that an optimizer's step has left in shards. Collective over the agent's ranks.
 
@@ -57,7 +66,7 @@ def start_gather(model: DistributedDataParallel) -> None:
     coalesced gather of gloo corrupts the heap where others are under way (pytorch issue 65231; so in torch 2.13).
     """
     if model.ddp_config.overlap_param_gather:
-        for bucket_group in model.bucket_groups:
+        for bucket_group in _bucket_groups(model):
             group = bucket_group.intra_distributed_optimizer_instance_group
             bucket_group.param_gather_handle = [_gather(bucket.param_data, group) for bucket in bucket_group.buckets]
 
@@ -73,7 +82,7 @@ def finish_gather(model: DistributedDataParallel) -> None:
 
     A write before that would be lost to gloo, which writes this rank's shard too.
     """
-    _wait(tuple(model.bucket_groups))
+    _wait(tuple(_bucket_groups(model)))
 
 
 def _wait(bucket_groups: tuple[Any, ...], *_forward: Any) -> None:

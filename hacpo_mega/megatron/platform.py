@@ -5,11 +5,14 @@ meaning on the CPU while Megatron code runs, and takes it away again: vLLM lives
 machine as it is. On a machine with CUDA nothing is changed. Not here: which rank does what (place.py).
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.overrides import TorchFunctionMode
 
@@ -37,14 +40,16 @@ def megatron_platform() -> Iterator[None]:
         yield
 
 
-def initialize_parallel(tp: int, pp: int, seed: int, timeout_s: float = 1800.0, *, cp: int = 1) -> None:
+def initialize_parallel(
+    tp: int, pp: int, seed: int, timeout_s: float = 1800.0, *, cp: int = 1, ep: int | None = None
+) -> None:
     """Megatron's groups over the current default process group (one agent's world), and its random streams.
 
-    Rank order is RANK_ORDER; data parallelism takes the rest of the world. `timeout_s` bounds every collective of these
-    groups. Raises ValueError if tp * cp * pp does not divide the world. Gloo twins of the groups are not made:
-    optimizers take `use_gloo_process_groups=False`.
+    Rank order is RANK_ORDER; data parallelism takes the rest of the world. `ep` ranks share a layer's experts; None
+    stands for no experts. `timeout_s` bounds every collective of these groups. Raises ValueError if tp * cp * pp does
+    not divide the world. Gloo twins of the groups are not made: optimizers take `use_gloo_process_groups=False`.
     """
-    world_size = torch.distributed.get_world_size()
+    world_size = dist.get_world_size()
     if world_size % (cell := tp * cp * pp):
         raise ValueError(f"tp * cp * pp = {tp} * {cp} * {pp} = {cell} does not divide the agent's {world_size} ranks")
     with megatron_platform():
@@ -52,13 +57,36 @@ def initialize_parallel(tp: int, pp: int, seed: int, timeout_s: float = 1800.0, 
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
-            # Megatron lays out experts, too: as wide, their pipelines have the ranks of these.
+            # Megatron lays out experts, too: as wide, their pipelines have the ranks of these. See `_share_experts`.
             expert_model_parallel_size=cp,
             order=RANK_ORDER,
             distributed_timeout_minutes=timeout_s / 60.0,  # a timedelta is made of it, which takes parts of minutes
             create_gloo_process_groups=False,
         )
+        if ep is not None:
+            _share_experts(tp * cp, pp, ep, timedelta(seconds=timeout_s))
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
+    """Puts groups in which `ep` of the `ranks` of a stage share experts in the place of those that Megatron has made.
+
+    In its order of ranks it can only lay experts out over all ranks of a stage. Whoever has the same experts, in this
+    cell and in others, adds up their gradients and shares their optimizer.
+    """
+    world_size, names = dist.get_world_size(), parallel_state
+    for first in range(0, world_size, ep):
+        share = list(range(first, first + ep))
+        group = names.create_group(share, timeout=timeout, group_desc="EXPERT_MODEL_PARALLEL_GROUP")
+        if dist.get_rank() in share:
+            names._EXPERT_MODEL_PARALLEL_GROUP, names._EXPERT_MODEL_PARALLEL_RANKS = group, share
+            names._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group
+    for stage, place in itertools.product(range(pp), range(ep)):
+        cells = range(stage * ranks, world_size, ranks * pp)
+        same = [first + place for cell in cells for first in range(cell, cell + ranks, ep)]
+        group = names.create_group(same, timeout=timeout, group_desc="EXPERT_DATA_PARALLEL_GROUP")
+        if dist.get_rank() in same:
+            names._EXPERT_DATA_PARALLEL_GROUP = names._INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = group
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -29,7 +29,7 @@ from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import as_tensor
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model import HiddenStateModel, forward_packed, unwrapped
-from hacpo_mega.megatron.overlap import reduction_inside_backward, wait_before_use
+from hacpo_mega.megatron.overlap import buffers_of, reduction_inside_backward, wait_before_use
 from hacpo_mega.megatron.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
 from hacpo_mega.samples.packing import empty_microbatch
@@ -87,7 +87,7 @@ def accumulate_gradients(
     Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
     joins the reduction with zeros. RuntimeError while the buffers are away (actor_offload.py).
     """
-    if not all(buffer.grad_data.numel() for buffer in model.buffers):
+    if not all(buffer.grad_data.numel() for buffer in buffers_of(model)):
         raise RuntimeError("the gradient buffers have left the device: learning is for a turn that was begun to learn")
     model.zero_grad_buffer()
     longest, run = _longest(batches), get_forward_backward_func()

@@ -78,7 +78,8 @@ def layout_problems(
     """
     problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
     problems += _expert_problems(architecture, layout)
-    problems += _pipeline_problems(architecture.num_layers, layout) or _chunk_problems(architecture.num_layers, layout)
+    of_pipeline = list(_pipeline_problems(architecture.num_layers, layout))
+    problems += of_pipeline or _chunk_problems(architecture.num_layers, layout)
     if layout.engine_tp is not None:
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
     if max_positions is not None and max_positions > architecture.max_positions:

@@ -180,12 +180,16 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
 
 
 def actor_shards(
-    slots: Sequence[Slot], architecture: Architecture, *, tp: int, tp_rank: int
+    slots: Sequence[Slot], architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
 ) -> Iterator[tuple[Slot, Rectangle]]:
-    """What a rank of the actor with these parameters holds: each rectangle lies in one piece in its flat parameter."""
+    """What a rank of the actor with these parameters holds: each rectangle lies in one piece in its flat parameter.
+
+    `tp` and `ep` ranks share what is no expert's and the experts, as in segments().
+    """
+    place = {"tp": tp, "tp_rank": tp_rank, "ep": ep, "ep_rank": ep_rank}
     for slot in slots:
-        stop = math.prod(shard_shape(slot, architecture, tp=tp))
-        for rectangle in rectangles(slot, architecture, tp=tp, tp_rank=tp_rank, start=0, stop=stop):
+        stop = math.prod(shard_shape(slot, architecture, tp=tp, ep=ep))
+        for rectangle in rectangles(slot, architecture, **place, start=0, stop=stop):
             yield slot, rectangle
 
 

@@ -9,14 +9,13 @@ stream was asked for; outside it is the caller's again, behind all that the engi
 On the CPU there are no streams. It gets vLLM handed in; not here: what it is asked (engine.py).
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from hacpo_mega.rollout.host_process import process_untouched
+from hacpo_mega.rollout.host_process import collected_once, process_untouched
 
 
 class EngineDoor:
@@ -40,10 +39,9 @@ class EngineDoor:
 
     def close(self) -> None:
         """Shuts vLLM down and frees its memory."""
-        with self._inside():
+        with self._inside(), collected_once():
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
-            gc.collect()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

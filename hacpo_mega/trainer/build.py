@@ -20,6 +20,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.named_function import require_named_functions
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
+from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.logbook.console import Console
@@ -27,12 +28,14 @@ from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
+from hacpo_mega.logbook.start_parts import StartParts
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.trace import StepTrace
 from hacpo_mega.logbook.trackers import Trackers
 from hacpo_mega.models.hub import model_name
+from hacpo_mega.records import Prompt
 from hacpo_mega.samples.learner_view import ViewRules
-from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
+from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 from hacpo_mega.trainer.answer_observers import OwnMetrics, TrackedAnswers
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
@@ -85,7 +88,9 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
     Collective over the job. An error inside `stack` ends the job with the name of this rank and its phase.
     """
+    parts = StartParts()
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
+    parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
     start = agree_on_start(place, config, **how)
@@ -100,18 +105,15 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     phase.step = steps_done + 1
     kind = SCHEDULES[config.rollout.one_step_off]
     with phase("load", f"before step {phase.step}"):
-        codecs = agent_codecs(config.agents)
-        num_tokens = longest_encodings(codecs)
-        prompts, num_dropped = training_sampler(config, num_tokens)
-        held_out = held_out_prompts(config, num_tokens)
-        rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
-        judge = _judge(config, place, handed.judge, rows, console, stack)
+        with place.spans.span("data"):
+            codecs = agent_codecs(config.agents)
+            prompts, num_dropped, held_out = _prompts(config, codecs)
+            rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
+            judge = _judge(config, place, handed.judge, rows, console, stack)
         spec = config.agents[place.agent]
         agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
     schedule = kind(prompts, agent, place, config, metrics)
-    _say_agents(console, place, agent)
-    if num_dropped:
-        console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+    _say_agents(console, place, agent, num_dropped)
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
     folder = stack.enter_context(RunFolder(config, place, lock, steps_done, goes_on=goes_on))
     trackers = stack.enter_context(Trackers(config, console.say, goes_on=goes_on, quiet=not is_first))
@@ -124,6 +126,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     observers = [Skips(skips), *examiners, evaluation, *handed.observers]
     for observer in observers:
         observer.joins(agent, metrics)
+    console.say(parts.finish(place.spans, metrics))
     return Built(
         start=start,
         goes_on=goes_on,
@@ -144,12 +147,20 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     )
 
 
-def _say_agents(console: Console, place: Place, agent: Agent) -> None:
+def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
+    """Those to train on, how many others are too long for an agent, and those held out."""
+    num_tokens = longest_encodings(codecs)
+    return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
+
+
+def _say_agents(console: Console, place: Place, agent: Agent, num_dropped: int) -> None:
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {'; '.join(dict.fromkeys(layers))}")
     for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
         if said:
             console.say(said.decode())
+    if num_dropped:
+        console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
 
 
 def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> None:

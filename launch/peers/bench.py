@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from table import Turn, at_once, in_turns, read_turn, resident, to_markdown
+from table import Turn, at_once, in_turns, read_turn, resident, to_markdown, whole
 
 from hacpo_mega.cluster.environment import prepare_environment
 from hacpo_mega.config import Config, load_config
@@ -82,7 +82,7 @@ class Machine:
         from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
 
         self.config, self.workload, self.asked, self._peer = config, workload, asked, peer
-        self._server = JobServer(PRELOAD)
+        self.server = JobServer(PRELOAD)
         self._codecs = agent_codecs(config.agents)
         sampler, _ = training_sampler(config, longest_encodings(self._codecs))
         self._prompts = [prompt.text for step in range(WARM_UP + asked.steps) for prompt in sampler.at(step)]
@@ -98,7 +98,7 @@ class Machine:
         config = self.config.model_copy(update={"agents": agents, "run_dir": folder / "run"})
         file.write_text(resolved_toml(config), encoding="utf-8")
         num_steps = WARM_UP + self.asked.steps
-        statuses = self._server.run(len(places), folder, measured_rank, str(file), num_steps, self.workload)
+        statuses = self.server.run(len(places), folder, measured_rank, str(file), num_steps, self.workload)
         if set(statuses) != {0}:
             raise RuntimeError(f"hacpo_mega ended with {statuses}: {(folder / '0.err').read_text()[-2000:]}")
         steps = measured_steps(folder / "run", [agent.name for agent in agents], WARM_UP)
@@ -118,25 +118,26 @@ class Machine:
         """Each of these agents by TRL, all from a common start. RuntimeError when one of them fails."""
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // len(places)))
         with ExitStack() as stack:
-            processes = [stack.enter_context(self._peer_process(place, folder, threads)) for place in places]
+            processes = [stack.enter_context(self.peer_process(place, folder, threads)) for place in places]
             for process in processes:
                 stack.callback(process.kill)
                 while (line := process.stdout.readline()) and line != "ready\n":
                     pass
             for process in processes:
-                process.communicate("\n")
+                process.communicate("\n" * self.asked.steps)
         for place, process in zip(places, processes, strict=True):
             if process.returncode:
                 raise RuntimeError(f"TRL failed: {(folder / f'{place}/err').read_text()[-2000:]}")
-        return [
-            read_turn(
-                folder / f"{place}/measured.json",
-                tokens=[sum(self._lengths(place, WARM_UP + step)) for step in range(self.asked.steps)],
-                prompt_tokens=sum(self._codecs[place].prompt_lengths(self._prompts)),
-                threads=threads,
-            )
-            for place in places
-        ]
+        return [whole(self.read(place, folder, threads)) for place in places]
+
+    def read(self, place: int, folder: Path, threads: int) -> list[Turn]:
+        """The measured steps of an agent that TRL has trained. ValueError where it was other work than ours."""
+        return read_turn(
+            folder / f"{place}/measured.json",
+            tokens=[sum(self._lengths(place, WARM_UP + step)) for step in range(self.asked.steps)],
+            prompt_tokens=sum(self._codecs[place].prompt_lengths(self._prompts)),
+            threads=threads,
+        )
 
     def _lengths(self, place: int, step: int) -> list[int]:
         """Tokens of an agent's answers in a step: prompt after prompt, each with all of its answers."""
@@ -144,7 +145,8 @@ class Machine:
         places = [(p, g) for p in range(self.config.training.prompts_per_step) for g in range(num_answers)]
         return [self.workload.answer(name, step, p, g)[0] for p, g in places]
 
-    def _peer_process(self, place: int, folder: Path, threads: int) -> subprocess.Popen:
+    def peer_process(self, place: int, folder: Path, threads: int) -> subprocess.Popen:
+        """TRL on this agent, which says `ready` and waits for a line before every measured step."""
         mine = folder / str(place)
         mine.mkdir(parents=True)
         (mine / "work.json").write_text(json.dumps(self._work(place)), encoding="utf-8")

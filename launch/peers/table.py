@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MIB = 2**20
 # What trl_gspo.py notes of a step, in its order.
 MEASURED = ("wall_s", "cpu_s", "generated_tokens", "trained_tokens")
+GRID_WORK = ("model", "parameters", "vocabulary", "prompt", "answers", "tokens", "updates")
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,19 @@ def _joined(turns: Sequence[Turn], wall_s: float, memory: type[max] | type[sum])
     )
 
 
-def read_turn(file: Path, *, tokens: Sequence[int], prompt_tokens: int, threads: int) -> Turn:
-    """What trl_gspo.py wrote of steps of so many `tokens`. ValueError when it is not whole, or other work than ours."""
+def whole(steps: Sequence[Turn]) -> Turn:
+    """Steps of one process, as a turn of them all."""
+    return replace(in_turns(steps), num_steps=len(steps))
+
+
+def read_turn(file: Path, *, tokens: Sequence[int], prompt_tokens: int, threads: int) -> list[Turn]:
+    """What trl_gspo.py wrote, step by step, of steps of so many `tokens`. ValueError when it is not whole, or other
+    work than ours.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         steps, memory = found["steps"], (int(found["peak_bytes"]), int(found["imported_bytes"]))
-        wall_s, cpu_s = (sum(step[name] for step in steps) for name in MEASURED[:2])
+        seconds = [tuple(float(step[name]) for name in MEASURED[:2]) for step in steps]
         generated, trained = ([step[name] for step in steps] for name in MEASURED[2:])
         other = {name: found[name] for name in ("prompt_tokens", "threads", "dtype")}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -70,7 +78,7 @@ def read_turn(file: Path, *, tokens: Sequence[int], prompt_tokens: int, threads:
     wanted = {"prompt_tokens": prompt_tokens, "threads": threads, "dtype": "float32"}
     if other != wanted:
         raise ValueError(f"{file}: TRL had {other}, hacpo_mega {wanted}: these are not the same work")
-    return Turn(len(steps), wall_s, cpu_s, sum(tokens), sum(tokens), *memory)
+    return [Turn(1, *took, number, number, *memory) for took, number in zip(seconds, tokens, strict=True)]
 
 
 def resident(field: str) -> int:
@@ -104,6 +112,24 @@ def to_markdown(turns: Mapping[tuple[str, str], Sequence[Turn]]) -> str:
             " ".join(f"{ratio:.2f}" for ratio in by_round),
             f"{_rate(ours, 'cpu_s') / _rate(rows, 'cpu_s'):.2f}",
         )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def grid_markdown(rows: Mapping[Sequence[str], tuple[Sequence[Turn], Sequence[Turn]]]) -> str:
+    """A row for each work, named by its first cells (GRID_WORK): turns by round of hacpo_mega, and of TRL."""
+    head = [*GRID_WORK]
+    for unit in ("s/step", "tokens/s", "tokens per core-second", "peak MiB"):
+        head += [unit, "TRL", "ratio"]
+    lines = ["| " + " | ".join([*head, "ratio of tokens/s by round"]) + " |", "|" + "---|" * (len(head) + 1)]
+    for work, (ours, theirs) in rows.items():
+        steps = [_sum(turns, "wall_s") / _sum(turns, "num_steps") for turns in (ours, theirs)]
+        peaks = [max(turn.peak_bytes for turn in turns) / MIB for turns in (ours, theirs)]
+        pairs = [(*steps, ".2f"), *((_rate(ours, s), _rate(theirs, s), ".0f") for s in ("wall_s", "cpu_s"))]
+        cells = [*work]
+        for own, other, digits in [*pairs, (*peaks, ".0f")]:
+            cells += [f"{own:{digits}}", f"{other:{digits}}", f"{own / other:.2f}"]
+        cells.append(" ".join(f"{other.wall_s / own.wall_s:.2f}" for own, other in zip(ours, theirs, strict=True)))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

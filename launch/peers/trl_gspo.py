@@ -3,7 +3,7 @@
     build/peers-env/bin/python launch/peers/trl_gspo.py WORK.json MEASURED.json
 
 Runs in an environment of its own (launch/lock/peers.txt) and imports nothing of hacpo_mega; bench.py starts it.
-After the warm-up it says `ready` and waits for a line, so that two of them can be measured at once.
+Before every measured step it says `ready` and waits for a line: others are measured beside it, or in turns.
 """
 
 import json
@@ -57,21 +57,28 @@ def end_at(model: Any, steps: Sequence[Sequence[int]], eos_id: int) -> None:
 
 
 class Clock(TrainerCallback):
-    """After every step, a generation and all its updates, notes what MEASURED names; the first time it waits first."""
+    """Notes of every measured step, a generation and all its updates, what MEASURED names; before it, it waits."""
 
     def __init__(self, work: dict[str, Any]) -> None:
-        self._updates, self._warm_up = work["updates_per_step"], work["warm_up"]
+        self._updates, self._warm_up, self._last = work["updates_per_step"], work["warm_up"], work["steps"]
         self.trainer: MeasuredTrainer
-        self.marks: list[tuple[float, float, int, int]] = []
+        self.steps: list[dict[str, float]] = []
+        self._began: tuple[float, float, int, int] | None = None
 
     def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         """Called by the trainer after every update."""
         if state.global_step < self._updates * self._warm_up or state.global_step % self._updates:
             return
-        if not self.marks:
-            print("ready", flush=True)
+        if self._began is not None:
+            took = (now - then for now, then in zip(self._now(), self._began, strict=True))
+            self.steps.append(dict(zip(MEASURED, took, strict=True)))
+        print("ready", flush=True)
+        if len(self.steps) < self._last:
             sys.stdin.readline()
-        self.marks.append((time.perf_counter(), time.process_time(), self.trainer.generated, self.trainer.trained))
+        self._began = self._now()
+
+    def _now(self) -> tuple[float, float, int, int]:
+        return time.perf_counter(), time.process_time(), self.trainer.generated, self.trainer.trained
 
 
 def settings(work: dict[str, Any], folder: Path) -> GRPOConfig:
@@ -130,10 +137,7 @@ def train(work: dict[str, Any], folder: Path) -> dict[str, Any]:
     end_at(clock.trainer.model, work["lengths"], tokenizer.eos_token_id)
     clock.trainer.train()
     return {
-        "steps": [
-            dict(zip(MEASURED, (now - then for now, then in zip(after, before, strict=True)), strict=True))
-            for before, after in zip(clock.marks, clock.marks[1:])
-        ],
+        "steps": clock.steps,
         "imported_bytes": imported_bytes,
         "peak_bytes": resident("VmHWM"),
         "prompt_tokens": sum(map(len, tokenizer(work["prompts"]).input_ids)),

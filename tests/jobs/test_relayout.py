@@ -108,16 +108,17 @@ def update(actor: Actor, number: int) -> tuple[float, float, float]:
 
 def state_of(actor: Actor) -> dict[str, dict[str, torch.Tensor]]:
     """The model's weights and, by kind, the optimizer's state, all by Hugging Face name."""
-    part = actor.optimizer.part
+    parts = actor.optimizer.parts
     with megatron_platform():
-        gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        states = [part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True) for part in parts]
     found = {"weights": full_weights(actor)}
     for kind in KINDS:
         with parameters_kept(actor), torch.no_grad():
-            for index, buffer in enumerate(part.buffers):
-                (tensors,) = gathered[index].values()
-                for parameter, (start, stop, _) in buffer.param_index_map.items():
-                    parameter.copy_(tensors[kind][start:stop].view(parameter.shape))
+            for part, gathered in zip(parts, states, strict=True):
+                for index, buffer in enumerate(part.buffers):
+                    (tensors,) = gathered[index].values()
+                    for parameter, (start, stop, _) in buffer.param_index_map.items():
+                        parameter.copy_(tensors[kind][start:stop].view(parameter.shape))
             found[kind] = full_weights(actor)
     return found
 
@@ -154,9 +155,7 @@ def test_the_next_update_is_that_of_the_undisturbed_actor(model, layout, seen):
 
 def half_actor(folder: Path, **layout) -> Actor:
     """As CUDA has it: weights in bf16, main weights in float32."""
-    parallel_state.destroy_model_parallel()
-    options = {"pp": 1, "total_updates": 10, "max_tokens_per_microbatch": 60, **layout}
-    return Actor(folder / "tied", optimizer=ADAM, dtype=torch.bfloat16, **options)
+    return make_actor(folder / "tied", optimizer=ADAM, dtype=torch.bfloat16, **layout)
 
 
 def visit_in_half_precision(folder: Path) -> list[dict]:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from transformers import AutoModelForCausalLM
+from tiny_models import reference_model
 
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.layout import Layout
 from hacpo_mega.records import MicroBatch, Sample
 
 VOCAB = 131
@@ -85,7 +86,7 @@ class Oracle:
     """A Hugging Face model in float64."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+        self.model = reference_model(folder)
 
     def token_logprobs(self, sample: Sample) -> torch.Tensor:
         """Log-probs of the trained tokens of one sample, with a graph."""
@@ -154,11 +155,20 @@ def one_rank(backend: str = "gloo") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_actor(folder: Path, *, tp: int = 1, pp: int = 1, optimizer: OptimizerConfig = DESCENT, **options) -> Actor:
+def make_actor(
+    folder: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    optimizer: OptimizerConfig = DESCENT,
+    **options,
+) -> Actor:
     """An actor in the present default group, whatever layout an earlier one of this process had, which is over."""
     end_model_parallel()
     options = {"total_updates": 10, "max_tokens_per_microbatch": 60, "temperature": TEMPERATURE, **options}
-    return Actor(folder, tp=tp, pp=pp, optimizer=optimizer, **options)
+    return Actor(folder, layout=Layout(tp, pp, cp=cp, ep=ep), optimizer=optimizer, **options)
 
 
 def end_model_parallel() -> None:

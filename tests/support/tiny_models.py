@@ -6,8 +6,9 @@ Every parameter is random, norms and biases too: a norm left at one or a bias le
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
@@ -79,6 +80,12 @@ def make_model(
     _randomize(model, seed, 0.0 if kin.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
+
+
+def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Hugging Face's model of a folder, by its plainest implementations; its grouped experts refuse float64."""
+    experts = {"experts_implementation": "eager"} if Architecture.from_folder(folder).has_experts else {}
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **experts)
 
 
 def _config(

@@ -27,7 +27,7 @@ FOUND = {
 def read(tmp_path, text: str) -> Turn:
     (tmp_path / "measured.json").write_text(text)
     asked = {"tokens": [40, 40], "prompt_tokens": 12, "threads": 2}
-    return TABLE["read_turn"](tmp_path / "measured.json", **asked)
+    return TABLE["whole"](TABLE["read_turn"](tmp_path / "measured.json", **asked))
 
 
 def test_a_turn_is_the_sum_of_its_steps(tmp_path):

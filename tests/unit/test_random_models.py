@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model
-from transformers import AutoModelForCausalLM
+from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model, reference_model
 
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight
 from hacpo_mega.megatron.platform import initialize_parallel
@@ -53,6 +52,7 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "tied": rng.random() < 0.5,
         "attention_bias": family.may_have_bias and rng.random() < 0.5,
         "rope_scaling": rope,
+        "experts_per_token": rng.choice([1, 2, 3]),
         "window": rng.choice([None, 1, 7, 30]) if family.windows != "none" else None,
         "seed": rng.randrange(1000),
     }
@@ -67,7 +67,7 @@ def test_logits_of_twenty_random_members_are_hugging_faces_in_float64(world, tmp
         architecture = Architecture.from_folder(folder)
         model = build_model(architecture, tp=1, pp=1, dtype=torch.float32, max_positions=64)
         load_hf_weights(model, folder)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+        theirs = reference_model(folder)
         tokens_T = torch.randint(sizes["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(index))
         positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
         with torch.no_grad():

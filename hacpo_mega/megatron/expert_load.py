@@ -1,0 +1,48 @@
+"""How evenly the tokens of an update went to the experts of every layer, over all ranks of an agent.
+
+Not here: who counts (the routers, moe.py), and what the numbers mean in a run (logbook/metrics.py).
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from hacpo_mega.megatron.model import HiddenStateModel
+from hacpo_mega.megatron.moe import Router
+from hacpo_mega.records import ExpertLoad
+
+
+class ExpertCounts:
+    """What the routers of this rank's part of a model count; a model without experts has none."""
+
+    def __init__(self, model: HiddenStateModel) -> None:
+        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        first = sum(model.chunks[: model.pg_collection.pp.rank()])
+        self._layers, self._num_layers = slice(first, first + len(self._routers)), model.architecture.num_layers
+
+    def begin(self) -> None:
+        """Forgets what was counted before."""
+        for router in self._routers:
+            router.load_E.zero_()
+
+    def load(self) -> ExpertLoad | None:
+        """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
+        if not self._routers:
+            return None
+        counts = torch.stack([router.load_E for router in self._routers])
+        counts_LE = counts.new_zeros(self._num_layers, counts.shape[1])
+        # Ranks of tp and cp have other tokens, those of pp other layers.
+        counts_LE[self._layers] = counts
+        dist.all_reduce(counts_LE)
+        return expert_load(counts_LE)
+
+
+def expert_load(counts_LE: torch.Tensor) -> ExpertLoad | None:
+    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none."""
+    total_L1 = counts_LE.sum(dim=1, keepdim=True)
+    if not total_L1.all():
+        return None
+    shares_LE = counts_LE.double() / total_L1
+    entropy_L = torch.special.entr(shares_LE).sum(dim=1) / math.log(max(2, counts_LE.shape[1]))
+    return ExpertLoad(shares_LE.amax(dim=1).mean().item(), entropy_L.mean().item())

@@ -1,0 +1,135 @@
+"""Actors with experts, whose buffers and optimizer have two parts: what is stored, and what must change no bit.
+
+A state that was written over ep 2 is taken up by other layouts; activations that are computed again, communication that
+goes on meanwhile and an actor that leaves its device leave every number as it is.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from actor_cases import make_actor, objective, random_samples
+from job import run_group
+from offload_cases import play
+from test_relayout import ADAM, save, state_of, update
+from tiny_models import make_model
+
+from hacpo_mega.cluster.peer_objects import plain_objects_only
+from hacpo_mega.config import DataParallelConfig
+from hacpo_mega.megatron.overlap import buffers_of
+from hacpo_mega.megatron.stored_state import KINDS
+
+pytestmark = pytest.mark.nightly
+
+NUM_RANKS = 4
+WRITTEN = {"tp": 2, "ep": 2}
+LAYOUTS = {
+    "as written": WRITTEN,
+    "ep 1, four cells": {},
+    "ep 1, two cells": {"tp": 2},
+    "ep 4": {"tp": 2, "cp": 2, "ep": 4},
+    "ep 2 x pp 2": {"cp": 2, "pp": 2, "ep": 2},
+    "ep 1 x pp 2": {"tp": 2, "pp": 2},
+}
+RECOMPUTE = ("none", "mlp", "full")
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
+COMMUNICATION = {"after": DataParallelConfig(), "meanwhile": DataParallelConfig(**OVERLAP)}
+PLACES = {"stays": {}, "offloads": {"offloads": True}, "leaves": {"leaves": True}}
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("experts")
+    make_model(folder / "model", "qwen3_moe", tied=True, num_experts=8, num_kv_heads=4)
+    (folder / "state").mkdir()
+    return run_group(NUM_RANKS, visit, folder)
+
+
+def visit(folder: Path) -> dict:
+    plain_objects_only()
+    return {
+        "stored": stored(folder),
+        "recomputed": {choice: learned(folder, recompute=choice) for choice in RECOMPUTE},
+        "communication": {
+            name: learned(folder, optimizer=ADAM, communication=options) for name, options in COMMUNICATION.items()
+        },
+        "places": {
+            name: play(folder / "model", folder / name, **WRITTEN, dtype=torch.bfloat16, **options)[0]
+            for name, options in PLACES.items()
+        },
+    }
+
+
+def stored(folder: Path) -> dict:
+    """The state after two updates and what the third one says, of who wrote it and of every layout that took it up."""
+    writer = make_actor(folder / "model", optimizer=ADAM, **WRITTEN)
+    for number in range(2):
+        update(writer, number)
+    counts = save(writer, folder / "state")
+    found = {"written": (state_of(writer), update(writer, 2))}
+    for name, layout in LAYOUTS.items():
+        actor = make_actor(folder / "model", optimizer=ADAM, **layout)
+        actor.load(folder / "state", **counts)
+        found[name] = state_of(actor), update(actor, 2)
+    return found
+
+
+def learned(folder: Path, **options) -> tuple:
+    """Scores, losses of two updates, all gradients of the last one and all weights after it."""
+    actor, samples = make_actor(folder / "model", **WRITTEN, **options), random_samples(4, seed=5)
+    scores = [score.mean_logprob for score in actor.score(samples)]
+    losses = [actor.learn(samples, objective).loss for _ in range(2)]
+    buffers = buffers_of(actor.model)
+    weights = dict(actor.weights())
+    return (scores, losses), [buffer.grad_data.clone() for buffer in buffers], list(weights.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_takes_up_every_bit(by_rank, layout):
+    for found in by_rank:
+        expected, taken_up = found["stored"]["written"][0], found["stored"][layout][0]
+        assert set(taken_up) == {"weights", *KINDS}
+        for kind, tensors in expected.items():
+            assert taken_up[kind].keys() == tensors.keys()
+            assert all(torch.equal(taken_up[kind][name], tensor) for name, tensor in tensors.items()), kind
+            assert all(float(tensor.abs().max()) > 0.0 for tensor in tensors.values()), kind
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_next_update_is_that_of_the_undisturbed_actor(by_rank, layout):
+    for found in by_rank:
+        (loss, grad_norm, lr), (its_loss, its_grad_norm, its_lr) = (
+            found["stored"][who][1] for who in ("written", layout)
+        )
+        assert its_lr == lr > 0.0
+        assert (its_loss, its_grad_norm) == pytest.approx((loss, grad_norm), rel=1e-5)
+        if layout == "as written":
+            assert (its_loss, its_grad_norm) == (loss, grad_norm)
+
+
+@pytest.mark.parametrize("choice", RECOMPUTE[1:])
+def test_recompute_changes_no_bit(by_rank, choice):
+    for found in by_rank:
+        (numbers, *tensors), (plain, *its) = (found["recomputed"][which] for which in (choice, "none"))
+        assert numbers == plain
+        for some, other in zip(tensors, its, strict=True):
+            assert len(some) == len(other) > 0
+            assert all(torch.equal(one, two) for one, two in zip(some, other, strict=True))
+
+
+def test_communication_meanwhile_changes_no_bit(by_rank):
+    """Of two cells, whose gradients are added up in one order, whatever the buckets."""
+    for found in by_rank:
+        (numbers, _, weights), (plain, _, its) = (found["communication"][which] for which in ("meanwhile", "after"))
+        assert numbers == plain
+        assert all(torch.equal(one, two) for one, two in zip(weights, its, strict=True))
+
+
+@pytest.mark.parametrize("place", list(PLACES)[1:])
+def test_leaving_the_device_changes_no_bit(by_rank, place):
+    for found in by_rank:
+        stays, other = found["places"]["stays"], found["places"][place]
+        assert other.stats == stays.stats and len(stays.stats) == 4
+        assert all(torch.equal(other.weights[name], stays.weights[name]) for name in stays.weights)
+        assert all(torch.equal(one, two) for one, two in zip(other.state, stays.state, strict=True))
+        assert len(stays.state) % 3 == 0 and any(bool(moment.any()) for moment in stays.state)

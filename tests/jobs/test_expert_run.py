@@ -1,0 +1,77 @@
+"""A whole run with an agent of experts, which two ranks share, beside one without: trained, resumed, exported.
+
+It reduces gradients inside backward, gathers weights during forward and has its optimizer away while its engine, which
+is over both ranks, answers.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from job import run_here
+from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
+from hacpo_mega.logbook.metrics import read_metrics
+
+pytestmark = pytest.mark.nightly
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    layout = {"tp": 2, "ep": 2, "data_parallel": OVERLAP, "offload": "optimizer"}
+    agents = [
+        agent_table(folder, "sparse", "qwen3_moe", CHARACTERS, **layout),
+        agent_table(folder, "dense", "llama", CHARACTERS + PAIRS),
+    ]
+    training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
+    checkpoint = {"every_steps": 1, "keep_every": 1}
+    return write_config(folder, agents, checkpoint=checkpoint, training=training | {"verify_weights_every": 1})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config) -> Path:
+    train(config)
+    return config.parent / "run"
+
+
+def test_it_learns_from_the_other_and_its_engine_holds_its_weights(undisturbed):
+    metrics = read_metrics(undisturbed / "metrics.jsonl")
+    for step in (1, 2):
+        values = metrics[step].values
+        assert values["agent/sparse/self/first_ratio_error"] == 0.0
+        assert values["agent/sparse/from/dense/ratio_mean"] > 0.0
+        assert 0.0 < values["agent/sparse/engine_gap_max"] < 1e-4, "of weights that were published to both ranks"
+        assert 1 / 4 <= values["agent/sparse/fullest_expert_share"] < 1.0
+        assert 0.0 < values["agent/sparse/expert_entropy"] <= 1.0
+        assert "agent/dense/expert_entropy" not in values
+    start, end = (
+        load_file(folder / "model.safetensors")
+        for folder in (undisturbed.parent / "sparse", undisturbed / "agents" / "sparse")
+    )
+    assert start.keys() == end.keys()
+    assert all(not torch.equal(start[name], end[name]) for name in start if ".experts." in name or ".gate." in name)
+    AutoModelForCausalLM.from_pretrained(undisturbed / "agents" / "sparse")
+
+
+def test_a_run_in_two_parts_is_the_same_bit_for_bit(config, undisturbed):
+    run_dir = config.parent / "in_two"
+    for steps in (1, 2):
+        train(config, f"run_dir={run_dir}", f"num_steps={steps}")
+    one, other = (read_checkpoint(folder_of(run, 2)) for run in (undisturbed, run_dir))
+    shards = [path for path in one.files if path.endswith(".distcp")]
+    assert len(shards) == 3
+    assert [other.files[path] for path in shards] == [one.files[path] for path in shards]
+
+
+def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
+    done = run_here("export", folder_of(undisturbed, 2), "--agent", "sparse", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    found, expected = (load_file(f / "model.safetensors") for f in (tmp_path / "out", undisturbed / "agents/sparse"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,141 @@
+"""Actors with experts: scores, gradients, clipping and files on every layout, against Hugging Face in float64.
+
+Gradients are read off the weights after a step of plain gradient descent, and named as Hugging Face saves them.
+unit/test_moe.py looks at a layer alone, test_expert_checkpoints.py at what is stored and at options.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from actor_cases import LOGPROB_ERROR, Oracle, gradient_by_descent, make_actor, norm, objective, random_samples
+from job import run_group
+from safetensors.torch import load_file
+from tiny_models import make_model
+
+from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
+from hacpo_mega.config import AlgorithmConfig
+
+pytestmark = pytest.mark.nightly
+
+NUM_RANKS = 4
+MODELS = {
+    "qwen3_moe": {"tied": True, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4},
+    "mixtral": {"tied": False, "num_experts": 4, "num_kv_heads": 4},
+}
+# tp, cp, pp, ep: the rest of four ranks are further cells
+LAYOUTS = [
+    *((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 2), (1, 4, 1, 4), (2, 2, 1, 4), (2, 2, 1, 2)),
+    *((4, 1, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2)),
+]
+RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 1, 1, 2)), ("mixtral", (2, 2, 1, 4))]
+MAX_TOKENS = 64
+SAMPLES = random_samples(6, seed=11)
+AGREED = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(root / name, name, **sizes) for name, sizes in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def seen(folders, tmp_path_factory) -> dict[tuple, list[dict]]:
+    """(model, layout) -> what every rank saw."""
+    answers = run_group(NUM_RANKS, visit_layouts, folders, tmp_path_factory.mktemp("exports"))
+    return {key: [answer[key] for answer in answers] for key in answers[0]}
+
+
+def visit_layouts(folders: dict[str, Path], exports: Path) -> dict[tuple, dict]:
+    return {(name, layout): visit(folders[name], layout, exports / f"{name}{layout}") for name, layout in RUNS}
+
+
+def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict:
+    tp, cp, pp, ep = layout
+    cells = NUM_RANKS // (tp * cp * pp)
+    options = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "max_tokens_per_microbatch": MAX_TOKENS}
+    actor = make_actor(folder, **options, reports=REPORTS)
+    scores = actor.score(SAMPLES)
+    # A product of other rows may be rounded otherwise: what an update packs together is scored together.
+    own = [sample for sample in SAMPLES if sample.is_self and sample.num_trained]
+    scored = [dataclasses.replace(s, source_logprob=score.mean_logprob) for s, score in zip(own, actor.score(own))]
+    first = PolicyLoss(0, 1.0, AlgorithmConfig(), reference={})
+    ratios = [r for report in actor.learn(scored, first).reports for r in report.terms.ratio_B.tolist()]
+    actor = make_actor(folder, **options)
+    actor.save_hf(export)
+    mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (NUM_RANKS // cells)]
+    gradient, stats = gradient_by_descent(actor, lambda: actor.learn(mine, objective))
+    return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
+            "norm": stats.grad_norm, "experts": stats.experts, "export": export}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dict[str, torch.Tensor]]]:
+    """Hugging Face's log-probs of every sample, and its gradient by the names that it saves weights by."""
+    answers = {}
+    for name, folder in folders.items():
+        oracle = Oracle(folder)
+        logprobs = [oracle.token_logprobs(sample).detach().numpy() for sample in SAMPLES]
+        oracle.gradient(oracle.policy_loss(SAMPLES))
+        with torch.no_grad():
+            for parameter in oracle.model.parameters():
+                parameter.copy_(parameter.grad)
+        saved = tmp_path_factory.mktemp(name)
+        oracle.model.save_pretrained(saved)
+        answers[name] = logprobs, load_file(saved / "model.safetensors")
+    return answers
+
+
+EACH = pytest.mark.parametrize("name, layout", RUNS, ids=str)
+
+
+@EACH
+def test_scores_are_hugging_faces(seen, expected, name, layout):
+    for found in seen[name, layout]:
+        for mine, theirs in zip(found["logprobs"], expected[name][0], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=LOGPROB_ERROR)
+
+
+@EACH
+def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected, name, layout):
+    for found in seen[name, layout]:
+        assert worst(found["gradient"], expected[name][1])[0] < AGREED
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The tensor that is furthest off, relative to its own size."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max((float((found[name] - its).norm() / its.norm()), name) for name, its in expected.items())
+
+
+@EACH
+def test_the_norm_that_clips_is_of_both_parts(seen, expected, name, layout):
+    for found in seen[name, layout]:
+        assert found["norm"] == pytest.approx(norm(expected[name][1]), rel=AGREED)
+
+
+@EACH
+def test_the_load_of_experts_is_the_same_on_every_layout(seen, name, layout):
+    num_experts = MODELS[name]["num_experts"]
+    for found in seen[name, layout]:
+        experts = found["experts"]
+        assert 1 / num_experts < experts.fullest_share < 1.0 and 0.0 < experts.entropy < 1.0
+        assert experts == seen[name, (2, 1, 1, 2)][0]["experts"]
+
+
+@EACH
+def test_the_own_ratio_of_a_first_update_is_1(seen, name, layout):
+    for found in seen[name, layout]:
+        assert found["ratios"] and set(found["ratios"]) == {1.0}
+
+
+@EACH
+def test_an_export_is_the_loaded_folder(seen, folders, name, layout):
+    export, loaded = seen[name, layout][0]["export"], load_file(folders[name] / "model.safetensors")
+    written = load_file(export / "model.safetensors")
+    assert written.keys() == loaded.keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in written.items())

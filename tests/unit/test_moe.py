@@ -1,0 +1,145 @@
+"""A layer of experts by itself: its products, its gradients against a loop in float64, what it counts."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from actor_cases import one_rank
+from tiny_models import make_model
+
+from hacpo_mega.megatron import moe
+from hacpo_mega.megatron.expert_load import expert_load
+from hacpo_mega.megatron.model import transformer_config
+from hacpo_mega.megatron.moe import expert_layer, grouped_product, looped_product
+from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
+from hacpo_mega.records import ExpertLoad
+
+COUNTS = {"uneven": [7, 0, 12, 1], "one has all": [0, 0, 20, 0], "none": [0, 0, 0, 0]}
+CASES = {"normalised": (True, 2), "as they are": (False, 3), "one expert": (False, 1)}
+AGREED = 2e-6
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    with one_rank():
+        initialize_parallel(1, 1, seed=1, ep=1)
+        yield
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_grouped_product_is_the_loop(counts, dtype):
+    """torch's kernel for CUDA has a form for the CPU: outputs and both gradients, experts without rows among them."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.tensor(COUNTS[counts])
+    rows = torch.randn(int(sizes.sum()), 16, generator=generator).to(dtype)
+    weight = torch.randn(4, 24, 16, generator=generator).to(dtype)
+    grad = torch.randn(len(rows), 24, generator=generator).to(dtype)
+    found = []
+    for product in (looped_product, grouped_product):
+        leaves = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
+        output = product(*leaves, sizes)
+        output.backward(grad)
+        found.append((output.detach(), *(leaf.grad for leaf in leaves)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+    assert not found[0][2][sizes == 0].any()
+
+
+def make_layer(folder, case: str) -> torch.nn.Module:
+    normalises, per_token = CASES[case]
+    architecture = dataclasses.replace(
+        Architecture.from_folder(make_model(folder, "qwen3_moe", num_experts=6, experts_per_token=per_token)),
+        normalises_experts=normalises,
+    )
+    config = transformer_config(architecture, Layout(), dtype=torch.float32, overrides={})
+    with megatron_platform():
+        layer = expert_layer(architecture)(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+    return layer
+
+
+def by_hand(layer: torch.nn.Module, hidden_nH: torch.Tensor, case: str) -> torch.Tensor:
+    """Token by token, expert by expert, by the formula of Qwen3-MoE and Mixtral."""
+    normalises, per_token = CASES[case]
+    router, gate_up, down = layer.router.weight, layer.experts.gate_up, layer.experts.down
+    outputs = []
+    for token in hidden_nH:
+        shares = (router @ token).softmax(dim=0)
+        best = shares.argsort(descending=True)[:per_token].tolist()
+        total = sum(shares[expert] for expert in best) if normalises else 1.0
+        output = torch.zeros_like(token)
+        for expert in best:
+            gate, up = (gate_up.chunk(6)[expert] @ token).chunk(2)
+            output = output + shares[expert] / total * (down.chunk(6)[expert] @ (gate * gate.sigmoid() * up))
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+def errors(layer: torch.nn.Module, case: str) -> dict[str, float]:
+    """How far output and gradients are from those by hand in float64, relative to their size."""
+    hidden = torch.randn(23, 1, 64, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    output, bias = layer(hidden)
+    assert bias is None
+    output.square().sum().backward()
+    found = {"output": output.detach()[:, 0], "hidden": hidden.grad[:, 0]}
+    found |= {name: weight.grad for name, weight in layer.named_parameters()}
+    layer.zero_grad()
+    exact = hidden.detach()[:, 0].double().requires_grad_()
+    expected = by_hand(layer.double(), exact, case)
+    expected.square().sum().backward()
+    wanted = {"output": expected.detach(), "hidden": exact.grad}
+    wanted |= {name: weight.grad for name, weight in layer.named_parameters()}
+    return {name: float((found[name] - its).norm() / its.norm()) for name, its in wanted.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_is_its_formula(world, tmp_path, case):
+    found = errors(make_layer(tmp_path, case), case)
+    # A single share that is not made to add up to 1 still has a gradient; one that is has none.
+    assert found.keys() == {"output", "hidden", "router.weight", "experts.gate_up", "experts.down"}
+    assert max(found.values()) < AGREED, found
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong"),
+    [
+        (moe._Logits, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], 1.001 * theirs(ctx, grad)[1])),
+        (moe._Combine, "backward", lambda theirs, ctx, grad: (*theirs(ctx, grad)[:2], 0.999 * theirs(ctx, grad)[2])),
+        (moe._Spread, "backward", lambda theirs, ctx, grad: (1.001 * theirs(ctx, grad)[0], None, None)),
+        (moe._Looped, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], theirs(ctx, grad)[1].flip(0), None)),
+    ],
+    ids=["router", "shares", "rows", "experts"],
+)
+def test_that_test_sees_a_gradient_that_is_slightly_wrong(world, tmp_path, monkeypatch, owner, method, wrong):
+    layer, theirs = make_layer(tmp_path, "normalised"), getattr(owner, method)
+    monkeypatch.setattr(owner, method, staticmethod(lambda ctx, grad: wrong(theirs, ctx, grad)))
+    assert max(errors(layer, "normalised").values()) > 100 * AGREED
+
+
+def test_its_load_is_counted_where_it_learns_and_nowhere_else(world, tmp_path):
+    layer = make_layer(tmp_path, "as they are")
+    hidden = torch.randn(23, 1, 64, generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        _, experts_nk = layer.router(hidden[:, 0])
+        layer(hidden)
+    assert not layer.router.load_E.any()
+    layer(hidden)
+    assert layer.router.load_E.tolist() == [int((experts_nk == expert).sum()) for expert in range(6)]
+    assert layer.router.load_E.sum() == 23 * 3
+
+
+def test_load_by_hand():
+    """Of two layers: all to one of four, and one half, a quarter, a quarter, nothing."""
+    found = expert_load(torch.tensor([[0, 8, 0, 0], [4, 2, 2, 0]]))
+    assert found.fullest_share == (1.0 + 0.5) / 2
+    assert found.entropy == pytest.approx((0.0 + 1.5 * math.log(2)) / math.log(4) / 2, rel=1e-12)
+    assert expert_load(torch.tensor([[3, 3, 3, 3]])) == ExpertLoad(0.25, pytest.approx(1.0, rel=1e-12))
+    assert expert_load(torch.zeros(2, 4, dtype=torch.int64)) is None

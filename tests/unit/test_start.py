@@ -1,0 +1,118 @@
+"""A rank that is forked begins as a fresh interpreter does; the parts of a start add up to what was spent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hacpo_mega.cli.start import absent
+from hacpo_mega.cluster.environment import LAUNCHER_PID, used_since_begin
+from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.jobs.forked_rank import ForkedRank
+from hacpo_mega.jobs.local import AT_ONCE, DEFERRED
+from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.start_parts import StartParts
+
+SIGNALS = (*DEFERRED, *AT_ONCE)
+# What a process finds when it begins. A fresh interpreter raises KeyboardInterrupt, until a rank says otherwise.
+LOOK = f"""
+import atexit, json, os, signal, sys, threading
+heeded = [int(n) for n in {tuple(map(int, SIGNALS))} if signal.getsignal(n) not in (signal.SIG_DFL, signal.default_int_handler)]
+found = dict(
+    leads=(os.getsid(0), os.getpgid(0)) == (os.getpid(),) * 2, parent=os.getppid(), heeded=heeded,
+    blocked=len(signal.pthread_sigmask(signal.SIG_BLOCK, [])), argv=sys.argv[1:], rank=os.environ["RANK"],
+    name=__name__, spec=__spec__.name, main=sys.modules["__main__"].__name__, cwd=os.getcwd(),
+    threads=threading.active_count(),
+)
+print(json.dumps(found))
+sys.exit(int(sys.argv[2]))
+"""  # noqa: E501
+
+
+@pytest.fixture
+def look(tmp_path, monkeypatch):
+    """The name of a module that says what it finds, for this process and those it starts."""
+    (tmp_path / "look_around.py").write_text(LOOK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "look_around"
+
+
+def test_a_forked_rank_begins_as_a_fresh_interpreter_does(look, capfd):
+    arguments, environment = ["train", "3"], {"RANK": "7"}
+    command = [sys.executable, "-m", look, *arguments]
+    fresh = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+    assert fresh.wait() == 3
+    told = json.loads(capfd.readouterr().out)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    try:
+        rank = ForkedRank(look, arguments, environment, SIGNALS)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint(SIGNALS)
+        rank.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (rank.poll(), rank.returncode) == (3, 3)
+    assert json.loads(capfd.readouterr().out) == told
+    assert (told["leads"], told["heeded"], told["argv"], told["rank"]) == (True, [], arguments, "7")
+
+
+def test_a_forked_rank_that_a_signal_ends_has_its_number(tmp_path, monkeypatch):
+    (tmp_path / "sleep_long.py").write_text("import time\nprint('there', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rank = ForkedRank("sleep_long", [], {}, SIGNALS)
+    assert rank.poll() is None
+    rank.send_signal(signal.SIGTERM)
+    rank.wait()
+    rank.send_signal(signal.SIGTERM)  # it is gone: nobody else may be told
+    assert rank.returncode == -signal.SIGTERM
+
+
+def test_the_parts_of_a_start_are_the_slowest_ranks():
+    clock = iter([0.0, 2.0, 3.0, 7.0, 10.0, 10.5]).__next__
+    spans = Spans("a", clock=clock)
+    # Two ranks, of which the other one's engines took a second longer.
+    metrics = Metrics("a", lambda mine: [mine, mine.replace(b'engine_s": [4', b'engine_s": [5')])
+    parts = StartParts()
+    parts.stands(spans)
+    for name in ("data", "engine", "engine"):
+        with spans.span(name):
+            pass
+    said = parts.finish(spans, metrics)
+    timing = metrics.reduce().timing
+    assert (timing["start/data_s"], timing["start/engine_s"]) == (2.0, 5.5)
+    assert "start/weights_s" not in timing and 0.0 <= timing["start/groups_s"] < timing["start/imports_s"]
+    assert said.startswith("start: imports ") and "data 2.0, engine 4.5 of " in said
+    assert not spans.is_on
+
+
+def test_what_a_process_has_used_is_what_the_kernel_says(monkeypatch):
+    monkeypatch.delenv(LAUNCHER_PID, raising=False)
+    began = time.time() - float(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getpid())]))
+    first = used_since_begin()
+    assert abs(time.time() - first.clock_s - began) < 2.5
+    assert abs(first.processor_s - sum(os.times()[:2])) < 0.5
+    worker = threading.Thread(target=lambda: sum(range(10**6)))
+    worker.start()
+    worker.join()
+    second = used_since_begin()
+    assert second.clock_s >= first.clock_s and second.processor_s >= first.processor_s
+    # Of a process and its launcher: what both have used.
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
+    assert used_since_begin().processor_s >= time.process_time() - 0.5
+
+
+def test_an_absent_library_is_there_again_afterwards():
+    sys.modules.pop("colorsys", None)
+    with absent(["colorsys", "json"]):
+        with pytest.raises(ModuleNotFoundError):
+            import colorsys
+        assert json.loads("1") == 1  # what has been imported stays
+    import colorsys
+
+    assert colorsys.rgb_to_hsv(0.0, 0.0, 1.0)[2] == 1.0
