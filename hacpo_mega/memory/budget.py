@@ -9,6 +9,7 @@ Imports no torch. Not here: where the numbers come from in a configuration (conf
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
 from hacpo_mega.models.architecture import Architecture
@@ -48,6 +49,10 @@ IN_TURN: Mapping[str, tuple[str, ...]] = {
     "publish": ("weights", "engine weights", "buckets", "engine asleep", "context", "other agents"),
     "checkpoint": ("engine asleep", "context", "other agents"),
 }
+# Where engines have devices of their own: what both kinds have, what only theirs have, and when that is the most.
+ON_BOTH, ON_ENGINES = {"buckets", "context"}, {"engine weights", "engine cache", "engine awake", "engine asleep"}
+ANSWERS = ("generate", "publish")
+Does = Literal["both", "trains", "answers"]
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,16 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Budget:
-    """The parts of one pipeline stage of an agent, in bytes; `capacity` is the device's memory, None: not known."""
+    """The parts of one pipeline stage of an agent, in bytes; `capacity` is the device's memory, None: not known.
+
+    `does` says whether the device has the stage and a part of an engine, or one of them.
+    """
 
     actor: ActorPlan
     engine: EnginePlan
     capacity: int | None
     stage: int = 0
+    does: Does = "both"
 
     @cached_property
     def parts(self) -> dict[str, int]:
@@ -92,7 +101,7 @@ class Budget:
         cuda = self.actor.device.engine_sleeps
         sleeps = cuda and not self.engine.stays_awake
         asleep = (GRAPHS if self.engine.keeps_graphs else 0) if sleeps else awake
-        return {
+        parts = {
             "weights": of_actor.weights,
             "gradients": of_actor.gradients,
             "main weights": of_actor.main_weights,
@@ -114,6 +123,10 @@ class Budget:
             "on the host": (of_actor.weights if self.actor.shares else 0)
             + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }
+        if self.does == "both":
+            return parts
+        others = parts.keys() - ON_BOTH - (ON_ENGINES if self.does == "answers" else parts.keys() - ON_ENGINES)
+        return parts | dict.fromkeys(others, 0)
 
     def _engine_awake(self, weights: int) -> int:
         if self.engine.memory_share is not None and self.capacity is not None:
@@ -124,6 +137,10 @@ class Budget:
     def phases(self) -> dict[str, int]:
         """Bytes of every phase that there is: the sum of its parts."""
         there = [phase for phase in PHASES if phase != "diagnose" or self.actor.diagnoses]
+        if self.does == "answers":
+            there = list(ANSWERS)
+        elif self.does == "trains":
+            there.remove("generate")
         return {phase: sum(self.parts[part] for part in self.parts_of(phase)) for phase in there}
 
     def parts_of(self, phase: str) -> tuple[str, ...]:
@@ -155,20 +172,22 @@ class Budget:
     @property
     def engine_is_too_small(self) -> bool:
         """Whether its share of the device is less than that."""
-        return self.engine.memory_share is not None and self.parts["engine awake"] < self.engine_needs
+        if self.does == "trains" or self.engine.memory_share is None:
+            return False
+        return self.parts["engine awake"] < self.engine_needs
 
     def fits(self, room: float = 0.0) -> bool:
         """Whether every phase fits and leaves `room`, a share of the device."""
         return self.capacity is None or self.peak <= (1.0 - room) * self.capacity
 
 
-def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Budget:
+def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, does: Does = "both") -> Budget:
     """The budget of the pipeline stage that takes the most.
 
     Of those between the first and the last, which have equal layers, the earliest has most micro-batches in flight.
     """
     last = actor.layout.pp - 1
-    stages = (Budget(actor, engine, capacity, stage) for stage in sorted({0, min(1, last), last}))
+    stages = (Budget(actor, engine, capacity, stage, does) for stage in sorted({0, min(1, last), last}))
     return max(stages, key=lambda budget: budget.peak)
 
 

@@ -23,7 +23,8 @@ VIRTUAL = "virtual_pipeline_model_parallel_size"
 class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
-    engine_tp None means that there is no engine to consider. vpp: chunks of a stage, which are not neighbours.
+    engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
+    vpp: chunks of a stage, which are no neighbours.
     """
 
     tp: int = 1
@@ -33,6 +34,7 @@ class Layout:
     engine_tp: int | None = None
     cp: int = 1
     ep: int = 1
+    rollout: int | None = None
     vpp: int = 1
 
     @classmethod
@@ -44,13 +46,14 @@ class Layout:
         engine_tp: int | None = None,
         cp: int = 1,
         ep: int = 1,
+        rollout: int | None = None,
     ) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE, VIRTUAL):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
         vpp = 1 if megatron.get(VIRTUAL) is None else megatron[VIRTUAL]
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, vpp)
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout, vpp)
 
     @property
     def cell_size(self) -> int:
@@ -166,7 +169,9 @@ def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    also = {layout.product(): layout.cell_size}
+    also = (
+        {f"rollout_gpus ({layout.rollout})": layout.rollout} if layout.rollout else {layout.product(): layout.cell_size}
+    )
     if architecture.has_experts:
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
