@@ -14,7 +14,9 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
 from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
 from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.flops import active_experts, learning_flops
 from hacpo_mega.models.layout import Layout, layout_problems
 
 # What torch sees of a device that is sold as 80 GB, rounded down.
@@ -123,7 +125,8 @@ def _nearest(config: Config, agent: AgentConfig, budget: Budget) -> str:
         if changed.fits() and not changed.engine_is_too_small:
             return f"Nearest: {words} ({_gib(changed.peak)} GiB)"
     return (
-        "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch, tp or cp is enough"
+        "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch, ep, tp or cp is "
+        "enough"
     )
 
 
@@ -151,22 +154,22 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         shorter = replace(lightest, num_tokens=at_most)
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
-    for key, size in (*(("tp", n) for n in range(agent.tp + 1, 65)), *(("cp", n) for n in range(agent.cp + 1, 65))):
+    more = ((name, n) for name in ("ep", "tp", "cp") for n in range(getattr(agent, name) + 1, 65))
+    for key, size in more:
         layout = replace(actor.layout, **{key: size})
-        engine_tp = engine.tp if engine.stays_awake else layout.cell_size
+        keeps = engine.stays_awake or key == "ep"
+        engine_tp = engine.tp if keeps else layout.cell_size
         layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
         if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
-            wider, words = (
-                replace(engine, tp=engine_tp),
-                ", engine_tp = 1" if engine.stays_awake and not is_apart else "",
-            )
+            wider = replace(engine, tp=engine_tp)
+            words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
             yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
     return ActorPlan(
         architecture,
-        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp),
+        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp, ep=agent.ep),
         dp=config.lanes * agent.cells_per_lane,
         num_tokens=config.training.max_tokens_per_microbatch,
         diagnoses=config.training.diagnose_every > 0,
@@ -202,13 +205,14 @@ def memory_table(budgets: dict[str, Budget]) -> str:
     """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
 
     In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
-    in no phase: pinned memory of the process, for what is away while the engine generates.
+    in no phase: pinned memory of the process, for what is away while the engine generates; nor is "experts at worst".
     """
     columns = list(budgets.values())
     unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)
     most = columns[0].capacity
     device = "the CPU, of which nothing is refused" if most is None else f"{most / one:.2f} of a device"
     rows = [[f"memory of one process, {unit}; {device}", *budgets], ["layout", *map(_layout, columns)]]
+    rows.append(["model", *map(_model, columns)])
     for part in columns[0].parts:
         if any(budget.parts[part] for budget in columns):
             rows.append([part, *(f"{budget.parts[part] / one:.2f}" for budget in columns)])
@@ -230,8 +234,18 @@ def _layout(budget: Budget) -> str:
     if budget.does == "answers":
         return f"engine_tp {budget.engine.tp}"
     stage = f" (stage {budget.stage})" if actor.layout.pp > 1 else ""
-    context = f"cp {actor.layout.cp}, " if actor.layout.cp > 1 else ""
+    context = "".join(f"{key} {size}, " for key in ("cp", "ep") if (size := getattr(actor.layout, key)) > 1)
     return f"tp {actor.layout.tp}, {context}pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
+
+
+def _model(budget: Budget) -> str:
+    """Parameters, those of them that a token meets, and the FLOPs of learning from one at the longest answer's end."""
+    model, longest = budget.actor.architecture, budget.engine.max_tokens
+    whole = num_weights(model, Layout())
+    active = whole - expert_weights(model, Layout()) + active_experts(model)
+    flops = learning_flops(model, 1, longest, budget.actor.lora) / longest
+    size = f"{whole / 1e9:.3g} B" if active == whole else f"{whole / 1e9:.3g} B, {active / 1e9:.3g} B active"
+    return f"{size}, {flops / 1e9:.3g} GFLOP a token learnt"
 
 
 def _gib(size: int) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
+from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import BUCKET_BYTES
@@ -93,7 +94,8 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it.
+        "on the host" is of no device: pinned memory for what leaves it. "experts at worst" is what would come on top of
+        the activations if all tokens of the ranks that share experts asked for those of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
@@ -120,6 +122,7 @@ class Budget:
             "buckets": bucket_bytes(self.actor),
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
+            "experts at worst": of_actor.worst_experts,
             "on the host": (of_actor.weights if self.actor.shares else 0)
             + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }
@@ -197,8 +200,15 @@ def left_behind(engine: EnginePlan) -> int:
 
 
 def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
-    """vLLM cuts a model into tensor-parallel ranks as Megatron does, and into no stages."""
-    return num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+    """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
+    whole = Layout(tp=engine.tp)
+    dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
+    return dense * actor.device.number + engine_experts(actor, engine)
+
+
+def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
+    """What of them is experts, of all of which every rank has a part."""
+    return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
 
 
 def cache_per_token(budget: Budget) -> int:

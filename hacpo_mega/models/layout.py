@@ -18,6 +18,9 @@ FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_l
 # And for the chunks of every pipeline stage (a virtual pipeline).
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 
+# What the CPU's kernel of vLLM's experts takes multiples of (its `output_alignment`).
+CPU_EXPERTS = 32
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -77,7 +80,7 @@ def layout_problems(
     """Why the model cannot have this layout, a line each; empty when it can.
 
     max_positions       tokens of the longest prompt and answer together
-    engine_head_sizes   head sizes that the engine's attention knows; None: all
+    engine_head_sizes   head sizes that the attention of an engine on the CPU knows; None: an engine on CUDA
     """
     problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
     problems += _expert_problems(architecture, layout)
@@ -177,6 +180,12 @@ def _engine_problems(
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
     if head_sizes is not None and architecture.head_dim not in head_sizes:
         problems.append(head_size_problem(architecture.head_dim, head_sizes))
+    if head_sizes is not None and architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
+        near = max(1, round(architecture.hidden_size / CPU_EXPERTS)) * CPU_EXPERTS
+        problems.append(
+            f"hidden_size {architecture.hidden_size}: vLLM's experts on CPU take multiples of {CPU_EXPERTS}. "
+            f"Nearest: {near}"
+        )
     return problems
 
 

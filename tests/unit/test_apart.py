@@ -3,7 +3,9 @@
 Whole runs are in jobs/test_answers_ahead.py and jobs/test_apart_faults.py, wrong values in support/bad_values.py.
 """
 
+import json
 import re
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from hacpo_mega.config import SlurmConfig, load_config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budgets, engine_options, memory_table
 from hacpo_mega.jobs.slurm_plan import Plan
+from hacpo_mega.logbook.trace import Track, chrome_trace
 from hacpo_mega.megatron.publish import send_and_receive
 from hacpo_mega.memory.budget import CONTEXT, GIB, PHASES
 
@@ -85,6 +88,15 @@ def test_a_device_that_trains_has_no_engine_and_one_that_answers_no_actor(tmp_pa
     table = memory_table(agent_budgets(config, agent, architecture_of(agent)))
     assert f"{agent.name}, engines" in table and "engine_tp 1" in table
     assert re.search(r"^= generate +\d+\.\d\d$", table, re.M) and re.search(r"^= learn +\d+\.\d\d\*?$", table, re.M)
+
+
+def test_a_trace_says_which_ranks_only_answer():
+    tracks = [Track(rank, 0, "a", 0, 0, 0.0, 0.0, (), trains) for rank, trains in enumerate((True, False))]
+    events = chrome_trace(1, [Track.from_payload(json.dumps(asdict(track)).encode()) for track in tracks])[
+        "traceEvents"
+    ]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["rank 0 lane 0 cell 0", "rank 1 lane 0 cell 0, answers"]
 
 
 class Recorder(SimpleNamespace):

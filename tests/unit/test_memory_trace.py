@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_benchmark import (
+    EXPERTS,
     GEMMA3,
     GLM4,
     LLAMA,
@@ -57,6 +58,9 @@ OTHER_CHOICES = [
     plan_of(tp=2, device=CPU),
     *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
     *OTHER_NORMS,
+    plan_of(EXPERTS),
+    plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
+    plan_of(EXPERTS, tp=2, ep=2, device=CPU),
 ]
 
 

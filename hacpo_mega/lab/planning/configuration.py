@@ -65,5 +65,5 @@ def model_of(agent: AgentConfig) -> Architecture:
 
 def _layout_lines(agent: AgentConfig, model: Architecture, longest: int) -> Iterator[str]:
     yield from table_problems(agent.megatron, agent.vllm)
-    layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp)
+    layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp, agent.ep)
     yield from layout_problems(model, layout, max_positions=longest)
