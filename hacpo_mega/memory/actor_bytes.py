@@ -16,7 +16,7 @@ from hacpo_mega.memory.adapter_numbers import kept_by_adapters, num_factors
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, chunk_layers, chunks_in_flight, stage_layers
+from hacpo_mega.models.layout import Layout, chunk_layers, chunks_in_flight
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import padded_vocab_size
 
