@@ -26,9 +26,10 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import logger
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing, logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
@@ -54,11 +55,14 @@ from hacpo_mega.rollout.host_process import (
     require_process,
     without_message_queue,
 )
+from hacpo_mega.rollout.quantized_weights import Quantizing
 from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
-RELOADING = Reloading(initialize_layerwise_reload, finalize_layerwise_reload, PLAIN, logger)
+BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
+QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
+RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
