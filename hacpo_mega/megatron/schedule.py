@@ -115,7 +115,7 @@ def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.T
     locks up there: a rank that sends forward and backward at once waits for the shapes of both, while its neighbour
     sends one after the other, and waits for the first tensor before it tells the second's shape.
     """
-    bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens)
+    bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
     if bare.config.variable_seq_lengths:
         return forward_packed(model, *pack)
     ranks = bare.config.tensor_model_parallel_size * parallel_state.get_context_parallel_world_size()

@@ -58,7 +58,7 @@ def visit(folder, tp, pp, vpp):
     actor = chunked(folder, tp, pp, vpp)
     found = {"scores": actor.token_logprobs(samples)}
     for count in counts(pp):
-        batches = [microbatch(samples[number::count], multiple=tp) for number in range(count)]
+        batches = [microbatch([[sample] for sample in samples[number::count]], multiple=tp) for number in range(count)]
         found[count] = gradient(actor, batches)
     actor = chunked(folder, tp, pp, vpp, optimizer=ADAM)
     for _ in range(2):
