@@ -57,6 +57,7 @@ def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> Trace
         recompute=plan.recompute,
         transformer=transformer,
         on_cuda=plan.device.mixed,
+        lora=plan.lora,
     )
 
 
