@@ -74,8 +74,8 @@ EACH_RUN = [pytest.param(*run, marks=[] if run in FAST else [pytest.mark.nightly
 # Lengths of the packed sequences of two micro-batches; their sums are multiples of every tp.
 PACKS = [(17, 3, 32), (1, 43)]
 
-# ||g - g64|| / ||g64|| of every tensor, by Frobenius' norm: sums in float32, against Hugging Face in float64, but for its
-# norms, angles and softmax, which it computes in float32 whatever the weights are.
+# ||g - g64|| / ||g64|| of every tensor, by Frobenius' norm: sums in float32, against Hugging Face in float64, whose
+# norms, angles and softmax are in float32 whatever the weights are.
 GRADIENT_ERROR = 1e-5
 
 
