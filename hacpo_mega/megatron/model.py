@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
 from hacpo_mega.config.pass_through import table_problems
-from hacpo_mega.megatron.context_parallel import own_tokens, rotate_by_given_angles
+from hacpo_mega.megatron.context_parallel import own_tokens, redo_output, rotate_by_given_angles
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies, window_frequencies
@@ -58,6 +58,7 @@ class HiddenStateModel(GPTModel):
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
         for layer in self.decoder.layers:
             rotate_by_given_angles(layer.self_attention)
+            redo_output(layer.self_attention)
 
     @property
     def own_chunks(self) -> list["HiddenStateModel"]:
