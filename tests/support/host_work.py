@@ -2,10 +2,11 @@
 
     python tests/support/host_work.py [LAYERS]     Markdown: an update and a score of one micro-batch, for two depths
 
-The real actor runs in bf16 on the CPU with its real numbers; which of its tensors a GPU would have is followed from
-what it is made of: the model's and the optimizer's, what is sent to the device, and what is computed of any of these. An
-operation of such tensors is a launch, unless it is a view; one whose result the host must know is a wait. What CUDA has
-one kernel for and the CPU has not (attention, the fused head) is counted apart, as what the CPU does for it.
+The real actor runs in bf16 on the CPU with its real numbers. Which of its tensors a GPU would have is followed: the
+model's and the optimizer's, what is sent to the device, and what is computed of any of these. An operation of such
+tensors is a launch, unless it is a view; one whose result the host must know is a wait. What CUDA has one kernel for
+and the CPU has not (attention, norms, the fused head) is a part of its own, as what the CPU does for it; its backward
+is counted with everybody's.
 Not here: how long any of it takes, and what vLLM asks.
 """
 
@@ -31,9 +32,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hacpo_mega.megatron import actor as actors
 from hacpo_mega.megatron import layers, schedule
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import forward_packed, unwrapped
+from hacpo_mega.megatron.model import unwrapped
 
-KERNELS = ("attention", "head", "norms")
 # Their results' sizes or values are the host's to know.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero")
 MAKES_NOTHING = ("_unsafe_view", "lift_fresh", "_reshape_alias")
@@ -62,7 +62,7 @@ class HostWork:
     def __init__(self, *things: Any) -> None:
         """`things` are what lies on the device from the start: modules and tensors."""
         self.asked: dict[str, Asked] = {}
-        self._part, self._makes = ["other"], False
+        self._part, self._makes, self.phase = ["other"], False, ""
         self._there: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for thing in things:
             for tensor in [*thing.parameters(), *thing.buffers()] if isinstance(thing, torch.nn.Module) else [thing]:
@@ -85,10 +85,10 @@ class HostWork:
             self._part.pop()
 
     def inside(self, name: str, function: Callable) -> Callable:
-        """The function as a part of its own."""
+        """The function as a part of its own, of the phase that is under way."""
 
         def called(*arguments: Any, **options: Any) -> Any:
-            with self.part(name):
+            with self.part(f"{self.phase}: {name}"):
                 return function(*arguments, **options)
 
         return called
@@ -115,6 +115,10 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, work = kwargs or {}, self.work
+        if func is torch.tensor:  # of a list of numbers that lie there: each is waited for
+            for leaf in tree_leaves(args[0]):
+                if work.has(leaf):
+                    work.waits()
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and work.has(args[0]):
             work.waits()
         target = kwargs.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else None)
@@ -196,13 +200,14 @@ def record_actor(folder: Path) -> dict[str, Asked]:
             (torch.nn.functional, "rms_norm", "norms"),
             (actor.optimizer, "step", "optimizer"),
             (schedule, "finalize_model_grads", "reduction"),
+            (schedule, "forward_packed", "layers"),
         ]:
             stack.enter_context(mock.patch.object(owner, name, work.inside(called, getattr(owner, name))))
         stack.enter_context(work.recording())
-        for rest, forward in (("score", "score: layers"), ("loss and backward", "learn: layers")):
-            inside = work.inside(forward, forward_packed)
-            with mock.patch.object(schedule, "forward_packed", inside), work.part(rest):
-                actor.score(samples) if rest == "score" else actor.learn(samples, objective)
+        work.phase = "score"
+        work.inside("the rest", actor.score)(samples)
+        work.phase = "learn"
+        work.inside("loss and backward", actor.learn)(samples, objective)
     return work.asked
 
 
@@ -226,7 +231,15 @@ def main(num_layers: int) -> None:
     for name, asked in few.items():
         more = many[name]
         layer = [(getattr(more, kind) - getattr(asked, kind)) / num_layers for kind in ("launches", "allocations")]
-        numbers = asked.launches, layer[0], asked.allocations, layer[1], asked.uploads, asked.collectives, asked.num_waits
+        numbers = (
+            asked.launches,
+            layer[0],
+            asked.allocations,
+            layer[1],
+            asked.uploads,
+            asked.collectives,
+            asked.num_waits,
+        )
         print(f"| {name} | {' | '.join(f'{number:g}' for number in numbers)} |")
     for name, asked in few.items():
         for where, times in asked.waits.items():
