@@ -39,6 +39,7 @@ from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.megatron.fused_optimizer import SAID
+from hacpo_mega.megatron.optimizer import Leaves
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Completion,
@@ -285,8 +286,8 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,
-        offloads=spec.offload == "optimizer",
-        leaves=config.placement == "shared",
+        leaves=_what_leaves(spec, config),
+        lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
         communication=spec.data_parallel,
         overrides=spec.megatron,
@@ -303,6 +304,12 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     actor.optimizer.offload.start_leaving()
     actor.optimizer.offload.finish_leaving()
     return actor
+
+
+def _what_leaves(spec: AgentConfig, config: Config) -> Leaves:
+    if config.placement == "shared":
+        return "everything"
+    return "state" if spec.offload == "optimizer" else "nothing"
 
 
 def _engine(spec: AgentConfig, place: Place, config: Config, dtype: torch.dtype, agents_on_device: int) -> Engine:

@@ -12,6 +12,7 @@ from pathlib import Path
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.models.lora import adapter_numbers
 from hacpo_mega.models.segments import all_sources
 
 # Main weight and both moments in float32, and the index.
@@ -27,6 +28,13 @@ def num_parameters(agent: AgentConfig) -> int:
     return sum(math.prod(source.shape) for source in all_sources(architecture_of(agent)))
 
 
+def num_trained(agent: AgentConfig) -> int:
+    """The same of what is trained: the model's own, or those of its adapters."""
+    architecture = architecture_of(agent)
+    lora = agent.adapters(architecture)
+    return num_parameters(agent) if lora is None else adapter_numbers(architecture, lora)
+
+
 def checkpoint_bytes(config: Config) -> int:
     """Of the next checkpoint: as many as the newest one has, else by the number of parameters.
 
@@ -40,12 +48,13 @@ def checkpoint_bytes(config: Config) -> int:
     if config.rollout.one_step_off:
         answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
         ready = answers * config.rollout.max_answer_tokens * BYTES_PER_READY_TOKEN
-    return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
+    return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_trained, config.agents))
 
 
 def export_bytes(config: Config) -> int:
-    """Of the Hugging Face folders of all agents."""
-    return EXPORT_BYTES_PER_PARAMETER * sum(map(num_parameters, config.agents))
+    """Of the Hugging Face folders of all agents, adapters beside merged weights."""
+    adapters = sum(num_trained(agent) for agent in config.agents if agent.lora is not None)
+    return EXPORT_BYTES_PER_PARAMETER * (adapters + sum(map(num_parameters, config.agents)))
 
 
 def free_bytes(folder: Path) -> int:

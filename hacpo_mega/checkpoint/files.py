@@ -24,10 +24,11 @@ from typing import Any, TypedDict, Unpack
 
 from pydantic import ValidationError
 
-from hacpo_mega.config import Config
+from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.run_dirs import require_displaceable
 from hacpo_mega.models.documents import parse_json, require_file
+from hacpo_mega.models.weight_files import weights_fingerprint
 
 FORMAT = 2
 RECORD = "step.json"
@@ -248,11 +249,11 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     found = replace(found, config=completed(found.config))
     if lines := list(refusals(changes(found.config, plain(config)), how.get("accept", ()))):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
-    for name, digest in model_digests(config).items():
-        if digest != found.models.get(name):
-            raise ValueError(
-                f"{found.folder} is of another model: the config.json of agents.{name}.model is not what it was"
-            )
+    digests = model_digests(config)
+    for agent in config.agents:
+        if digests.get(agent.name) not in (None, found.models.get(agent.name)):
+            what = f"the config.json{' or a weight' if agent.lora else ''} of agents.{agent.name}.model"
+            raise ValueError(f"{found.folder} is of another model: {what} is not what it was")
     if found.step > config.num_steps:
         raise ValueError(
             f"{found.folder} has {found.step} steps done, num_steps is {config.num_steps}: give more, or --fresh"
@@ -277,9 +278,16 @@ def completed(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_digests(config: Config) -> dict[str, str]:
-    """SHA-256 of every agent's config.json, by name; a folder without one is refused elsewhere."""
-    files = {agent.name: agent.model / "config.json" for agent in config.agents}
-    return {name: file_sha256(file) for name, file in files.items() if file.is_file()}
+    """SHA-256 of every agent's config.json, by name; a folder without one is refused elsewhere.
+
+    Of an agent with LoRA, whose checkpoints are of its adapters alone, a fingerprint of its weights, too.
+    """
+    there = [agent for agent in config.agents if (agent.model / "config.json").is_file()]
+    return {agent.name: _digest_of(agent) for agent in there}
+
+
+def _digest_of(agent: AgentConfig) -> str:
+    return file_sha256(agent.model / "config.json") if agent.lora is None else weights_fingerprint(agent.model)
 
 
 def commit(writing: Path, record: Checkpoint) -> None:

@@ -94,9 +94,10 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
     digest = model_digests(config).get(agent.name)
     if digest != found.models[agent.name]:
         what = "is not there" if digest is None else "is not what it was"
+        of = "config.json or a weight" if agent.lora else "config.json"
         raise ValueError(
             f"{folder} has the weights of {agent.name}, {agent.model} the architecture and the tokenizer, but its "
-            f"config.json {what}: put it back (a relative path is looked for from the current folder)"
+            f"{of} {what}: put it back (a relative path is looked for from the current folder)"
         )
     return StoredAgent(found, config, agent)
 

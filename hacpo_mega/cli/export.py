@@ -18,14 +18,19 @@ def export(
     out: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
     agent: Annotated[str | None, typer.Option(help="Its name; a run of one agent needs none.")] = None,
     quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of LoRA, the adapters alone, for peft.")] = False,
     trust: Trust = False,
 ) -> None:
     """Write an agent of a run as a Hugging Face folder with a model card."""
     prepare_environment()
-    from hacpo_mega.commands.export import as_folder, export_copy, trained_agent
+    from hacpo_mega.commands.export import as_folder, export_adapter, export_copy, trained_agent
 
+    if adapter and quantize is not None:
+        raise ValueError("--adapter and --quantize exclude each other: what is quantized is the merged model")
     chosen = trained_agent(run, agent)
-    if quantize is None:
+    if adapter:
+        export_adapter(chosen, out)
+    elif quantize is None:
         export_copy(chosen, out)
     else:
         require_trust(code_of_model(chosen.agent), chosen.file, trusted=trust)

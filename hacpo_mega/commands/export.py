@@ -24,10 +24,12 @@ from hacpo_mega.config import AgentConfig, Config, config_of_run
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.run_lock import is_gone, signature
-from hacpo_mega.megatron.hf_writer import copy_beside_weights, finite, write_weights
+from hacpo_mega.megatron.hf_writer import ADAPTER, copy_beside_weights, finite, write_adapter, write_weights
+from hacpo_mega.megatron.stored_model import model_weights
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.hub import HubModel
+from hacpo_mega.models.lora import adapter_sources
 from hacpo_mega.models.segments import all_sources
 
 CARD = "README.md"
@@ -118,18 +120,49 @@ def _with_record(
 
 
 def export_copy(agent: TrainedAgent, out: Path) -> None:
-    """Writes the agent as it is, every file as the run's own export has it, and its model card.
+    """Writes the agent as it is, every file as the run's own export has it, and its model card; adapters are merged.
 
     ValueError when `out` exists, and for a checkpoint that is damaged or removed meanwhile.
     """
     with draft_of(out) as draft:
         if agent.stored is None:
-            shutil.copytree(agent.folder, draft, dirs_exist_ok=True)
+            without = shutil.ignore_patterns(ADAPTER) if agent.agent.lora is not None else None
+            shutil.copytree(agent.folder, draft, dirs_exist_ok=True, ignore=without)
             card = model_card(agent)
         else:
             write_stored(agent.stored, draft)
             card = model_card(agent, f"of the checkpoint {agent.stored.checkpoint.folder.name}")
         (draft / CARD).write_text(card, encoding="utf-8")
+
+
+def export_adapter(agent: TrainedAgent, out: Path) -> None:
+    """Writes the agent's adapters alone, as peft loads them on top of the model that the run began with.
+
+    ValueError for an agent without, and as `export_copy`.
+    """
+    if agent.agent.lora is None:
+        raise ValueError(
+            f"{agent.agent.name} has no adapter: all its weights were trained (agents.{agent.agent.name}.lora is not "
+            "given). Export it without --adapter"
+        )
+    with draft_of(out) as draft:
+        if agent.stored is None:
+            shutil.copytree(agent.folder / ADAPTER, draft, dirs_exist_ok=True)
+        else:
+            _write_stored_adapter(agent.stored, draft)
+        (draft / CARD).write_text(model_card(agent, "adapters of LoRA, in peft's format"), encoding="utf-8")
+
+
+def _write_stored_adapter(stored: StoredAgent, folder: Path) -> None:
+    base, architecture = stored.agent.model, Architecture.from_folder(stored.agent.model)
+    lora, dtype = stored.agent.adapters(architecture), getattr(torch, stored.dtype)
+    with stored.being_read():
+        stored.require_unaltered()
+        tensors = stored_weights(stored.folder, adapter_sources(architecture, lora), dtype)
+        try:
+            write_adapter(dict(finite(tensors, dtype, folder)), lora, base, folder)
+        except RunStopped as stop:
+            raise ValueError(str(stop)) from stop
 
 
 @contextmanager
@@ -152,12 +185,13 @@ def write_stored(stored: StoredAgent, folder: Path) -> None:
     One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
     when one differs, is not finite, or is gone.
     """
-    dtype = getattr(torch, stored.dtype)
-    sources = tuple(all_sources(Architecture.from_folder(stored.agent.model)))
+    dtype, base = getattr(torch, stored.dtype), stored.agent.model
+    architecture = Architecture.from_folder(base)
+    sources, lora = tuple(all_sources(architecture)), stored.agent.adapters(architecture)
     with stored.being_read():
         stored.require_unaltered()
-        copy_beside_weights(stored.agent.model, folder, dtype)
-        tensors = finite(stored_weights(stored.folder, sources, dtype), dtype, folder)
+        copy_beside_weights(base, folder, dtype)
+        tensors = finite(model_weights(stored.folder, base, lora, dtype), dtype, folder)
         try:
             write_weights(tensors, sources, folder, dtype)
         except RunStopped as stop:
@@ -253,6 +287,9 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
         yield "advantage of others' answers", f"by the baseline of their {algorithm.cross_baseline}"
         yield "alpha, delta, delta_step", f"{algorithm.alpha:g}, {algorithm.delta:g}, {algorithm.delta_step:g}"
     yield "own clip", f"{algorithm.eps_low:g} below, {algorithm.eps_high:g} above"
+    if (lora := agent.agent.lora) is not None:
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        yield "adapters", f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}"
     yield "learning rate", f"{agent.agent.optimizer.lr:g}, {agent.agent.optimizer.schedule}"
     yield "prompts per step, per update", f"{config.training.prompts_per_step}, {config.prompts_per_update}"
     yield "answers per prompt", f"{config.answers_per_prompt} at temperature {config.rollout.temperature:g}"

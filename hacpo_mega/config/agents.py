@@ -16,13 +16,16 @@ from hacpo_mega.config.section import (
     Flag,
     ModelPath,
     PassedOn,
+    Positive,
     Section,
     Share,
     ShareBelowOne,
     Small,
 )
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.lora import Lora, chosen_targets
 
 
 class OptimizerConfig(Section):
@@ -69,6 +72,18 @@ class DataParallelConfig(Section):
         if given and not self.overlap_grad_reduce:
             raise ValueError(f"{', '.join(sorted(given))}: without overlap_grad_reduce there is one bucket; set it too")
         return self
+
+
+class LoraConfig(Section):
+    """Adapters in place of the model's own weights, which stay as they are: LoRA, in peft's words."""
+
+    rank: Count = 16
+    """Rows of A and columns of B: W + alpha / rank x B A takes the place of a matrix W; peft calls it r."""
+    alpha: Positive = 32.0
+    """What the product is multiplied with, times rank; peft calls it lora_alpha."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Which matrices of every layer have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
+    "all-linear", every one but embedding and head."""
 
 
 class SkillShare(Section):
@@ -170,6 +185,8 @@ class AgentConfig(Section):
     (te), or the latter where it is installed and the actor is such a one (auto)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and the learning rate of this agent."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the model's weights; not given: all weights are trained."""
     data_parallel: DataParallelConfig = DataParallelConfig()
     """What of the communication between this agent's cells goes on while they compute."""
     megatron: PassedOn = Field(default_factory=dict)
@@ -188,6 +205,12 @@ class AgentConfig(Section):
     def prompting(self) -> Prompting:
         """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
         return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
+
+    def adapters(self, architecture: Architecture) -> Lora | None:
+        """The adapters of this agent, None without. ValueError, a line each, for targets that its model lacks."""
+        if self.lora is None:
+            return None
+        return Lora(self.lora.rank, self.lora.alpha, chosen_targets(architecture, self.lora.targets))
 
     @property
     def layout(self) -> Layout:

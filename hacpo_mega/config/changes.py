@@ -7,6 +7,7 @@ fixed     a run cannot have another value
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from hacpo_mega.config.describe import said
@@ -14,7 +15,8 @@ from hacpo_mega.config.effects import covers, effect_of, flat
 
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")
-FIXED = ("agents",)
+# Of adapters, what a checkpoint of them has room for.
+FIXED = ("agents", "agents.*.lora.rank", "agents.*.lora.targets")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def refusals(found: Sequence[Change], accepted: Sequence[str]) -> Iterator[str]:
 
 
 def _kind(key: str) -> Literal["free", "asked", "fixed"]:
-    if key in FIXED:
+    if any(fnmatchcase(key, pattern) for pattern in FIXED):
         return "fixed"
     is_free = effect_of(key) != "results" or any(covers(table, key) for table in FREE)
     return "free" if is_free else "asked"

@@ -21,6 +21,7 @@ from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.layout import layout_problems
+from hacpo_mega.models.lora import lora_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
 
@@ -236,9 +237,27 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
         except ValueError as problem:
             yield str(problem)
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
+    yield from _adapters(agent, architecture)
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
         yield from tokenizer_problems(agent, architecture.vocab_size, try_template, tools_field)
+
+
+def _adapters(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
+    """Whether the model can have the adapters that the agent asks for."""
+    try:
+        lora = agent.adapters(architecture)
+    except ValueError as problems:
+        yield from str(problems).splitlines()
+        return
+    if lora is None:
+        return
+    yield from lora_problems(architecture, lora, tp=agent.tp)
+    if agent.transformer == "te":
+        yield (
+            "transformer: TransformerEngine's layers have the norm before a projection inside, and adapters read what "
+            "it answers. Nearest: 'auto', which with lora takes Megatron's own"
+        )
 
 
 def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:

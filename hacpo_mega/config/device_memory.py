@@ -142,6 +142,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         offloads=agent.offload == "optimizer" or config.placement == "shared",
         shares=config.placement == "shared",
         device=CPU if on_cpu else CUDA,
+        lora=agent.adapters(architecture),
     )
 
 

@@ -28,10 +28,9 @@ from hacpo_mega.grading.math_grader import plain
 from hacpo_mega.grading.weighted_judge import AnyJudge, judge_of
 from hacpo_mega.logbook.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.stored_index import read_index
-from hacpo_mega.megatron.stored_state import stored_weights
+from hacpo_mega.megatron.stored_model import model_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import check_positions
-from hacpo_mega.models.segments import all_sources
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.row_noise import answer_seed
@@ -142,9 +141,9 @@ class _Run:
         )
         self._stack.callback(self.engine.close)
         if stored is not None:
-            sources = all_sources(Architecture.from_folder(settings.folder))
+            lora = stored.agent.adapters(Architecture.from_folder(settings.folder))
             with stored.being_read():
-                self.engine.load(stored_weights(stored.folder, sources, dtype))
+                self.engine.load(model_weights(stored.folder, settings.folder, lora, dtype))
 
     def _require_unaltered(self, stored: StoredAgent) -> None:
         """Every byte of a checkpoint is compared, by all ranks together, before an engine starts."""

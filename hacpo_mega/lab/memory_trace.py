@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron import layers, moe
+from hacpo_mega.megatron.lora import attach_adapters
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.overlap import buffers_of
@@ -35,6 +36,7 @@ from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.schedule import data_parallel
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.lora import Lora
 
 # CUDA's caching allocator hands out multiples of this.
 ALLOCATION = 512
@@ -74,6 +76,7 @@ def trace_actor(
     transformer: str = "local",
     overrides: dict[str, Any] | None = None,
     on_cuda: bool = True,
+    lora: Lora | None = None,
 ) -> TracedMemory:
     """Counts one rank of an actor of dp cells that learns from micro-batches of `num_tokens`, all of them trained.
 
@@ -93,21 +96,21 @@ def trace_actor(
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
-        model = data_parallel(
-            build_model(
-                architecture,
-                tp=layout.tp,
-                pp=layout.pp,
-                cp=layout.cp,
-                ep=layout.ep,
-                dtype=torch.bfloat16 if on_cuda else torch.float32,
-                max_positions=num_tokens,
-                recompute=recompute,
-                transformer=transformer,
-                overrides=overrides,
-            ),
-            Spans(),
+        bare = build_model(
+            architecture,
+            tp=layout.tp,
+            pp=layout.pp,
+            cp=layout.cp,
+            ep=layout.ep,
+            dtype=torch.bfloat16 if on_cuda else torch.float32,
+            max_positions=num_tokens,
+            recompute=recompute,
+            transformer=transformer,
+            overrides=overrides,
         )
+        if lora is not None:
+            attach_adapters(bare, lora, seed=1)
+        model = data_parallel(bare, Spans())
         optimizer = ActorOptimizer(model, OptimizerConfig(), total_updates=1)
         return _traced(model, optimizer, architecture, num_tokens, in_flight)
 
@@ -120,7 +123,8 @@ def _traced(
     in_flight: int,
 ) -> TracedMemory:
     run = _Run(model, architecture, num_tokens)
-    weights = [buffer.param_data for buffer in buffers_of(model)]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    weights = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
     gradients = [buffer.grad_data for buffer in buffers_of(model)]
     main = [p for part in optimizer.parts for group in part.shard_fp32_from_float16_groups for p in group]
     states = [*weights, *gradients, *main]
@@ -187,7 +191,7 @@ class _Run:
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             group=tp if tp.size() > 1 else None,
-            fuse_main_grad=weight.dtype != torch.float32,
+            fuse_main_grad=weight.requires_grad and weight.dtype != torch.float32,
         )
 
     def backward(self, hidden: torch.Tensor) -> None:
@@ -268,10 +272,10 @@ class _NumbersThatAreKnown(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _even(counts_2r: torch.Tensor, num_rows: int) -> list[list[int]]:
-    """Every rank of ep has as many tokens, and every expert as many of them."""
-    ranks = counts_2r.shape[1]
-    return [[num_rows * (rank + 1) // ranks - num_rows * rank // ranks for rank in range(ranks)]] * 2
+def _even(counts: torch.Tensor, num_rows: int) -> list[list[int]]:
+    """As moe.py is told how rows are shared by ranks or by experts, of which nobody has more than another."""
+    lines, among = counts.shape
+    return [[num_rows * (place + 1) // among - num_rows * place // among for place in range(among)]] * lines
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -29,9 +29,10 @@ from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
 from hacpo_mega.megatron.expert_load import ExpertCounts
 from hacpo_mega.megatron.installed import VERSION
+from hacpo_mega.megatron.lora import adapters_off, attach_adapters
 from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
-from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer
+from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.optimizer import ActorOptimizer, Leaves
 from hacpo_mega.megatron.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.reshard import full_tensors, save_hf
@@ -52,6 +53,7 @@ from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -76,8 +78,8 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
-        offloads: bool = False,
-        leaves: bool = False,
+        leaves: Leaves = "nothing",
+        lora: Lora | None = None,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
         overrides: Mapping[str, Any] | None = None,
@@ -92,13 +94,13 @@ class Actor:
         `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked. `pack_by` is
         what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the cheap ones at
         both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
-        `recompute` is what backward computes again (none, mlp, full), `offloads` lets the optimizer's state leave the
-        device when `optimizer.offload` is told to, `leaves` all of it (actor_offload.py); `transformer` is whose layers
-        it has (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides`
-        are fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
-        collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
-        function reports. bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (bf16
-        works on the CPU, too). Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
+        `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
+        (optimizer.py), with `lora` adapters alone are trained (lora.py), `transformer` is whose layers it has (auto,
+        local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
+        Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every collective of its
+        groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss function reports.
+        bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (the CPU has bf16, too).
+        Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.layout, self.temperature = Path(folder), layout, temperature
@@ -112,7 +114,11 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
         self.transformer = chosen_transformer(
-            transformer, self.architecture, dtype=self.dtype, on_cuda=cuda, version=VERSION
+            "local" if lora is not None and transformer == "auto" else transformer,
+            self.architecture,
+            dtype=self.dtype,
+            on_cuda=cuda,
+            version=VERSION,
         )
         ep = layout.ep if self.architecture.has_experts else None
         initialize_parallel(layout.tp, layout.pp, seed, timeout_s, cp=layout.cp, ep=ep)
@@ -120,8 +126,10 @@ class Actor:
             positions = max_positions or self.architecture.max_positions
             model = self._build(positions, recompute, overrides)
             self._experts = ExpertCounts(model)
+            if lora is not None:
+                attach_adapters(model, lora, seed)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offloads=offloads, leaves=leaves)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, leaves=leaves)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self.timeout = timedelta(seconds=timeout_s)
@@ -188,7 +196,7 @@ class Actor:
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
             # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
-            fuse_main_grad=weight_VH.dtype != torch.float32,
+            fuse_main_grad=weight_VH.requires_grad and weight_VH.dtype != torch.float32,
         )
         return sum_rows(logprob_N, own, len(batch.rows_R))
 
@@ -262,11 +270,18 @@ class Actor:
     # ---- reference policy
 
     def keep_reference(self) -> None:
-        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks."""
-        self._reference = self._copy_of_parameters()
+        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks.
+
+        Under LoRA there is nothing to remember: it is the model without its adapters.
+        """
+        if unwrapped(self.model).lora is None:
+            self._reference = self._copy_of_parameters()
 
     def reference_token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """`token_logprobs` under the kept parameters; the present ones are back, bit for bit, afterwards."""
+        if (model := unwrapped(self.model)).lora is not None:
+            with adapters_off(model):
+                return self.token_logprobs(sequences)
         assert self._reference is not None, "keep_reference() comes first"
         with self._parameters_of(self._reference):
             return self.token_logprobs(sequences)

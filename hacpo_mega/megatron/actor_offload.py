@@ -14,7 +14,7 @@ from hacpo_mega.megatron.overlap import buffers_of, finish_gather
 
 
 class ActorOffload:
-    """All that an actor keeps on its device, of one that was built to leave it (`Actor(leaves=True)`)."""
+    """All that an actor keeps on its device, of one that was built to leave it (`Actor(leaves="everything")`)."""
 
     def __init__(self, model: DistributedDataParallel, optimizer: ActorOptimizer) -> None:
         self._model, self._optimizer = model, optimizer

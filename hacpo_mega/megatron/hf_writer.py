@@ -5,7 +5,7 @@ Not here: where the tensors come from (reshard.py, stored_state.py). Imports no 
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,10 +13,14 @@ from safetensors.torch import save_file
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.models.folder import read_config, with_dtype
+from hacpo_mega.models.hub import HubModel
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import Source
 from hacpo_mega.models.weight_files import INDEX, SINGLE
 
 FILE_BYTES = 5 << 30
+# Of an exported agent with LoRA, the folder of its adapters beside the merged weights.
+ADAPTER = "adapter"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -65,6 +69,27 @@ def write_weights(
         total = sum(torch.Size(source.shape).numel() for source in sources) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, folder: Path) -> None:
+    """Fills a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json."""
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    hub = HubModel.of_snapshot(base)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base) if hub is None else hub.repo,
+        "revision": None if hub is None else hub.revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_m
 from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.megatron_fields import decided_fields
 from hacpo_mega.models.segments import padded_vocab_size
 
@@ -38,6 +39,7 @@ class HiddenStateModel(GPTModel):
         """`stages` has the layers of every pipeline stage; `fuses_norms` says that a norm is a part of what follows."""
         super().__init__(position_embedding_type="none", **options)
         self.architecture, self.stages, self.fuses_norms = architecture, stages, fuses_norms
+        self.lora: Lora | None = None  # megatron/lora.py
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
@@ -53,6 +55,9 @@ class HiddenStateModel(GPTModel):
         if hidden is not None and self.architecture.kin.scaled_embedding:
             # Rounded as the weights are, as transformers and vLLM do.
             hidden = hidden * torch.tensor(self.architecture.hidden_size**0.5, dtype=hidden.dtype).item()
+        if hidden is not None and self.lora is not None and torch.is_grad_enabled():
+            # A layer that is computed again in backward has a gradient only where its input has one.
+            hidden.requires_grad_()
         positions_T = position_ids[0].float()
         turns = cosines_and_sines(positions_T, self.rope_P, rope_magnitude(self.architecture), self.config)
         if len(self.window_rope_P):

@@ -223,9 +223,12 @@ class Way:
         return _Exchange.apply(_Permute.apply(rows, _inverse(self.order)), self.group, self.sent, self.received)
 
 
-def _known(counts_2r: torch.Tensor, _num_rows: int) -> list[list[int]]:
-    """The counts as numbers: waits for the device. A trace of memory, which has none, says even ones instead."""
-    return counts_2r.tolist()
+def _known(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
+    """The counts as numbers: waits for the device.
+
+    A trace of memory, which has no numbers, replaces it: each line of them is of `_num_rows`, shared evenly.
+    """
+    return counts.tolist()
 
 
 class _Exchange(torch.autograd.Function):
@@ -275,7 +278,8 @@ def _fits(rows_RH: torch.Tensor, down: torch.Tensor) -> bool:
 
 def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """Every row times the matrix of its expert, [R, N], an expert after the other. Waits for the device."""
-    return _Looped.apply(rows_RK, weight_eNK, counts_e.tolist())
+    (counts,) = _known(counts_e[None], len(rows_RK))
+    return _Looped.apply(rows_RK, weight_eNK, counts)
 
 
 class _Looped(torch.autograd.Function):

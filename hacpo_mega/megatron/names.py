@@ -9,6 +9,7 @@ import torch
 
 from hacpo_mega.megatron.model import HiddenStateModel
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.lora import adapter_slots
 from hacpo_mega.models.segments import Slot, Source, all_sources, segments, stage_slots
 
 # A norm of the local layers -> where TransformerEngine's have its weight.
@@ -30,6 +31,13 @@ def _fused(slot: Slot) -> Slot:
         if slot.parameter.endswith(f".{norm}"):
             return replace(slot, parameter=f"{slot.parameter.removesuffix(norm)}{parameter}")
     return slot
+
+
+def trained_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
+    """The same of what is trained: under LoRA the factors of its adapters, else all."""
+    if model.lora is None:
+        return slots_of(model, pp_rank)
+    return adapter_slots(model.architecture, model.stages, pp_rank, model.lora)
 
 
 def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:

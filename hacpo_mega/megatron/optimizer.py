@@ -7,7 +7,7 @@ Not here: gradients (schedule.py makes them) and what a checkpoint stores.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -21,6 +21,9 @@ from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.fused_optimizer import SAID, chosen_kernels, use_kernels
 from hacpo_mega.megatron.offload import Offload
 from hacpo_mega.megatron.overlap import buffers_of
+
+# What of an actor can be in host memory meanwhile: nothing, the optimizer's state, or everything.
+Leaves = Literal["nothing", "state", "everything"]
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -71,13 +74,10 @@ class ActorOptimizer:
         config: OptimizerConfig,
         total_updates: int,
         *,
-        offloads: bool = False,
-        leaves: bool = False,
+        leaves: Leaves = "nothing",
     ) -> None:
-        """`offloads`: its state can leave the device, as `self.offload` is told; moments are there from the start.
-
-        `leaves`: so can the model's weights, as `self.weights` is told, and with them the state (actor_offload.py).
-        """
+        """`leaves` is what can leave the device: its state, as `self.offload` is told, with moments from the start; or
+        everything, the model's weights too, as `self.weights` is told (actor_offload.py)."""
         self.config = config
         self.total_updates = total_updates
         self.num_updates = self.num_applied = 0
@@ -88,14 +88,15 @@ class ActorOptimizer:
         # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        if offloads or leaves:
+        if leaves != "nothing":
             self.make_moments()  # so that the host's memory is taken now, not in the first step
-        self.offload = Offload(self._own_state() if offloads or leaves else ())
-        # The main weights of a float32 model are views of its buffers, too.
+        self.offload = Offload(self._own_state() if leaves != "nothing" else ())
+        # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         main = (tensor for part in self.parts for group in part.shard_fp32_groups for tensor in group)
-        views = [*model.parameters(), *main]
-        buffers = [buffer.param_data for buffer in buffers_of(model)]
-        self.weights = Offload(buffers, views, "the model") if leaves else Offload(())
+        whole = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
+        self.weights = Offload(whole, [*trained, *main], "the model") if leaves == "everything" else Offload(())
 
     @property
     def said(self) -> str:

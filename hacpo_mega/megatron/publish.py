@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from hacpo_mega.megatron.lora import HeldWeights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import place_of, slots_of, sources_of
 from hacpo_mega.megatron.overlap import finish_gather
@@ -33,7 +34,7 @@ class ActorShards:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         bare: HiddenStateModel = unwrapped(model)
-        self._parameters = dict(bare.named_parameters())
+        self._weights = HeldWeights(bare)
         held = actor_shards(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **place_of(bare))
         self._places = [(slot.parameter, rectangle) for slot, rectangle in held]
         self.shards = tuple(shard_of(rectangle) for _, rectangle in self._places)
@@ -45,13 +46,8 @@ class ActorShards:
         finish_gather(self._model)
 
     def view(self, number: int, what: Shard) -> torch.Tensor:
-        """The numbers of the rectangle `what`, which lies in the shard of this number."""
-        parameter, rectangle = self._places[number]
-        size = self.shards[number].size
-        tensor = self._parameters[parameter].detach().view(-1)[rectangle.start :][:size].view(rectangle.sizes)
-        for dim, (start, length) in enumerate(zip(what.offsets, what.sizes, strict=True)):
-            tensor = tensor.narrow(dim, start - rectangle.offsets[dim], length)
-        return tensor
+        """The numbers of the rectangle `what`, which lies in the shard of this number; with adapters, a copy."""
+        return self._weights.rectangle(*self._places[number], what.offsets, what.sizes)
 
 
 @dataclass

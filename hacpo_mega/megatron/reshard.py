@@ -9,6 +9,7 @@ what an engine takes shard by shard (publish.py).
 import shutil
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,9 +18,10 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError
 
 from hacpo_mega.cluster.watchdog import RunStopped
-from hacpo_mega.megatron.hf_writer import FILE_BYTES, copy_beside_weights, finite, write_weights
+from hacpo_mega.megatron.hf_writer import ADAPTER, FILE_BYTES, copy_beside_weights, finite, write_adapter, write_weights
+from hacpo_mega.megatron.lora import HeldWeights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import place_of, slots_of, sources_of, write_back
+from hacpo_mega.megatron.names import place_of, slots_of, sources_of, trained_slots, write_back
 from hacpo_mega.models.segments import Cut, Slot, Source, shard_shape
 
 BUCKET_BYTES = 1 << 30
@@ -50,14 +52,22 @@ def full_tensors(
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
     are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name. `sent` is
     told what this rank gives to the others: the group, pp, tp or ep, and bytes. With `only`, nothing but those names.
+    Adapters are merged (merging.py).
     """
     bare = unwrapped(model)
-    parameters = dict(bare.named_parameters())
-    for bucket in _buckets(bare, bucket_bytes, only):
-        shards_RN = _travel(bucket, bare, parameters, sent)
+    held = HeldWeights(bare)
+    for bucket in _buckets(bare, slots_of, bucket_bytes, only):
+        shards_RN = _travel(bucket, bare, held.shard, sent)
         for name, tensor in _unpack(bucket, bare, shards_RN):
             if only is None or name in only:
                 yield name, tensor
+
+
+def full_adapters(model: HiddenStateModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same of the factors of all adapters, by peft's names."""
+    for bucket in _buckets(model, trained_slots, BUCKET_BYTES, None):
+        shards_RN = _travel(bucket, model, lambda slot: model.get_parameter(slot.parameter).detach(), lambda *_: None)
+        yield from _unpack(bucket, model, shards_RN)
 
 
 def save_hf(
@@ -71,6 +81,8 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
 
+    Adapters are merged, and in peft's format in a folder of it, too.
+
     RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; OSError, on the rank that writes,
     when the disk refuses it. Nothing of the folder is left then.
 
@@ -80,15 +92,21 @@ def save_hf(
     is_first_of_cp = parallel_state.get_context_parallel_rank() == 0
     writes = is_first_of_cp and parallel_state.get_model_parallel_group().rank() == 0
     partial = out_folder.with_name(f".{out_folder.name}.partial")
+    bare = unwrapped(model)
     tensors = finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)
+    factors = finite(full_adapters(bare), dtype, out_folder) if bare.lora is not None else iter(())
     failed: Exception | None = None
     try:
         if writes:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copy_beside_weights(source_folder, partial, dtype)
-        write_weights(tensors, sources_of(unwrapped(model)), partial, dtype, file_bytes=file_bytes, writes=writes)
+        write_weights(tensors, sources_of(bare), partial, dtype, file_bytes=file_bytes, writes=writes)
+        adapter = {name: tensor.cpu() for name, tensor in factors if writes}
         if writes:
+            if bare.lora is not None:
+                (partial / ADAPTER).mkdir()
+                write_adapter(adapter, bare.lora, source_folder, partial / ADAPTER)
             _put_in_place(partial, out_folder)
     except RunStopped:
         shutil.rmtree(partial, ignore_errors=True)
@@ -96,7 +114,7 @@ def save_hf(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         failed = error
-        for _ in tensors:  # the others of the cell wait in its collectives
+        for _ in chain(tensors, factors):  # the others of the cell wait in its collectives
             pass
     # Whoever returns may read the folder.
     dist.barrier(group=parallel_state.get_model_parallel_group())
@@ -104,12 +122,17 @@ def save_hf(
         raise OSError(f"{out_folder} is not written: {failed}") from failed
 
 
-def _buckets(model: HiddenStateModel, bucket_bytes: int, only: Container[str] | None) -> Iterator[_Bucket]:
+def _buckets(
+    model: HiddenStateModel,
+    slots_of_stage: Callable[[HiddenStateModel, int], tuple[Slot, ...]],
+    bucket_bytes: int,
+    only: Container[str] | None,
+) -> Iterator[_Bucket]:
     """All slots with a wanted tensor, each tensor once, in buckets of at most bucket_bytes or a single slot."""
     seen: set[Source] = set()
     for stage in range(model.config.pipeline_model_parallel_size):
         waiting, size = [], 0
-        for slot in slots_of(model, stage):
+        for slot in slots_of_stage(model, stage):
             is_wanted = only is None or any(source.name in only for source in slot.sources)
             if not is_wanted or seen.issuperset(slot.sources):
                 continue
@@ -129,13 +152,13 @@ def _buckets(model: HiddenStateModel, bucket_bytes: int, only: Container[str] | 
 def _travel(
     bucket: _Bucket,
     model: HiddenStateModel,
-    parameters: dict[str, torch.nn.Parameter],
+    shard_of: Callable[[Slot], torch.Tensor],
     sent: Callable[[str, int], None],
 ) -> torch.Tensor:
     """The flat shards of a bucket, [ranks that share it, elements of a shard], on every rank of the cell."""
     group, pp = getattr(model.pg_collection, bucket.shared_by), model.pg_collection.pp
     if pp.rank() == bucket.stage:
-        shard_N = torch.cat([parameters[slot.parameter].detach().flatten() for slot in bucket.slots])
+        shard_N = torch.cat([shard_of(slot).flatten() for slot in bucket.slots])
     else:
         size = sum(_num_elements(slot, model) for slot in bucket.slots)
         shard_N = torch.empty(size, dtype=model.config.params_dtype, device=next(model.parameters()).device)

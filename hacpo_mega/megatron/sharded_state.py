@@ -3,6 +3,7 @@
 Every rank writes what it owns, once, as rectangles of the Hugging Face tensors (stored_state.py); nothing is gathered.
 So any tp, pp, number of cells and padding of the vocabulary can take it up. Megatron's own forms cannot:
 "dp_reshardable" is bound to tp and pp, "fully_reshardable" gathers the whole state on every data-parallel rank.
+Of an agent with LoRA that is what its adapters have; the model itself is in its folder, as the run began with it.
 Not stored, since it follows: the model's own weights (the main weights, rounded), the rows that pad a vocabulary
 (zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (by the
 number of updates), the reference policy (the model folder).
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.names import place_of, slots_of
+from hacpo_mega.megatron.names import place_of, trained_slots
 from hacpo_mega.megatron.optimizer import ActorOptimizer
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.stored_state import KINDS, Part, Parts, StateReader, stored_name, write_parts
@@ -84,7 +85,7 @@ def load_state(
 def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:
     """This rank's share of the state, as views; `written` leaves out what another rank has, too."""
     own, parts = place_of(model), defaultdict(list)
-    for slot in _written_slots(model) if written else slots_of(model, model.pg_collection.pp.rank()):
+    for slot in _written_slots(model) if written else trained_slots(model, model.pg_collection.pp.rank()):
         share = optimizer.share_of(model.get_parameter(slot.parameter))
         if share is None:  # of this parameter other cells have everything
             continue
@@ -99,8 +100,8 @@ def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool)
 def _written_slots(model: HiddenStateModel) -> Iterator[Slot]:
     """The slots that this rank writes: a copy of an earlier stage's, and of another tensor rank's, is not written."""
     stage = model.pg_collection.pp.rank()
-    earlier = {source for before in range(stage) for slot in slots_of(model, before) for source in slot.sources}
-    for slot in slots_of(model, stage):
+    earlier = {source for before in range(stage) for slot in trained_slots(model, before) for source in slot.sources}
+    for slot in trained_slots(model, stage):
         is_copy = slot.cut is Cut.WHOLE and model.pg_collection.tp.rank() > 0
         if not is_copy and earlier.isdisjoint(slot.sources):
             yield slot

@@ -13,8 +13,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hacpo_mega.memory.adapter_numbers import kept_by_adapters, num_factors
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import padded_vocab_size, shard_shape, stage_slots
 
 Recompute = Literal["none", "mlp", "full"]
@@ -57,6 +59,7 @@ class ActorPlan:
     diagnoses   own gradients are compared with others' now and then, which needs a copy of the first
     offloads    main weights and moments are in host memory while the engine is awake
     shares      all of it is in host memory but in its agent's turns on devices that it shares
+    lora        its adapters, which are trained in place of the weights; None: these
     """
 
     architecture: Architecture
@@ -68,6 +71,7 @@ class ActorPlan:
     offloads: bool = False
     shares: bool = False
     device: Device = CUDA
+    lora: Lora | None = None
 
     @property
     def own_tokens(self) -> int:
@@ -107,13 +111,13 @@ class ActorMemory:
 
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
-    numbers = num_weights(plan.architecture, plan.layout, stage)
+    held, numbers = num_weights(plan.architecture, plan.layout, stage), num_trained(plan, stage)
     share = math.ceil(numbers / plan.shards)
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
     return ActorMemory(
-        weights=numbers * plan.device.number,
+        weights=(held if plan.lora is None else held + numbers) * plan.device.number,
         gradients=numbers * FLOAT32,
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
@@ -127,6 +131,12 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         step=share * FLOAT32,
         own_gradient=share * FLOAT32 if plan.diagnoses else 0,
     )
+
+
+def num_trained(plan: ActorPlan, stage: int = 0) -> int:
+    """Numbers that one rank of pipeline stage `stage` has a gradient of: its weights, or its adapters."""
+    counted = plan.architecture, plan.layout, stage
+    return num_weights(*counted) if plan.lora is None else num_factors(*counted, plan.lora)
 
 
 @functools.cache  # advice asks again and again
@@ -171,9 +181,9 @@ class _Layer:
             residual=residual,
             gathered=tokens * a.hidden_size * number,
             norm=norm,
-            attention=norm + _attention(plan),
+            attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
-            mlp=3 * ffn,  # gate and up, and their product
+            mlp=3 * ffn + _factors(plan, "mlp"),  # gate and up, and their product
             down=a.hidden_size * (a.ffn_size // tp) * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.kin.norms) - 2) * norm,
@@ -195,6 +205,13 @@ class _Layer:
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
         return again + self.residual + max(second, 2 * self.ffn, first)
+
+
+def _factors(plan: ActorPlan, block: str) -> int:
+    """What adapters keep beside what the matrices of a block would."""
+    if plan.lora is None:
+        return 0
+    return kept_by_adapters(plan.architecture, plan.layout.tp, plan.lora, block, plan.own_tokens) * plan.device.number
 
 
 def _attention(plan: ActorPlan) -> int:
@@ -312,6 +329,8 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output.
     inside = 4 * layer.residual + layer.mlp + _turns(plan)
+    if plan.lora is not None:
+        inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     # A mask is made of truth values, a byte each.
     inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4
     columns = padded_vocab_size(a.vocab_size, tp) // tp

@@ -190,6 +190,9 @@ def cache_per_token(budget: Budget) -> int:
 
 
 def bucket_bytes(actor: ActorPlan) -> int:
-    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received."""
+    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received.
+
+    What adapters are merged into is a copy, a bucket more.
+    """
     whole = num_weights(actor.architecture, Layout(), 0) * actor.device.number
-    return 2 * 2 * min(BUCKET_BYTES, whole)
+    return (2 * 2 + (actor.lora is not None)) * min(BUCKET_BYTES, whole)

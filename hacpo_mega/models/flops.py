@@ -5,6 +5,7 @@ addition count as two; norms, rotary positions and softmax are left out; recompu
 """
 
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.lora import Lora, adapter_numbers
 
 
 def matrix_parameters(model: Architecture) -> int:
@@ -13,6 +14,19 @@ def matrix_parameters(model: Architecture) -> int:
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
     feed_forward = 3 * model.hidden_size * model.ffn_size
     return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
+
+
+def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:
+    """Of a forward and a backward pass: backward costs two forwards, one for what is before a matrix and one for it.
+
+    With adapters the matrices themselves have no gradient, and what the factors cost comes on top.
+    """
+    forward = forward_flops(model, num_sequences, length)
+    if lora is None:
+        return 3.0 * forward
+    attention = forward - num_sequences * 2.0 * matrix_parameters(model) * length
+    adapters = num_sequences * 2.0 * adapter_numbers(model, lora) * length
+    return 2.0 * forward + attention + 3.0 * adapters
 
 
 def forward_flops(model: Architecture, num_sequences: float, length: float) -> float:

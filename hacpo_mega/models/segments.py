@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hacpo_mega.models.architecture import Architecture
 
@@ -60,11 +60,15 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Slot:
-    """A Megatron parameter of one pipeline stage, and the Hugging Face tensors it is made of."""
+    """A Megatron parameter of one pipeline stage, and the Hugging Face tensors it is made of.
+
+    matrices   those of a fused cut that it has, its sources one by one; None: all
+    """
 
     parameter: str
     cut: Cut
     sources: tuple[Source, ...]
+    matrices: tuple[int, ...] | None = None
 
     @property
     def dim(self) -> int:
@@ -200,7 +204,7 @@ def segments(
     """
     size = slot.sources[0].shape[slot.dim]
     if slot.cut is Cut.WHOLE:
-        return (Segment(0, 0, size),)
+        return tuple(Segment(number, 0, source.shape[0]) for number, source in enumerate(slot.sources))
     if slot.cut is Cut.VOCAB:
         rows = padded_vocab_size(size, tp) // tp
         start, stop = (min(edge * rows, size) for edge in (tp_rank, tp_rank + 1))
@@ -280,7 +284,10 @@ def _fused_qkv(architecture: Architecture) -> list[Segment]:
 
 
 def _as_stored(pieces: tuple[Segment, ...], slot: Slot, rows: tuple[int, ...]) -> tuple[Segment, ...]:
-    """The same where a folder holds several matrices, of so many `rows`, one below the other in a single tensor."""
+    """The same where a folder holds several matrices, of so many `rows`, one below the other in a single tensor, and
+    where the slot has not all of them."""
+    if (there := slot.matrices) is not None:
+        return tuple(replace(piece, source=there.index(piece.source)) for piece in pieces if piece.source in there)
     if len(slot.sources) > 1:
         return pieces
     above = tuple(itertools.accumulate(rows[:-1], initial=0))

@@ -20,7 +20,7 @@ def alone():
 
 @pytest.fixture
 def actor(tmp_path):
-    actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, offloads=True)
+    actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, leaves="state")
     actor.learn(random_samples(4, seed=1), objective)
     return actor
 

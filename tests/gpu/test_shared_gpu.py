@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_an_actor_leaves_the_device_and_comes_back(tmp_path):
     with one_rank("nccl"):
-        actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, leaves=True)
+        actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, leaves="everything")
         whole = ActorOffload(actor.model, actor.optimizer)
         actor.learn(random_samples(4, seed=1), objective)
         expected, held = full_weights(actor), torch.cuda.memory_allocated()

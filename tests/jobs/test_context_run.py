@@ -1,9 +1,11 @@
-"""A whole run with an agent whose two ranks share the tokens of its micro-batches, beside one of a single rank.
+"""A whole run with an agent whose two ranks share the tokens of its micro-batches, beside one that learns by adapters.
 
-It reduces gradients inside backward, gathers weights during forward and has its optimizer away while its engine, which
-is over both ranks, answers. It goes on bit for bit, on one rank by rounding, and is exported as it is.
+The first reduces gradients inside backward, gathers weights during forward and has its optimizer away while its engine,
+which is over both ranks, answers. It goes on bit for bit, on one rank by rounding, and is exported as it is. The second
+is published and exported with its adapters merged, and as the adapters alone; what is stored of it are these.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -16,12 +18,17 @@ from transformers import AutoModelForCausalLM
 
 from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
 from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.megatron.hf_writer import ADAPTER
+from hacpo_mega.megatron.merging import merged
+from hacpo_mega.models.lora import factor_names
 
 pytestmark = pytest.mark.nightly
 
-NAMES = ("long", "single")
+NAMES = ("long", "adapted")
+FACTORS = "adapter_model.safetensors"
 # Rounding errors themselves, and greedy answers of weights that Adam has moved by signs.
 OF_A_LAYOUT = re.compile("engine_|num_microbatches|accuracy")
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 
 
@@ -30,7 +37,7 @@ def config(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("context")
     agents = [
         agent_table(folder, "long", "qwen3", CHARACTERS, cp=2, data_parallel=OVERLAP, offload="optimizer"),
-        agent_table(folder, "single", "llama", CHARACTERS + PAIRS),
+        agent_table(folder, "adapted", "llama", CHARACTERS + PAIRS, lora=LORA),
     ]
     training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
     looked_at = {"diagnose_every": 1, "verify_weights_every": 1}
@@ -54,8 +61,12 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(undisturbed):
     for step in (1, 2):
         values = metrics[step].values
         assert values["agent/long/self/first_ratio_error"] == 0.0
-        assert values["agent/long/from/single/ratio_mean"] > 0.0
+        assert values["agent/long/from/adapted/ratio_mean"] > 0.0
         assert 0.0 < values["agent/long/engine_gap_max"] < 1e-4, "of weights that were published to both ranks"
+        assert values["agent/adapted/self/first_ratio_error"] == 0.0
+        assert values["agent/adapted/from/long/ratio_mean"] > 0.0
+        assert 0.0 < values["agent/adapted/engine_gap_max"] < 1e-4, "of weights that were merged"
+    assert metrics[2].values["agent/adapted/kl"] > 0.0, "to the model without its adapters"
     start, end = (
         load_file(folder / "model.safetensors")
         for folder in (undisturbed.parent / "long", undisturbed / "agents" / "long")
@@ -91,3 +102,38 @@ def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
     found, expected = (load_file(f / "model.safetensors") for f in (tmp_path / "out", undisturbed / "agents" / "long"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_adapted_agent_ends_as_its_base_with_the_adapters_merged(config, undisturbed):
+    """What is stored of it is of the adapters alone."""
+    base = load_file(config.parent / "adapted" / "model.safetensors")
+    end = undisturbed / "agents" / "adapted"
+    weights, factors = load_file(end / "model.safetensors"), load_file(end / ADAPTER / FACTORS)
+    assert all(factor.any() for factor in factors.values())
+    for name, weight in weights.items():
+        down, up = factor_names(name)
+        expected = merged(base[name], factors[up], factors[down], 2.0) if down in factors else base[name]
+        assert torch.equal(weight, expected), name
+    said = json.loads((end / ADAPTER / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["target_modules"]) == (4, 8.0, LORA["targets"])
+    files = read_checkpoint(folder_of(undisturbed, 2)).files.items()
+    long, adapted = (sum(f.num_bytes for path, f in files if path.startswith(f"{name}/")) for name in NAMES)
+    assert 4 * adapted < long
+
+
+def test_an_adapted_agent_leaves_merged_and_as_adapters(undisturbed, tmp_path):
+    """From the run's end and from a checkpoint, in every byte of a weight as the run exports it."""
+    end = undisturbed / "agents" / "adapted"
+    for source in (undisturbed, folder_of(undisturbed, 2)):
+        for flag, file, its in (((), "model.safetensors", end), (("--adapter",), FACTORS, end / ADAPTER)):
+            out = tmp_path / f"{source.name}{len(flag)}"
+            done = run_here("export", source, "--agent", "adapted", "--out", out, *flag)
+            assert (done.returncode, done.stderr) == (0, "")
+            found, expected = load_file(out / file), load_file(its / file)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            names = {path.name for path in its.iterdir() if path.is_file()}
+            assert {path.name for path in out.iterdir()} == names | {"README.md"}
+    done = run_here("export", undisturbed, "--agent", "long", "--out", tmp_path / "none", "--adapter")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("Export it without --adapter")

@@ -47,9 +47,9 @@ def visit_layouts(folder: Path) -> dict:
     found = {}
     for name, options in LAYOUTS.items():
         stays, _ = play(folder / "model", folder / name / "stays", **options)
-        offloads, actor = play(folder / "model", folder / name / "offloads", offloads=True, **options)
+        offloads, actor = play(folder / "model", folder / name / "offloads", leaves="state", **options)
         facts = look(actor)
-        leaves, actor = play(folder / "model", folder / name / "leaves", leaves=True, **options)
+        leaves, actor = play(folder / "model", folder / name / "leaves", leaves="everything", **options)
         found[name] = stays, (offloads, leaves), facts, look_at_whole(actor)
     return found
 

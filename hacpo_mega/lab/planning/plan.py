@@ -6,7 +6,7 @@ busy of it, it waits.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER
 from hacpo_mega.cluster.rank_map import RankMap
@@ -17,7 +17,7 @@ from hacpo_mega.lab.planning.configuration import Planned
 from hacpo_mega.lab.planning.seconds import Demand, Terms, phase_seconds
 from hacpo_mega.lab.planning.traffic import Message, Spread, spread_of
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import num_weights
+from hacpo_mega.memory.actor_bytes import num_trained
 from hacpo_mega.memory.budget import GIB, Budget
 from hacpo_mega.models.layout import Layout
 
@@ -83,7 +83,9 @@ class Plan:
         """GiB of a node's host that a checkpoint is copied to, where the agent that needs most has all its devices."""
         each = [
             # the copy of the state from which a checkpoint is written beside training
-            CHECKPOINT_BYTES_PER_PARAMETER * num_weights(agent.budget.actor.architecture, Layout()) / agent.num_devices
+            CHECKPOINT_BYTES_PER_PARAMETER
+            * num_trained(replace(agent.budget.actor, layout=Layout()))
+            / agent.num_devices
             for agent in self.agents
         ]
         return max(each) * self.cluster.devices_per_node / GIB

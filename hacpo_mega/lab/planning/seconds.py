@@ -14,10 +14,10 @@ from functools import cache
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.traffic import Message, Spread, learn_batches, messages_of, publication_of, score_batches
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, num_weights
+from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, num_trained
 from hacpo_mega.memory.budget import Budget, cache_per_token, engine_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import forward_flops
+from hacpo_mega.models.flops import forward_flops, learning_flops
 from hacpo_mega.models.segments import all_sources
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
@@ -136,13 +136,14 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
     actor, work, rates = demand.budget.actor, demand.work, cluster.rates
     answers = work.trained / actor.dp
     forward = forward_flops(actor.architecture, answers, work.length)
+    learning = learning_flops(actor.architecture, answers, work.length, actor.lora)
     again = {"none": 0.0, "mlp": _feed_forward_share(actor), "full": 1.0}[actor.recompute]
     passed = rates.learn_passes * answers * work.length * _kept_per_token(actor)
-    numbers = num_weights(actor.architecture, actor.layout, demand.budget.stage)
+    numbers = num_trained(actor, demand.budget.stage)
     # The gradient's buffer is cleared, Adam works on this rank's share.
     step = work.updates * numbers * (FLOAT32 + STEP_PASSES / actor.shards)
     return {
-        "compute": (3.0 + again) * forward / (_peak_of_cell(demand, cluster) * rates.learn),
+        "compute": (learning + again * forward) / (_peak_of_cell(demand, cluster) * rates.learn),
         "memory": passed / cluster.memory_bytes_per_s(),
         "optimizer": step / cluster.memory_bytes_per_s(),
         # a backward is launched, too

@@ -14,7 +14,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.publication import Published, published
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import FLOAT32, num_weights
+from hacpo_mega.memory.actor_bytes import FLOAT32, num_trained
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.layout import stage_layers
 from hacpo_mega.rollout.wire import HEADER
@@ -167,7 +167,7 @@ def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, sprea
 def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
     if (ranks := actor.shards) > 1:
-        numbers = num_weights(actor.architecture, actor.layout, budget.stage)
+        numbers = num_trained(actor, budget.stage)
         size = (ranks - 1) / ranks * numbers * (FLOAT32 + actor.device.number)
         # Each of the ring's 2 (ranks - 1) steps waits for the one before.
         count = 2.0 * (ranks - 1) * work.updates

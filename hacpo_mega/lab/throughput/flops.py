@@ -1,19 +1,26 @@
 """FLOPs of a step's phases, as a benchmark reports them; what one forward pass counts is in models/flops.py."""
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import forward_flops
+from hacpo_mega.models.flops import forward_flops, learning_flops
+from hacpo_mega.models.lora import Lora
 
 
 def phase_flops(
-    model: Architecture, *, num_prompts_answered: float, num_scored: float, num_trained: float, length: float
+    model: Architecture,
+    *,
+    num_prompts_answered: float,
+    num_scored: float,
+    num_trained: float,
+    length: float,
+    lora: Lora | None = None,
 ) -> dict[str, float]:
     """FLOPs of the phases of a step in which the model computes; `length` is of prompt and answer together, on average.
 
     roll_out  every token once (a prompt is counted for each of its answers: vLLM's cached prefixes are its gain)
-    score     a forward pass over what is scored      learn   a forward and a backward pass, of twice its FLOPs
+    score     a forward pass over what is scored      learn   a forward and a backward pass
     """
     return {
         "roll_out": forward_flops(model, num_prompts_answered, length),
         "score": forward_flops(model, num_scored, length),
-        "learn": 3.0 * forward_flops(model, num_trained, length),
+        "learn": learning_flops(model, num_trained, length, lora),
     }

@@ -1,0 +1,231 @@
+"""An actor that learns by adapters: what it computes, its gradients, what it publishes and exports, on every layout.
+
+Oracles: the same model without adapters, to the last bit; LoRA's definition on Hugging Face's model in float64; a merge
+of whole matrices by one process.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from actor_cases import DESCENT, GRADIENT_RATE, LOGPROB_ERROR, VOCAB, full_weights, make_actor, norm, random_samples
+from job import run_group
+from lora_cases import AdaptedOracle, factors_of
+from safetensors.torch import load_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.megatron.hf_writer import ADAPTER
+from hacpo_mega.megatron.merging import merged
+from hacpo_mega.megatron.publish import ActorShards
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.lora import ALL_LINEAR, Lora, chosen_targets, factor_names
+
+MODELS = {
+    "qwen3": {"family": "qwen3", "tied": True},
+    # two layers of linear_qkv's three matrices, one of gate-up's two; four layers for two stages
+    "llama": {"family": "llama", "tied": False, "num_layers": 4},
+    # with tp 2 its one key/value head is cut across ranks
+    "one head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
+    # query, key and value in one stored matrix, gate and up in another
+    "phi3": {"family": "phi3", "tied": False},
+    "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
+}
+TARGETS = {"llama": ("v_proj", "q_proj", "up_proj", "down_proj"), "gemma3": ("k_proj", "gate_proj", "o_proj")}
+RANK, ALPHA = 4, 6.0
+# (model, tp, pp, cp, recompute): the rest of the ranks are further cells
+FAST = [("qwen3", 2, 1, 1, "none"), ("llama", 1, 2, 1, "full")]
+LATER = [
+    ("qwen3", 2, 2, 1, "full"),
+    ("qwen3", 1, 1, 1, "none"),
+    ("qwen3", 2, 1, 2, "mlp"),
+    ("llama", 2, 2, 1, "none"),
+    ("one head", 4, 1, 1, "full"),
+    ("phi3", 2, 1, 1, "none"),
+    ("gemma3", 2, 2, 1, "none"),
+]
+CASE = ("name", "tp", "pp", "cp", "recompute")
+EACH = [*FAST, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATER)]
+SAMPLES = random_samples(4, seed=3)
+# Of the loss: a first update that leaves B of the size of a real one, and another from which gradients are read.
+DIVISORS = [100 * sum(sample.num_trained for sample in SAMPLES), sum(sample.num_trained for sample in SAMPLES)]
+# The step of every update is GRADIENT_RATE times the gradient, none of those before.
+PLAIN_DESCENT = DESCENT.model_copy(update={"betas": (0.0, 0.0)})
+AGREED = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(root / name, **sizes) for name, sizes in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def seen(folders, tmp_path_factory):
+    """A case -> what rank 0 saw. A job per tier."""
+    answers, root = {}, tmp_path_factory.mktemp("exports")
+
+    def visit(case):
+        if case not in answers:
+            cases, ranks = (FAST, 2) if case in FAST else (LATER, 4)
+            answers.update(run_group(ranks, visit_cases, cases, folders, root)[0])
+        return answers[case]
+
+    return visit
+
+
+def visit_cases(cases, folders, root):
+    return {case: visit_case(case, folders[case[0]], root / "-".join(map(str, case))) for case in cases}
+
+
+def visit_case(case, folder, out):
+    """Scores with B = 0, beside those of the model itself; two updates; what leaves afterwards."""
+    name, tp, pp, cp, recompute = case
+    layout = {"tp": tp, "pp": pp, "cp": cp}
+    cells = dist.get_world_size() // (tp * pp * cp)
+    mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (tp * pp * cp)]
+    plain = [score.token_logprobs.tolist() for score in make_actor(folder, **layout).score(SAMPLES)]
+    lora = lora_of(name, folder)
+    actor = make_actor(folder, **layout, lora=lora, recompute=recompute, optimizer=PLAIN_DESCENT)
+    actor.keep_reference()
+    found = {"plain": plain, "zero": [score.token_logprobs.tolist() for score in actor.score(SAMPLES)]}
+    found["factors"] = [factors_of(actor)]
+    for divisor in DIVISORS:
+        found["norm"] = actor.learn_supervised(mine, divisor).grad_norm
+        found["factors"].append(factors_of(actor))
+        if divisor == DIVISORS[0]:
+            counts = saved(actor, out.with_name(f"{out.name}-state"))
+    found["learnt"] = [score.token_logprobs.tolist() for score in actor.score(SAMPLES)]
+    found["reference"] = [logprobs.tolist() for logprobs in actor.reference_token_logprobs(SAMPLES)]
+    found["weights"], found["shards differ"] = full_weights(actor), shards_that_differ(actor)
+    actor.save_hf(out)
+    found["export"] = out
+    found["again"], found["elsewhere"] = [], []
+    for what, place in (("again", layout), ("elsewhere", {"tp": 1})):
+        actor = make_actor(folder, **place, lora=lora, recompute=recompute, optimizer=PLAIN_DESCENT, seed=2)
+        actor.load(out.with_name(f"{out.name}-state"), **counts)
+        found[what].append(factors_of(actor))
+        if what == "again":
+            actor.learn_supervised(mine, DIVISORS[1])
+            found[what].append(factors_of(actor))
+    return found
+
+
+def saved(actor, folder):
+    """Writes an actor's state into a new folder; the counts for `load`."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    counts, write = actor.save(folder, copies=False)
+    write()
+    return counts
+
+
+def shards_that_differ(actor):
+    """What this rank would publish that is not what the whole tensors have there, by name, on all ranks."""
+    whole, shards = full_weights(actor), ActorShards(actor.model)
+    wrong = []
+    for number, shard in enumerate(shards.shards):
+        part = whole[shard.name]
+        for dim, (start, size) in enumerate(zip(shard.offsets, shard.sizes)):
+            part = part.narrow(dim, start, size)
+        if not torch.equal(part, shards.view(number, shard)):
+            wrong.append(shard.name)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, wrong)
+    return [name for names in every for name in names]
+
+
+def lora_of(name, folder):
+    architecture = Architecture.from_folder(folder)
+    return Lora(RANK, ALPHA, chosen_targets(architecture, TARGETS.get(name, ALL_LINEAR)))
+
+
+@pytest.mark.parametrize(CASE, EACH)
+def test_an_adapter_of_zeros_is_the_model_itself(seen, name, tp, pp, cp, recompute):
+    """To the last bit; and so is the reference policy, after the adapters have learnt."""
+    found = seen((name, tp, pp, cp, recompute))
+    assert found["zero"] == found["reference"] == found["plain"]
+    assert found["learnt"] != found["plain"]
+
+
+@pytest.mark.parametrize(CASE, EACH)
+def test_gradients_are_those_of_the_definition(folders, seen, name, tp, pp, cp, recompute):
+    """Of every A and B, at B = 0 and at another, within 1e-5 of float64; and the norm that clips them."""
+    found = seen((name, tp, pp, cp, recompute))
+    for before, after, divisor in zip(found["factors"], found["factors"][1:], DIVISORS, strict=False):
+        oracle = AdaptedOracle(folders[name], before, ALPHA / RANK)
+        expected = oracle.gradient(oracle.cross_entropy(SAMPLES) * DIVISORS[1] / divisor)
+        steps = {key: (before[key].double() - after[key].double()) / GRADIENT_RATE for key in before}
+        assert steps.keys() == expected.keys()
+        for key, step in steps.items():
+            # A has no gradient where B is zero.
+            assert float((step - expected[key]).norm()) <= AGREED * float(expected[key].norm()), key
+    assert math.isclose(found["norm"], norm(expected), rel_tol=AGREED)
+
+
+@pytest.mark.parametrize(CASE, EACH)
+def test_what_leaves_is_the_base_with_its_adapters_merged(folders, seen, name, tp, pp, cp, recompute):
+    """In every byte, shard by shard, whole and as a folder, that of one process that merges whole matrices; and W + B A
+    in float64 within float32's rounding. What is no target is the base's."""
+    found = seen((name, tp, pp, cp, recompute))
+    base, factors, lora = (
+        load_file(folders[name] / "model.safetensors"),
+        found["factors"][-1],
+        lora_of(name, folders[name]),
+    )
+    assert not found["shards differ"]
+    exported = load_file(found["export"] / "model.safetensors")
+    assert exported.keys() == found["weights"].keys()
+    num_adapted = 0
+    for key, weight in found["weights"].items():
+        down, up = (factors.get(factor) for factor in factor_names(key))
+        num_adapted += down is not None
+        whole = base[key] if down is None else merged(base[key], up, down, lora.scale)
+        assert torch.equal(weight, whole), key
+        assert torch.equal(exported[key], whole), key
+        if down is not None:
+            exact = base[key].double() + lora.scale * up.double() @ down.double()
+            assert float((whole - exact).abs().max()) < (RANK + 2) * 2.0**-23 * float(exact.abs().max())
+    assert 2 * num_adapted == len(factors)
+
+
+@pytest.mark.parametrize(CASE, EACH)
+def test_a_checkpoint_has_the_adapters_for_any_layout(seen, name, tp, pp, cp, recompute):
+    """The same layout goes on bit for bit, from adapters that were drawn from another seed; one rank begins so."""
+    found = seen((name, tp, pp, cp, recompute))
+    for taken_up, expected in (("again", found["factors"][1:]), ("elsewhere", found["factors"][1:2])):
+        for now, before in zip(found[taken_up], expected, strict=True):
+            assert all(torch.equal(now[key], factor) for key, factor in before.items())
+    assert len(found["factors"]) == 3
+
+
+@pytest.mark.parametrize(CASE, EACH)
+def test_the_exported_adapter_on_the_base_is_the_actor(folders, seen, name, tp, pp, cp, recompute):
+    """As peft reads it, by its definition: log-probs equal to the actor's up to rounding."""
+    found = seen((name, tp, pp, cp, recompute))
+    stored = load_file(found["export"] / ADAPTER / "adapter_model.safetensors")
+    assert stored.keys() == found["factors"][-1].keys()
+    assert all(torch.equal(stored[key], factor) for key, factor in found["factors"][-1].items())
+    oracle = AdaptedOracle(folders[name], stored, ALPHA / RANK)
+    for sample, logprobs in zip(SAMPLES, found["learnt"], strict=True):
+        expected = oracle.token_logprobs(sample).detach()
+        assert float((torch.tensor(logprobs).double() - expected).abs().sum()) < LOGPROB_ERROR
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "tp", "pp", "cp", "recompute"), [LATER[0], LATER[3], LATER[5]])
+def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute):
+    """Its logits, in float64, are those of LoRA's definition on the same numbers."""
+    peft = pytest.importorskip("peft")
+    export = seen((name, tp, pp, cp, recompute))["export"]
+    factors = load_file(export / ADAPTER / "adapter_model.safetensors")
+    expected = AdaptedOracle(folders[name], factors, ALPHA / RANK)
+    base = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64, attn_implementation="eager")
+    tokens = torch.arange(40)[None] % VOCAB
+    with torch.no_grad():
+        plain = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, export / ADAPTER, autocast_adapter_dtype=False).double()
+        assert torch.allclose(adapted(tokens).logits, expected.model(tokens).logits, rtol=0, atol=1e-9)
+        assert not torch.allclose(adapted(tokens).logits, plain, rtol=0, atol=1e-3)
