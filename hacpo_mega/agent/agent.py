@@ -1,21 +1,19 @@
 """One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
 
-It rolls out, learns, and publishes its weights.
+It learns; how it answers and publishes its weights is in answering.py.
 
 Every rank of a cell calls every method with equal arguments; what a method returns is equal on all of them.
 Not here: other agents (trainer.py exchanges with them), what engines are asked (sampler.py), scores (scoring.py) and
 what an advantage is (algorithm/).
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from hacpo_mega.agent.devices import OwnDevices, SharedDevices
+from hacpo_mega.agent.answering import Answering, load_engine
+from hacpo_mega.agent.devices import ApartDevices, OwnDevices, SharedDevices
 from hacpo_mega.agent.policy_loss import (
     REPORTS,
     PolicyLoss,
@@ -25,13 +23,12 @@ from hacpo_mega.agent.policy_loss import (
     scores_of_update,
 )
 from hacpo_mega.agent.publication import Publication
-from hacpo_mega.agent.sampler import Requests, Sampler
+from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
 from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
-from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import agent_budget
@@ -42,7 +39,6 @@ from hacpo_mega.megatron.fused_optimizer import SAID
 from hacpo_mega.megatron.optimizer import Leaves
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
-    Completion,
     GradientProducts,
     Prompt,
     Rollout,
@@ -50,15 +46,11 @@ from hacpo_mega.records import (
     Score,
     UpdateStats,
 )
-from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_thread import EngineThread
-from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.samples.packing import plan_updates
-from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 
-class Agent:
-    """The agent whose ranks include this one."""
+class Agent(Answering):
+    """The agent whose ranks that train include this one."""
 
     def __init__(
         self,
@@ -70,27 +62,20 @@ class Agent:
         split_devices: type[OwnDevices] = OwnDevices,
         sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
-        """Loads the model twice: into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
+        """Loads the model twice: into Megatron, and from Megatron into vLLM, here or on ranks of the cell that only
+        answer (engine_rank.py). Collective over the agent's ranks.
 
         `start` is the step to go on from; the reference policy of a KL is that of the model folder all the same.
         `split_devices` are its devices where no other agent takes turns on them, `sampler` says what engines are asked.
         """
-        self.name = spec.name
-        self.index = place.agent
-        self.place = place
-        self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
+        super().__init__(spec, place, config, sampler)
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
         self._num_agents = len(config.agents)
         self._prompts_per_update = config.prompts_per_update
-        self._answers_per_prompt = config.answers_per_prompt
-        self.num_cells = config.lanes * spec.cells_per_lane
-        # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
-        share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
-        self.sampler = sampler(self.codec, self.index, share, config)
-        self.ahead = EngineThread()
         budget = agent_budget(config, spec, architecture_of(spec))
         require_host_memory(place, budget.parts["on the host"])
+        step = 0 if start is None else start.step
         agents_on_device, shares = agents_per_device(place), config.placement == "shared"
         with in_turn(place, shares):
             with place.spans.span("actor"):
@@ -100,16 +85,21 @@ class Agent:
             if shares:
                 away = ActorOffload(self.actor.model, self.actor.optimizer)
                 away.leave()
-                self.engine = _engine(spec, place, config, self.dtype, agents_on_device=1)
-                self.publication = _publication(place, self.actor, self.engine)
+                self.engine = load_engine(spec, place, config, self.dtype)
+                with place.spans.span("weights"):
+                    self.publication = Publication(place, self.actor, self.engine)
                 self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
+                self.publish_weights(step)
         if not shares:
             with in_turn(place, agents_on_device > 1):
-                self.engine = _engine(spec, place, config, self.dtype, agents_on_device)
-                self.publication = _publication(place, self.actor, self.engine)
-                self.devices = split_devices(place, self.actor, self.engine, self.publication)
+                answers = place.coordinate.answers
+                self.engine = load_engine(spec, place, config, self.dtype, agents_on_device) if answers else None
                 with place.spans.span("weights"):
-                    self.publish_weights()
+                    self.publication = Publication(place, self.actor, self.engine)
+                    self.devices = (split_devices if answers else ApartDevices)(
+                        place, self.actor, self.engine, self.publication
+                    )
+                    self.publish_weights(step)
         self._weight = sample_weight(
             self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -119,58 +109,6 @@ class Agent:
         """Whose layers and Adam the actor has, by name and version, for people."""
         layers = SAID["te"] if self.actor.transformer == "te" else "local"
         return f"{self.name} {layers}, {self.actor.optimizer.said}"
-
-    @property
-    def publication_said(self) -> str:
-        """What is not published shard by shard, for people; empty where there is none."""
-        return f"{self.name}: {self.publication.said}" if self.publication.said else ""
-
-    @property
-    def asleep_bytes(self) -> int | None:
-        """What was not free on this rank's device when its engine had last fallen asleep; None: it never has."""
-        return self.devices.asleep_bytes
-
-    def roll_out(
-        self, prompts: Sequence[Prompt], step: int, on_answer: Callable[[Prompt, Rollout], None] | None = None
-    ) -> list[Rollout]:
-        """G sampled answers to each of this cell's prompts, by prompt, then by rollout.
-
-        `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
-        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
-        """
-        asked = self.sampler.sampled(prompts, step)
-
-        def told(place: int, completion: Completion) -> None:
-            prompt = asked.mine[place][0]
-            on_answer(prompt, self.sampler.rollout(asked.mine[place], completion))
-
-        with self.devices.rolling_out():
-            return self._answered(asked, on_answer=None if on_answer is None else told)
-
-    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Rollout]:
-        """One most likely answer per prompt: the agent as it would be deployed."""
-        with self.devices.answering():
-            return self._answered(self.sampler.greedy(prompts, max_tokens))
-
-    def _answered(self, asked: Requests, **options: Any) -> list[Rollout]:
-        """What the engines of the cell answer, on every rank of it."""
-        completions = asked.call(self.engine)(**options)
-        return self.sampler.rollouts(asked.places, share_completions(completions, self.place, len(asked.places)))
-
-    def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Begins the answers of a step to come, on the weights that the engine has now, beside what is done meanwhile.
-
-        Until `finish_ahead` the engine answers nothing else and takes no weights.
-        """
-        self.ahead.begin(self.sampler.sampled(prompts, step).call(self.engine))
-
-    def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Waits for them; `rollouts_of` has them as `roll_out` would. Collective over the cell."""
-        return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
-
-    def rollouts_of(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
-        """The cell's answers to `prompts`, by prompt, then by rollout, as records with their text."""
-        return self.sampler.rollouts(self.sampler.places(prompts), completions)
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """This cell's samples, split into the updates of the step."""
@@ -233,22 +171,6 @@ class Agent:
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in counted]
         return dict(zip(keys, self.actor.reference_token_logprobs(counted)))
 
-    def publish_weights(self) -> None:
-        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it answers with them next."""
-        self.devices.publish()
-
-    def verify_weights(self) -> None:
-        """Compares what the engine holds, to the last bit, with what the actor would publish now.
-
-        RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
-        What the engine quantizes is not compared. Only checksums travel.
-        """
-        found = self.devices.differences()
-        said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
-        lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
-        if lines:
-            raise RunStopped(f"the engine of {self.name} holds other weights than were published, first {lines[0]}")
-
     def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
         """What AgentState says of weights and optimizer, and what writes these into an empty folder; as Actor.save.
 
@@ -266,11 +188,6 @@ class Agent:
         """Writes the agent as a Hugging Face folder that runs by itself."""
         with self.devices.scoring():
             self.actor.save_hf(folder)
-
-    def close(self) -> None:
-        """Shuts the engine down, while the process groups it uses still exist; what it still answers is dropped."""
-        self.ahead.stop()
-        self.engine.close()
 
 
 def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
@@ -310,26 +227,3 @@ def _what_leaves(spec: AgentConfig, config: Config) -> Leaves:
     if config.placement == "shared":
         return "everything"
     return "state" if spec.offload == "optimizer" else "nothing"
-
-
-def _engine(spec: AgentConfig, place: Place, config: Config, dtype: torch.dtype, agents_on_device: int) -> Engine:
-    """On random weights: reading the folder twice would double the start of a large model."""
-    with place.spans.span("engine"):
-        return Engine(
-            spec.model,
-            max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-            dtype=dtype,
-            tensor_parallel_size=spec.engine_tensor_parallel,
-            seed=config.seed,
-            trust_remote_code=spec.trust_remote_code,
-            random_weights=True,
-            agents_on_device=agents_on_device,
-            timeout_s=config.wait_s,
-            options=spec.vllm,
-            on_progress=place.progress,
-        )
-
-
-def _publication(place: Place, actor: Actor, engine: Engine) -> Publication:
-    with place.spans.span("weights"):
-        return Publication(place, actor, engine)

@@ -5,6 +5,7 @@
                 is away while the engine is awake      publishing
     the same,   always there                           always awake                     when they are published
     one step off
+    apart       always there, beside ranks that only answer, with an engine that is always awake
     shared      there in its agent's turns, to score,  awake in its agent's turns,      when it wakes
                 to learn, to hand out its weights      when the actor has left
 
@@ -38,15 +39,15 @@ class OwnDevices:
         self._engine_sleeps = False
         self.asleep_bytes: int | None = None
 
-    def publish(self) -> None:
-        """Lets the engine answer with the actor's weights from now on; it is awake afterwards.
+    def publish(self, step: int) -> None:
+        """Lets the engine answer with the actor's weights, those after `step`, from now on; it is awake afterwards.
 
         The optimizer's state leaves beside that, before the cache takes its place.
         """
         self._state.start_leaving()
         if self._engine_sleeps:
             self._engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
-        self._publication.publish()
+        self._publication.publish(step)
         self._state.finish_leaving()
         if self._engine_sleeps:
             self._engine.wake()
@@ -87,6 +88,17 @@ class BusyDevices(OwnDevices):
     rolling_out = OwnDevices.answering
 
 
+class ApartDevices(BusyDevices):
+    """Of a rank that trains or answers, and never both: nothing leaves its device."""
+
+    def __init__(self, _place: Place, _actor: Actor | None, _engine: Engine | None, publication: Publication) -> None:
+        self._publication, self.asleep_bytes = publication, None
+
+    def publish(self, step: int) -> None:
+        """Gives the weights after `step`, or takes them."""
+        self._publication.publish(step)
+
+
 class SharedDevices(OwnDevices):
     """Of an agent that takes turns with the others of the job; every method but `publish` is collective over the job.
 
@@ -99,11 +111,12 @@ class SharedDevices(OwnDevices):
     ) -> None:
         """The same in the agent's turn, with `actor` away; then both have left the device."""
         super().__init__(place, actor, engine, publication)
-        self._away = away
+        self._away, self._step = away, 0
         engine.sleep()
 
-    def publish(self) -> None:
-        """Nothing: the engine takes the weights when it wakes, in a turn, for which the actor comes."""
+    def publish(self, step: int) -> None:
+        """Notes the step: the engine takes the weights when it wakes, in a turn, for which the actor comes."""
+        self._step = step
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -147,7 +160,7 @@ class SharedDevices(OwnDevices):
         """With the actor's weights in the engine, beside the actor; left, both are away, whatever has failed."""
         try:
             self._engine.wake(cache=False)
-            self._publication.publish()
+            self._publication.publish(self._step)
             yield
         finally:
             try:

@@ -2,6 +2,9 @@
 
 Every rank of a cell says once what its actor holds and what its engine needs of each tensor; of that all make the same
 plan. What an engine takes in no other form than vLLM's loaders follows as full tensors (`left_over`).
+Where engines have ranks of their own, those that train need nothing and these hold nothing: the same plan, in which
+every piece crosses. Such an engine has the weights when all ranks of its cell have said that they are done, and of
+which step: until then, and after an error, it answers nothing.
 Verification looks at what an engine multiplies with, by the layers' own numbers and not by the loaders that the plan
 comes from: a checksum of every piece on both sides, in which a single bit shows.
 Not here: when that is, and who is on the devices then (devices.py).
@@ -11,13 +14,16 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.tree import broadcast
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.publish import ActorShards, Exchange
+from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
 from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.held_weights import HeldPart
@@ -31,23 +37,46 @@ MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
 class Publication:
-    """From the actor of this rank's cell into its engines. Every rank of the cell calls every method."""
+    """From the actor of this rank's cell into its engines. Every rank of the cell calls every method.
 
-    def __init__(self, place: Place, actor: Actor, engine: Engine) -> None:
-        """`engine` is awake. Makes the plan; collective over the agent."""
+    left_over   tensors that every rank with an engine is given whole, and why
+    step        whose weights the engines have; None: not all of any
+    """
+
+    def __init__(self, place: Place, actor: Actor | None, engine: Engine | None) -> None:
+        """`engine` is awake; None where this rank only trains, as `actor` is where it only answers.
+
+        Makes the plan; collective over the agent.
+        """
         self._place, self._actor, self._engine = place, actor, engine
-        self._own = ActorShards(actor.model)
-        self._parts = engine.weights(self._own.published)
-        for payload in place.gather_cell(json.dumps(dict(self._parts.left_over)).encode()):
-            self._parts.leave(json.loads(payload))
-        self.plan = self._plan([part.shard for part in self._parts.parts])
-        self._exchange = Exchange(self.plan, self._own.dtype, actor.device, actor.timeout)
+        self._own = self._shards()
+        self._parts = None if engine is None else engine.weights(self._own.published)
+        self.left_over: dict[str, str] = {}
+        mine = {} if self._parts is None else dict(self._parts.left_over)
+        for payload in place.gather_cell(json.dumps(mine).encode()):
+            self.left_over |= json.loads(payload)
+        if self._parts is not None:
+            self._parts.leave(self.left_over)
+        self.plan = self._plan([] if self._parts is None else [part.shard for part in self._parts.parts])
+        timeout = timedelta(0) if actor is None else actor.timeout  # of a group that is not made where there is one
+        self._exchange = Exchange(self.plan, self._own.dtype, place.device, timeout, place.weights_group)
         self._verified: PublishPlan | None = None
+        self.step: int | None = None
 
-    @property
-    def left_over(self) -> dict[str, str]:
-        """Tensors that every rank of the cell is given whole, and why."""
-        return dict(self._parts.left_over)
+    def _shards(self) -> "ActorShards | NoShards":
+        """What this rank's actor has. Where some ranks have none, the leader says what the model is. Collective."""
+        own = None if self._actor is None else ActorShards(self._actor.model)
+        if self._place.weights_group is None:
+            return own
+        said = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
+        published, dtype = json.loads(self._place.gather_cell(json.dumps(said).encode())[0])
+        return own or NoShards({name: tuple(shape) for name, shape in published}, getattr(torch, dtype))
+
+    def require(self, step: int) -> None:
+        """RuntimeError unless the engines have the weights after `step`, all of them: before they answer."""
+        if self.step != step:
+            found = "none that are whole" if self.step is None else f"those after step {self.step}"
+            raise RuntimeError(f"answers of the weights after step {step} are asked for, and the engine has {found}")
 
     @property
     def said(self) -> str:
@@ -58,11 +87,12 @@ class Publication:
         whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
         return whole and f"{len(self.left_over)} tensors are published whole to every rank: {whole}"
 
-    def publish(self) -> None:
-        """The engine, awake or with its weights alone, has the actor's weights afterwards."""
+    def publish(self, step: int = 0) -> None:
+        """The engine, awake or with its weights alone, has the actor's weights, those after `step`, afterwards."""
         spans, own = self._place.spans, self._own
         own.settle()
-        with self._engine.receiving(self._parts) as receiver:
+        self.step = None  # until all of it is there
+        with nullcontext() if self._engine is None else self._engine.receiving(self._parts) as receiver:
 
             def wrote(piece: Piece) -> None:
                 self._place.progress()
@@ -75,13 +105,37 @@ class Publication:
                 wrote,
                 spans.sent,
             )
-            if self._parts.left_over:
+            if self.left_over and receiver is not None:
                 receiver.load(self._whole())
+            elif self.left_over:
+                for _ in self._whole():
+                    pass
+            self._require_all_done(step)
+        self.step = step
+
+    def _require_all_done(self, step: int) -> None:
+        """Where ranks wait for each other here alone: RuntimeError, on all of them, unless all have come to `step`."""
+        if self._place.weights_group is None:
+            return
+        steps = [int(said) for said in self._place.gather_cell(str(step).encode())]
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._actor.weights(only=self._parts.left_over):
-            self._place.progress()
-            self._place.spans.sent("engine", tensor.nbytes)
+        """What is left over, which the leader tells the ranks that only answer."""
+        place, published = self._place, self._own.published
+        if self._actor is not None:
+            given = self._actor.weights(only=self.left_over)
+        else:
+            names = (name for name in published if name in self.left_over)
+            given = ((name, torch.empty(published[name], dtype=self._own.dtype, device=place.device)) for name in names)
+        for name, tensor in given:
+            place.progress()
+            if place.weights_group is not None:
+                is_for_this_rank = place.is_leader or self._actor is None
+                broadcast(place.weights_group, tensor if is_for_this_rank else torch.empty_like(tensor))
+            if self._engine is not None:
+                place.spans.sent("engine", tensor.nbytes)
             yield name, tensor
 
     def differences(self) -> list[str]:
@@ -90,16 +144,17 @@ class Publication:
         A layer that quantizes is left out: it has other numbers on purpose.
         """
         self._own.settle()
-        with self._engine.held() as held:
-            if self._engine.quantizes:
-                held = [part for part in held if part.name not in self._parts.left_over]
+        with nullcontext([]) if self._engine is None else self._engine.held() as held:
+            if self._engine is not None and self._engine.quantizes:
+                held = [part for part in held if part.name not in self.left_over]
             if self._verified is None:
-                self._require_same_tensors(held)
+                if self._engine is not None:
+                    self._require_same_tensors(held)
                 self._verified = self._plan([part.shard(self._own.published[part.name]) for part in held])
             return list(self._compared(self._verified, held))
 
     def _require_same_tensors(self, held: Sequence[HeldPart]) -> None:
-        quantized = self._parts.left_over if self._engine.quantizes else {}
+        quantized = self.left_over if self._engine.quantizes else {}
         published, names = self._own.published.keys() - quantized, {part.name for part in held}
         if lost := sorted(published ^ names):
             raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")

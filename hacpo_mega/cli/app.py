@@ -44,7 +44,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.describe import batch_arithmetic, describe
-from hacpo_mega.config.device_memory import agent_budget, memory_table
+from hacpo_mega.config.device_memory import agent_budgets, memory_table
 from hacpo_mega.config.grader_checks import shown_grader
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
@@ -116,7 +116,9 @@ def check(
         say(ranks.world_size if world_size else config.run_dir)
         return
     say(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
-    budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
+    budgets = {}
+    for agent in config.agents:
+        budgets |= agent_budgets(config, agent, architecture_of(agent))
     say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
     shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
     say("\n" + "\n".join(shown))
@@ -204,7 +206,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Compare log-probs of Megatron, Hugging Face and the live vLLM engine, for every agent on this layout."""
-    config = load_checked(config_file, overrides, with_models=True)
+    config = load_checked(config_file, overrides, with_models=True).colocated
     if not this_process_is_a_rank(config, "hacpo_mega.commands.doctor"):
         return
     from hacpo_mega.commands.doctor import examine

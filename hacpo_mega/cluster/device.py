@@ -34,6 +34,11 @@ def rank_device(local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def actor_dtype(device: torch.device) -> torch.dtype:
+    """Of an actor's weights, and of its engine's: bf16 on CUDA, fp32 on the CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def require_fitting_environment() -> None:
     """Raises ValueError where torch's build cannot use this machine, or would leave its GPUs alone unasked."""
     if torch.cuda.is_available():

@@ -1,11 +1,15 @@
 """Place: where this process stands in the job, and the process groups that follow from it.
 
 The default process group is the AGENT's world, so Megatron's parallel_state and vLLM's external launcher work as they
-are with agents of unequal size. All groups come from one job-wide store under prefixes of their own:
+are with agents of unequal size; of an agent some of whose ranks only answer, these have a world, and those that train.
+All groups come from one job-wide store under prefixes of their own:
 
-    default group   all ranks of my agent            gloo, and NCCL for CUDA tensors; Megatron and vLLM live here
+    default group   my agent's ranks that do         gloo, and NCCL for CUDA tensors; Megatron and vLLM live here
     lane            the leaders of my lane           the exchange of answers; order of RankMap.leaders. NCCL on CUDA
     cell            the ranks of my replica          what its leader received
+                    that train
+    whole cell      all ranks of my replica          answers, weights for engines; another group than cell where some
+                                                     ranks only answer, and then NCCL on CUDA for weights
     job             all ranks                        metrics, barriers; a tree (tree.py)
     row             my agent's leaders, by cell      numbers of whole steps (capability, band); a tree
 
@@ -17,7 +21,6 @@ Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes
 """
 
 import os
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,14 +39,12 @@ from hacpo_mega.cluster.lone_groups import Gloo, one_group_for_lone_ranks
 from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.rendezvous import open_store
+from hacpo_mega.cluster.rendezvous import allow_connections, open_store
 from hacpo_mega.cluster.seat import Seat, is_on_one_machine
 from hacpo_mega.cluster.secret import Secret, forget_secret
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
-
-SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
 class Place:
@@ -52,9 +53,13 @@ class Place:
     rank_map, coordinate     who I am; `lane`, `agent` and `is_leader` are short for the coordinate's
     device                   my CUDA device, or the CPU
     lane_group               None unless I am a leader
-    cell_group               on every rank
+    cell_group               None unless I train
+    whole_cell               on every rank; the same where nobody only answers
+    weights_group            the same ranks, for tensors of their devices; None where nobody only answers
     spans                    what this process does when, recorded while a step is traced
     """
+
+    weights_group: WatchedGroup | None = None
 
     def __init__(
         self,
@@ -77,9 +82,9 @@ class Place:
         self.spans = Spans(my.agent_name, settle=torch.cuda.synchronize if on_cuda else lambda: None)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-            store=dist.PrefixStore(f"agent/{my.agent_name}", store),
-            rank=my.agent_rank,
-            world_size=rank_map.agent_world_size(my.agent),
+            store=dist.PrefixStore(f"{'agent' if my.trains else 'engines'}/{my.agent_name}", store),
+            rank=my.world_rank,
+            world_size=rank_map.world_of(my),
             timeout=timedelta(seconds=timeout_s),
         )
         # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
@@ -89,13 +94,19 @@ class Place:
         # gloo connects two ranks when they first speak (TORCH_GLOO_LAZY_INIT), so making a group waits for nobody.
         # Where that is switched off a constructor returns when all members have come; everybody makes its groups in
         # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
-        self.lane_group = self._row = None
+        self.lane_group = self._row = self.cell_group = None
         if my.is_leader:
             # By RankMap.leaders, not by rank: what is gathered then lies in the order in which it is assembled.
             leaders = rank_map.leaders(my.lane)
             self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
             self._row = self._tree(f"row/{my.agent}", my.cell, rank_map.lanes * shape.cells_per_lane)
-        self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size)
+        if my.trains:
+            self.cell_group = self._group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.training)
+        self.whole_cell = self.cell_group
+        if shape.rollout:
+            self.whole_cell = self._group(f"cell/{my.agent}/{my.cell}/whole", my.cell_rank, shape.cell_size)
+            name = f"cell/{my.agent}/{my.cell}/weights"
+            self.weights_group = self._lane_group(name, my.cell_rank, shape.cell_size) if on_cuda else self.whole_cell
         self._job = self._tree("job", rank, rank_map.world_size)
         self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
         self._has_one_clock = is_on_one_machine()
@@ -131,8 +142,8 @@ class Place:
         store = dist.PrefixStore("hacpo_mega", store)
         place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
         forget_secret()
-        os.environ["RANK"] = str(place.coordinate.agent_rank)
-        os.environ["WORLD_SIZE"] = str(rank_map.agent_world_size(place.agent))
+        os.environ["RANK"] = str(place.coordinate.world_rank)
+        os.environ["WORLD_SIZE"] = str(rank_map.world_of(place.coordinate))
         os.environ["LOCAL_RANK"] = str(device.index or 0)
         return place
 
@@ -147,6 +158,11 @@ class Place:
     @property
     def is_leader(self) -> bool:
         return self.coordinate.is_leader
+
+    @property
+    def trains(self) -> bool:
+        """Whether this process has a part of the actor; else it only answers."""
+        return self.coordinate.trains
 
     def enter_phase(self, phase: str, when: str) -> None:
         """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
@@ -218,9 +234,9 @@ class Place:
             return gather_bytes(self.lane_group, payload)
 
     def gather_cell(self, payload: bytes) -> list[bytes]:
-        """One payload per rank of this cell, in their order, on every rank of it."""
+        """One payload per rank of this cell, in their order, on every rank of it, also those that only answer."""
         with self._waiting(f"the ranks of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
-            return gather_bytes(self.cell_group, payload)
+            return gather_bytes(self.whole_cell, payload)
 
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
@@ -231,7 +247,7 @@ class Place:
         return split(self.share_in_cell(message))
 
     def share_in_cell(self, payload: bytes | None) -> bytes:
-        """The leader's payload on every rank of its cell; the others pass None."""
+        """The leader's payload on every rank of its cell that trains; the others pass None."""
         assert (payload is not None) == self.is_leader, f"{self.coordinate}: the leader gives the payload, nobody else"
         with self._waiting(f"the leader of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
             return share_bytes(self.cell_group, payload)
@@ -270,9 +286,10 @@ class Place:
 
     def end_groups(self) -> None:
         """Without a word to the others, who have come to the same point."""
-        if self.lane_group is not None:
-            self.lane_group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
-        self.lane_group = self.cell_group = self._row = self._job = None
+        for group in (self.lane_group, self.weights_group):
+            if group is not None:
+                group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
+        self.lane_group = self.cell_group = self.whole_cell = self.weights_group = self._row = self._job = None
         dist.destroy_process_group()
         self._sockets.remove()
 
@@ -326,19 +343,3 @@ def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     rows = [torch.empty_like(mine) for _ in counts]
     group.allgather([rows], [mine]).wait()
     return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, counts)]
-
-
-def allow_connections(world_size: int) -> None:
-    """Lets this process open as many files as the system grants it: rank 0 keeps a connection to every process.
-
-    The usual limit of 1024 would end a job of a thousand ranks. ValueError where the hard limit is too low.
-    """
-    needed = world_size + SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ValueError(
-            f"a job of {world_size} ranks needs {needed} open files in its rank 0, and the limit here is {hard} "
-            "(ulimit -Hn). Raise it for the job's processes."
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

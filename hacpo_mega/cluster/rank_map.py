@@ -5,6 +5,9 @@
                                                                   are neighbours, then those of a sequence
     cell        = lane * cells_per_lane + cell_in_lane            a cell is one replica; its first rank is the leader
 
+With placement = "apart" a cell has ranks that only answer behind those that train: its engines are over these, in the
+order of ranks. Both kinds of an agent's ranks have a world of their own, in which they are counted without the others.
+
 It lives beside place.py, which needs torch, so that `hacpo-mega check` and the launchers can ask for the number of
 processes in well under a second. Megatron is told the same order of ranks in megatron/platform.py.
 Not here: process groups (place.py) and which node a rank runs on (the launcher's business).
@@ -21,7 +24,11 @@ from hacpo_mega.config import Config
 
 @dataclass(frozen=True)
 class AgentShape:
-    """The parallel layout of one agent; engine_tp is the number of ranks of one vLLM engine."""
+    """The parallel layout of one agent.
+
+    engine_tp   ranks of one vLLM engine
+    rollout     ranks of a cell that only answer, behind those that train; 0: all ranks do both
+    """
 
     name: str
     tp: int = 1
@@ -29,37 +36,56 @@ class AgentShape:
     cells_per_lane: int = 1
     engine_tp: int = 1
     cp: int = 1
+    rollout: int = 0
 
     def __post_init__(self) -> None:
         if min(self.tp, self.cp, self.pp, self.cells_per_lane, self.engine_tp) < 1:
             raise ValueError(
                 f"agent {self.name}: tp, cp, pp, cells_per_lane and engine_tp must be at least 1, got {self}"
             )
-        if self.cell_size % self.engine_tp:
-            nearest = max(size for size in range(1, self.engine_tp + 1) if self.cell_size % size == 0)
+        if self.answering % self.engine_tp:
+            nearest = max(size for size in range(1, self.engine_tp + 1) if self.answering % size == 0)
+            has = f"rollout_gpus {self.rollout}" if self.rollout else f"{self.product} = {self.cell_size} ranks"
             raise ValueError(
-                f"agent {self.name}: a cell has {self.product} = {self.cell_size} ranks, which engines of "
-                f"engine_tp {self.engine_tp} do not fill. Nearest: {nearest}"
+                f"agent {self.name}: a cell has {has}, which engines of engine_tp {self.engine_tp} do not fill. "
+                f"Nearest: {nearest}"
             )
 
     @property
-    def cell_size(self) -> int:
+    def training(self) -> int:
+        """Ranks of a cell that train."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def answering(self) -> int:
+        """Ranks of a cell that its engines are over: those that only answer, else those that train."""
+        return self.rollout or self.training
+
+    @property
+    def cell_size(self) -> int:
+        """All ranks of a cell."""
+        return self.training + self.rollout
 
     @property
     def product(self) -> str:
         """How the ranks of a cell come about, for tables and messages."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
-        return f"tp {self.tp} x {context}pp {self.pp}"
+        layout = f"tp {self.tp} x {context}pp {self.pp}"
+        return f"({layout} + {self.rollout} that answer)" if self.rollout else layout
 
     @property
     def engines_per_cell(self) -> int:
-        return self.cell_size // self.engine_tp
+        return self.answering // self.engine_tp
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The place of one process. `agent` is an index, `cell` counts over the agent's row, `engine` inside the cell."""
+    """The place of one process. `agent` is an index, `cell` counts over the agent's row, `engine` inside the cell.
+
+    trains, answers   whether it has a part of the actor, of an engine; one that does not train has its pp, cp and tp
+                      ranks 0, one that does not answer its engine and engine rank
+    world_rank        among the ranks of its agent that do what it does
+    """
 
     global_rank: int
     agent: int
@@ -74,14 +100,29 @@ class Coordinate:
     tp_rank: int
     engine: int
     engine_rank: int
+    trains: bool = True
+    answers: bool = True
+    world_rank: int = 0
 
     @property
     def is_leader(self) -> bool:
         """Whether this process speaks for its cell."""
         return self.cell_rank == 0
 
+    @property
+    def is_first_to_answer(self) -> bool:
+        """Whether it is the first rank of the cell's first engine, which times how it answers."""
+        return self.speaks_for_engine and self.engine == 0
+
+    @property
+    def speaks_for_engine(self) -> bool:
+        """Whether it is the first rank of an engine, all of whose ranks have equal answers."""
+        return self.answers and self.engine_rank == 0
+
     def __str__(self) -> str:
         cell = f"agent {self.agent_name}, lane {self.lane}, cell {self.cell_in_lane}"
+        if not self.trains:
+            return f"rank {self.global_rank} ({cell}, engine {self.engine}, its rank {self.engine_rank})"
         context = f"cp {self.cp_rank}, " if self.cp_rank else ""
         return f"rank {self.global_rank} ({cell}, pp {self.pp_rank}, {context}tp {self.tp_rank})"
 
@@ -105,7 +146,15 @@ class RankMap:
     def of(cls, config: Config) -> "RankMap":
         """The map of a configuration."""
         shapes = (
-            AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel, agent.cp)
+            AgentShape(
+                agent.name,
+                agent.tp,
+                agent.pp,
+                agent.cells_per_lane,
+                agent.engine_tensor_parallel,
+                agent.cp,
+                agent.rollout_gpus or 0,
+            )
             for agent in config.agents
         )
         return cls(config.lanes, tuple(shapes), config.placement == "shared")
@@ -140,6 +189,11 @@ class RankMap:
         """Ranks of one agent over all lanes."""
         return self.lanes * self.agents[agent].cells_per_lane * self.agents[agent].cell_size
 
+    def world_of(self, who: Coordinate) -> int:
+        """Ranks of the agent that do what `who` does, its default process group: all, or those that train or answer."""
+        shape = self.agents[who.agent]
+        return self.lanes * shape.cells_per_lane * (shape.training if who.trains else shape.rollout)
+
     @cached_property
     def first_ranks(self) -> tuple[int, ...]:
         """The first global rank of every agent, and the world size at the end."""
@@ -159,9 +213,12 @@ class RankMap:
         agent_rank = global_rank - self.first_ranks[agent]
         cell, cell_rank = divmod(agent_rank, shape.cell_size)
         lane, cell_in_lane = divmod(cell, shape.cells_per_lane)
-        replica, tp_rank = divmod(cell_rank, shape.tp)
+        trains = cell_rank < shape.training
+        replica, tp_rank = divmod(cell_rank if trains else 0, shape.tp)
         pp_rank, cp_rank = divmod(replica, shape.cp)
-        engine, engine_rank = divmod(cell_rank, shape.engine_tp)
+        answers = not (trains and shape.rollout)
+        of_engines = cell_rank - shape.training * (not trains)
+        engine, engine_rank = divmod(of_engines if answers else 0, shape.engine_tp)
         return Coordinate(
             global_rank=global_rank,
             agent=agent,
@@ -176,6 +233,9 @@ class RankMap:
             tp_rank=tp_rank,
             engine=engine,
             engine_rank=engine_rank,
+            trains=trains,
+            answers=answers,
+            world_rank=cell * (shape.training if trains else shape.rollout) + of_engines,
         )
 
     def rank_of(
@@ -234,7 +294,7 @@ class RankMap:
 
     def _table_row(self, agent: int, lanes: list[int]) -> Iterator[str]:
         shape = self.agents[agent]
-        layout = shape.product.replace(" x ", ", ")
+        layout = shape.product.replace(" x ", ", ").strip("()")
         yield f"{shape.name} ({layout}, {shape.engines_per_cell} engine(s) of {shape.engine_tp})"
         for lane in lanes:
             if lane < 0:

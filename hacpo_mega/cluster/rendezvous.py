@@ -11,6 +11,7 @@ Not here: the secret itself (secret.py), the groups that are made through the st
 """
 
 import os
+import resource
 import socket
 import struct
 import threading
@@ -27,6 +28,7 @@ from hacpo_mega.cluster.secret import Gate, Secret, introduce
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2
 PURPOSE = "store"
+SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
 def open_store(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
@@ -136,3 +138,19 @@ def listening_address() -> str:
     with suppress(ValueError):
         return str(ip_address(name))
     return ""
+
+
+def allow_connections(world_size: int) -> None:
+    """Lets this process open as many files as the system grants it: rank 0 keeps a connection to every process.
+
+    The usual limit of 1024 would end a job of a thousand ranks. ValueError where the hard limit is too low.
+    """
+    needed = world_size + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"a job of {world_size} ranks needs {needed} open files in its rank 0, and the limit here is {hard} "
+            "(ulimit -Hn). Raise it for the job's processes."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

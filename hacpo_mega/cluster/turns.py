@@ -26,7 +26,7 @@ def agents_per_device(place: Place) -> int:
         device, _, agent = twice[0].partition(" ")
         raise ValueError(
             f"{Counter(on_devices)[twice[0]]} processes of agent {agent} are on the GPU {device}: an agent's processes "
-            "need one each. Give the job more GPUs, or the agent fewer (tp x cp x pp x cells x lanes)"
+            "need one each. Give the job more GPUs, or the agent fewer (tp x cp x pp and rollout_gpus, x cells x lanes)"
         )
     return max(Counter(seat.partition(" ")[0] for seat in on_devices).values(), default=1)
 

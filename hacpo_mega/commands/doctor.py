@@ -70,7 +70,7 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
         agent.offload.start_returning()  # as when the engine falls asleep, which it need not here
         agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
         after = agent.actor.token_logprobs(scored)
-    agent.publish_weights()
+    agent.publish_weights(1)
     findings = [
         compare("Megatron - vLLM", before, of_engine),
         compare("Megatron - vLLM, as it sampled", [row[num_prompt - 1 :] for row in before[: len(sampled)]], sampled),

@@ -38,7 +38,7 @@ def initialize(config: Config) -> None:
             shutil.rmtree(draft, ignore_errors=True)
             create_model(draft, spec.init, config.seed)
         place.barrier()
-        if is_missing:
+        if is_missing and place.trains:
             _warm_started(spec, draft, place, config)
         place.barrier()
         if is_missing and place.coordinate.agent_rank == 0:

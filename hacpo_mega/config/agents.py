@@ -163,7 +163,11 @@ class AgentConfig(Section):
     cells_per_lane: Count = 1
     """Replicas of the agent in each lane: tp x cp x pp processes each, and each its share of the lane's prompts."""
     engine_tp: Count | None = None
-    """Processes of one vLLM engine, a divisor of tp x cp x pp; not given: all of them, one engine per cell."""
+    """Processes of one vLLM engine, a divisor of tp x cp x pp, or of rollout_gpus where that is given; not given: all
+    of them, one engine per cell."""
+    rollout_gpus: Count | None = None
+    """With placement = "apart": processes of each cell that only answer, a multiple of engine_tp, beside the
+    tp x cp x pp that train; not given: none."""
     trust_remote_code: Flag = False
     """Whether Python code that lies in the model folder may run, which some tokenizers need."""
     chat_template: Flag = False
@@ -215,14 +219,15 @@ class AgentConfig(Section):
     @property
     def layout(self) -> Layout:
         """How a cell of this agent shares its model. ValueError for numbers of layers that are none."""
-        return Layout.of(self.tp, self.pp, self.megatron, self.engine_tensor_parallel, self.cp, self.ep)
+        sizes = self.engine_tensor_parallel, self.cp, self.ep, self.rollout_gpus
+        return Layout.of(self.tp, self.pp, self.megatron, *sizes)
 
     @property
     def cell_size(self) -> int:
-        """Ranks of one replica of this agent."""
+        """Ranks of one replica of this agent that train."""
         return self.tp * self.cp * self.pp
 
     @property
     def engine_tensor_parallel(self) -> int:
-        """Ranks of one vLLM engine; a cell holds cell_size / engine_tensor_parallel of them."""
-        return self.engine_tp or self.cell_size
+        """Ranks of one vLLM engine; a cell holds as many of them as its ranks that answer are a multiple of it."""
+        return self.engine_tp or self.rollout_gpus or self.cell_size

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.apart_checks import apart_problems
 from hacpo_mega.config.choices import SKILLS
 from hacpo_mega.config.device_memory import memory_problems
 from hacpo_mega.config.input_checks import input_problems
@@ -44,7 +45,7 @@ def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
 
 def batch_problems(config: Config) -> list[str]:
     """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
-    rules = (_names, _method, _scoring, _one_step_off, _batches, _answers)
+    rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -93,12 +94,12 @@ def _one_step_off(config: Config) -> Iterator[str]:
             "that is judged. Nearest: false"
         )
     for agent in config.agents:
-        if (engine_tp := agent.engine_tensor_parallel) > 1:
+        if (engine_tp := agent.engine_tensor_parallel) > 1 and config.placement != "apart":
             yield (
                 f"rollout.one_step_off: an engine of agent {agent.name} is over {engine_tp} ranks, whose collectives "
                 "and those of learning could meet in two orders. Nearest: engine_tp = 1"
             )
-        if agent.offload == "optimizer":
+        if agent.offload == "optimizer" and config.placement != "apart":
             yield (
                 f"agents.{agent.name}.offload: with rollout.one_step_off the engine is awake while the agent learns, "
                 "so nothing is ever away. Nearest: 'none'"

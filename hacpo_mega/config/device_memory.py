@@ -13,8 +13,10 @@ from typing import Any
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
 from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
-from hacpo_mega.memory.budget import GIB, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.flops import active_experts, learning_flops
 from hacpo_mega.models.layout import Layout, layout_problems
 
 # What torch sees of a device that is sold as 80 GB, rounded down.
@@ -32,6 +34,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "enable_chunked_prefill": False,
 }
 CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
 
 
 def capacity(config: Config) -> int | None:
@@ -41,11 +44,31 @@ def capacity(config: Config) -> int | None:
     return None if _cpu_build() else int(DEFAULT_GIB * GIB)
 
 
+def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
+    """vLLM's arguments by the placement and the user's table, which goes before."""
+    return _of_placement(config, on_cpu=_cpu_build()) | agent.vllm
+
+
+def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
+    return APART_DEFAULTS if config.placement == "apart" and not on_cpu else {}
+
+
+def agent_budgets(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> dict[str, Budget]:
+    """`agent_budget` under the agent's name, and that of its engines' devices where they have their own."""
+    budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
+    if config.placement != "apart":
+        return {agent.name: budget}
+    return {agent.name: budget, f"{agent.name}, engines": replace(budget, does="answers")}
+
+
 def agent_budget(
     config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
 ) -> Budget:
     """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
 
+    With placement = "apart" it is that of a device that only trains.
     `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
     """
     most = capacity(config)
@@ -55,7 +78,8 @@ def agent_budget(
     engine = _engine(config, agent, on_cpu=on_cpu)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
-        budget = fullest_stage(replace(actor, recompute=choice), engine, most)
+        does = "trains" if config.placement == "apart" else "both"
+        budget = fullest_stage(replace(actor, recompute=choice), engine, most, does)
         if budget.fits(ROOM):
             break
     return budget
@@ -65,7 +89,11 @@ def memory_problems(
     config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
 ) -> Iterator[str]:
     """A line when a device cannot hold the agent; its layout must be one that the model can have."""
-    budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
+    for budget in agent_budgets(config, agent, architecture, on_cpu=on_cpu).values():
+        yield from _problems(config, agent, budget)
+
+
+def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[str]:
     if budget.engine_is_too_small and budget.capacity is not None:
         share = budget.engine_needs / budget.capacity
         larger = (
@@ -93,10 +121,12 @@ def _too_much(budget: Budget) -> str:
 def _nearest(config: Config, agent: AgentConfig, budget: Budget) -> str:
     """The smallest single change that fits, or that there is none."""
     for words, changed in _changes(config, agent, budget):
+        changed = replace(changed, does=budget.does)
         if changed.fits() and not changed.engine_is_too_small:
             return f"Nearest: {words} ({_gib(changed.peak)} GiB)"
     return (
-        "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch, tp or cp is enough"
+        "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch, ep, tp or cp is "
+        "enough"
     )
 
 
@@ -110,10 +140,11 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         share = hundredths / 100
         smaller = replace(engine, memory_share=share)
         yield f"vllm.gpu_memory_utilization = {share:g}", fullest_stage(lightest, smaller, most)
-    if engine.stays_awake:
+    is_apart = config.placement == "apart"  # where nothing would sleep or leave
+    if engine.stays_awake and not is_apart:
         asleep = replace(engine, stays_awake=False)
         yield "rollout.one_step_off = false", fullest_stage(lightest, asleep, most)
-    elif not actor.offloads:
+    elif not (actor.offloads or is_apart):
         yield "offload = 'optimizer'", fullest_stage(replace(lightest, offloads=True), engine, most)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
     tokens = actor.num_tokens // 2
@@ -123,19 +154,22 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         shorter = replace(lightest, num_tokens=at_most)
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
-    for key, size in (*(("tp", n) for n in range(agent.tp + 1, 65)), *(("cp", n) for n in range(agent.cp + 1, 65))):
+    more = ((name, n) for name in ("ep", "tp", "cp") for n in range(getattr(agent, name) + 1, 65))
+    for key, size in more:
         layout = replace(actor.layout, **{key: size})
-        engine_tp = engine.tp if engine.stays_awake else layout.cell_size
-        layout = replace(layout, engine_tp=engine_tp)
+        keeps = engine.stays_awake or key == "ep"
+        engine_tp = engine.tp if keeps else layout.cell_size
+        layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
         if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
-            wider, words = replace(engine, tp=engine_tp), ", engine_tp = 1" if engine.stays_awake else ""
+            wider = replace(engine, tp=engine_tp)
+            words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
             yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
     return ActorPlan(
         architecture,
-        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp),
+        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp, ep=agent.ep),
         dp=config.lanes * agent.cells_per_lane,
         num_tokens=config.training.max_tokens_per_microbatch,
         diagnoses=config.training.diagnose_every > 0,
@@ -148,14 +182,14 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
 
 def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
     own = _engine_alone(config, agent, on_cpu=on_cpu)
-    if config.placement == "split" or on_cpu:
+    if config.placement != "shared" or on_cpu:
         return own
     others = (_engine_alone(config, other, on_cpu=on_cpu) for other in config.agents if other.name != agent.name)
     return replace(own, beside=sum(map(left_behind, others)))
 
 
 def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
-    options = {**(CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS), **agent.vllm}
+    options = {**(CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS), **_of_placement(config, on_cpu=on_cpu), **agent.vllm}
     cache = options.get("kv_cache_memory_bytes")
     return EnginePlan(
         tp=agent.engine_tensor_parallel,
@@ -163,7 +197,7 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
         memory_share=options.get("gpu_memory_utilization") if cache is None else None,
         cache_bytes=cache or 0,
         keeps_graphs=not options.get("enforce_eager", False),
-        stays_awake=config.rollout.one_step_off,
+        stays_awake=config.rollout.one_step_off or config.placement == "apart",
     )
 
 
@@ -171,29 +205,47 @@ def memory_table(budgets: dict[str, Budget]) -> str:
     """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
 
     In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
-    in no phase: pinned memory of the process, for what is away while the engine generates.
+    in no phase: pinned memory of the process, for what is away while the engine generates; nor is "experts at worst".
     """
     columns = list(budgets.values())
     unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)
     most = columns[0].capacity
     device = "the CPU, of which nothing is refused" if most is None else f"{most / one:.2f} of a device"
     rows = [[f"memory of one process, {unit}; {device}", *budgets], ["layout", *map(_layout, columns)]]
+    rows.append(["model", *map(_model, columns)])
     for part in columns[0].parts:
         if any(budget.parts[part] for budget in columns):
             rows.append([part, *(f"{budget.parts[part] / one:.2f}" for budget in columns)])
-    for phase in columns[0].phases:
-        marked = ((budget.phases[phase] / one, "*" if phase == budget.fullest else "") for budget in columns)
-        rows.append([f"= {phase}", *(f"{size:.2f}{mark}" for size, mark in marked)])
+    for phase in (phase for phase in PHASES if any(phase in budget.phases for budget in columns)):
+        rows.append([f"= {phase}", *(_phase_cell(budget, phase, one) for budget in columns)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join(lines if most is None else [*lines, "Megatron's own layers; TransformerEngine's take no more."])
 
 
+def _phase_cell(budget: Budget, phase: str, one: int) -> str:
+    """Nothing where the device is in no such phase."""
+    size = budget.phases.get(phase)
+    return "" if size is None else f"{size / one:.2f}{'*' if phase == budget.fullest else ''}"
+
+
 def _layout(budget: Budget) -> str:
     actor = budget.actor
+    if budget.does == "answers":
+        return f"engine_tp {budget.engine.tp}"
     stage = f" (stage {budget.stage})" if actor.layout.pp > 1 else ""
-    context = f"cp {actor.layout.cp}, " if actor.layout.cp > 1 else ""
+    context = "".join(f"{key} {size}, " for key in ("cp", "ep") if (size := getattr(actor.layout, key)) > 1)
     return f"tp {actor.layout.tp}, {context}pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
+
+
+def _model(budget: Budget) -> str:
+    """Parameters, those of them that a token meets, and the FLOPs of learning from one at the longest answer's end."""
+    model, longest = budget.actor.architecture, budget.engine.max_tokens
+    whole = num_weights(model, Layout())
+    active = whole - expert_weights(model, Layout()) + active_experts(model)
+    flops = learning_flops(model, 1, longest, budget.actor.lora) / longest
+    size = f"{whole / 1e9:.3g} B" if active == whole else f"{whole / 1e9:.3g} B, {active / 1e9:.3g} B active"
+    return f"{size}, {flops / 1e9:.3g} GFLOP a token learnt"
 
 
 def _gib(size: int) -> str:

@@ -23,7 +23,7 @@ NONE = (
 # Who computes what, and in which order it is added up.
 ROUNDING = (
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.ep", "agents.*.pp"),
-    "agents.*.engine_tp",
+    *("agents.*.engine_tp", "agents.*.rollout_gpus"),
     *("training.pack_by", "agents.*.transformer", "agents.*.optimizer.kernels", "agents.*.data_parallel"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
 )

@@ -48,6 +48,9 @@ DECIDED_VLLM = frozenset(
         "convert",
         "worker_cls",
         "disable_log_stats",
+        # Every engine rank has a part of every expert: what publishing and verification count on.
+        "enable_expert_parallel",
+        "enable_eplb",
     )
 )
 

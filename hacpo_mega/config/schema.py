@@ -243,9 +243,9 @@ class Config(Section):
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
     by rounding alone."""
-    placement: Literal["split", "shared"] = "split"
-    """Whether every agent has devices of its own (split), or agents take turns on the devices of one node, in whose
-    host memory the others wait (shared), for the same bits."""
+    placement: Literal["split", "shared", "apart"] = "split"
+    """Whether every agent has devices of its own (split), agents take turns on the devices of one node, in whose host
+    memory the others wait (shared), or engines have further devices, rollout_gpus a cell (apart), for the same bits."""
     device_memory_gib: Annotated[float, Field(strict=True, gt=0.0, le=65536.0)] | None = None
     """GiB of memory of one CUDA device, which every phase of every agent must fit into; not given: 79, for one of
     80 GB, or no limit where the CPU build of vLLM is installed."""
@@ -282,6 +282,14 @@ class Config(Section):
         chosen = self.logging.trace_steps
         is_default = chosen == type(self.logging).model_fields["trace_steps"].default
         return ((1,) if is_default and self.num_steps == 1 else chosen) if self.logging.trace else ()
+
+    @property
+    def colocated(self) -> Self:
+        """The same with every engine on the devices that train: for what looks at both in one process."""
+        if self.placement != "apart":
+            return self
+        agents = (agent.model_copy(update={"rollout_gpus": None, "engine_tp": None}) for agent in self.agents)
+        return self.model_copy(update={"placement": "split", "agents": tuple(agents)})
 
     @property
     def answers_per_prompt(self) -> int:

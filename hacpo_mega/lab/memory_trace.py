@@ -85,7 +85,9 @@ def trace_actor(
     head is the CPU's either way, since a Triton kernel has no fake. Needs a process without process groups.
     """
     with ExitStack() as stack:
-        stack.enter_context(_fake_world(architecture, layout, dp, rank=pp_rank * layout.tp * layout.cp))
+        stack.enter_context(
+            _fake_world(layout, dp, pp_rank * layout.tp * layout.cp, has_experts=architecture.has_experts)
+        )
         # A compiler would look for numbers; what it fuses keeps the same for backward.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
@@ -302,7 +304,7 @@ def _fused_offset_norm(norm: layers.OffsetRMSNorm, hidden: torch.Tensor) -> torc
 
 
 @contextmanager
-def _fake_world(architecture: Architecture, layout: Layout, dp: int, rank: int) -> Iterator[None]:
+def _fake_world(layout: Layout, dp: int, rank: int, *, has_experts: bool = False) -> Iterator[None]:
     """Megatron's groups over torch's fake backend, in which every rank says what this one says."""
 
     def gather(answers: list[Any], mine: Any, group: Any = None) -> None:
@@ -312,7 +314,7 @@ def _fake_world(architecture: Architecture, layout: Layout, dp: int, rank: int) 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.cell_size * dp)
     try:
         with _replaced(dist, "all_gather_object", gather):
-            ep = layout.ep if architecture.has_experts else None
+            ep = layout.ep if has_experts else None
             initialize_parallel(layout.tp, layout.pp, seed=1, cp=layout.cp, ep=ep)
             yield
     finally:

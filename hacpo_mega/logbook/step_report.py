@@ -141,6 +141,11 @@ class StepReport:
         self._warn(reduced)
         return reduced
 
+    def write_host(self, step: int, phase: Phase) -> StepMetrics:
+        """The same of a rank that only answers, which speaks for its process alone. Collective over the job."""
+        add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), None)
+        return self.write_metrics(step, phase)
+
     def write_metrics(self, step: int, phase: Phase) -> StepMetrics:
         """What has been measured since the last time. Collective over the job."""
         with phase("wait"):  # for the slowest rank, which would else hide in the reduction

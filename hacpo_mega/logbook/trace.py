@@ -35,6 +35,7 @@ class Track:
     offset_s: float
     accuracy_s: float
     spans: tuple[Span, ...]
+    trains: bool = True
 
     def on_shared_clock(self) -> list[Span]:
         """The spans in seconds of rank 0's clock."""
@@ -78,7 +79,15 @@ class StepTrace:
     def _finish(self, step: int) -> None:
         spans, clock, me = self._place.spans.stop(), self._place.clock_offset(), self._place.coordinate
         own = Track(
-            me.global_rank, me.agent, me.agent_name, me.lane, me.cell, clock.offset_s, clock.accuracy_s, tuple(spans)
+            me.global_rank,
+            me.agent,
+            me.agent_name,
+            me.lane,
+            me.cell,
+            clock.offset_s,
+            clock.accuracy_s,
+            tuple(spans),
+            me.trains,
         )
         payloads = self._place.gather_to_first(json.dumps(asdict(own)).encode())
         if me.global_rank == 0:
@@ -132,7 +141,7 @@ def _names(tracks: Sequence[Track]) -> Iterator[dict[str, Any]]:
     for agent, name in sorted({(track.agent, track.agent_name) for track in tracks}):
         yield {"ph": "M", "pid": agent, "name": "process_name", "args": {"name": name}}
     for track in tracks:
-        name = f"rank {track.rank} lane {track.lane} cell {track.cell}"
+        name = f"rank {track.rank} lane {track.lane} cell {track.cell}{'' if track.trains else ', answers'}"
         yield {"ph": "M", "pid": track.agent, "tid": track.rank, "name": "thread_name", "args": {"name": name}}
 
 

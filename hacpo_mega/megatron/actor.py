@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import mean_logprobs
+from hacpo_mega.cluster.device import actor_dtype
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
@@ -99,8 +100,7 @@ class Actor:
         local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
         Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every collective of its
         groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss function reports.
-        bf16 with fp32 main weights on CUDA, fp32 on the CPU, unless `dtype` says otherwise (the CPU has bf16, too).
-        Raises ValueError for a layout or a folder the model cannot have (model.py, weights.py).
+        Weights are of `dtype`, else `actor_dtype`. Raises ValueError for a layout or a folder the model cannot have.
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.layout, self.temperature = Path(folder), layout, temperature
@@ -112,7 +112,7 @@ class Actor:
         self._on_progress, self._reports = on_progress, reports
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+        self.dtype = dtype or actor_dtype(self.device)
         self.transformer = chosen_transformer(
             "local" if lora is not None and transformer == "auto" else transformer,
             self.architecture,

@@ -6,7 +6,7 @@ Not here: who sends what (models/publish_plan.py), where it arrives (rollout/eng
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from hacpo_mega.cluster.spans import WatchedGroup
 from hacpo_mega.megatron.lora import HeldWeights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import place_of, slots_of, sources_of
@@ -50,6 +51,22 @@ class ActorShards:
         return self._weights.rectangle(*self._places[number], what.offsets, what.sizes)
 
 
+@dataclass(frozen=True)
+class NoShards:
+    """The same of a rank without an actor, which is told what the model is; its `view` is asked for nothing."""
+
+    published: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    shards: tuple[Shard, ...] = ()
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def view(self, number: int, what: Shard) -> torch.Tensor:
+        """Raises AssertionError: no plan has a piece of a shard that is not there."""
+        raise AssertionError(f"{what} is read from shard {number} of a rank that has none")
+
+
 @dataclass
 class _Bucket:
     """What one rank has to do in a bucket: copy, send to whom, receive from whom."""
@@ -62,12 +79,21 @@ class _Bucket:
 class Exchange:
     """A plan as a rank of a cell executes it, any number of times; every method is collective over the cell."""
 
-    def __init__(self, plan: PublishPlan, dtype: torch.dtype, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        plan: PublishPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout: timedelta,
+        group: WatchedGroup | None = None,
+    ) -> None:
         """Numbers are of `dtype`, on `device`; `timeout` bounds what waits for other ranks. Collective over the agent.
 
+        `group` is that of the cell's ranks where some of them are in no group of Megatron's, else None.
         RuntimeError where the ranks of the cell have made different plans.
         """
-        self._group = _cell_group(plan.num_ranks, timeout)
+        self._beside = group
+        self._group = group or _cell_group(plan.num_ranks, timeout)
         self._rank, self._dtype, self._device = self._group.rank(), dtype, device
         assert plan.num_ranks == self._group.size(), (plan.num_ranks, self._group.size())
         self._require_one_plan(plan)
@@ -77,7 +103,10 @@ class Exchange:
         """Also the group's first collective, which NCCL wants of all ranks before two of them exchange."""
         mine = torch.tensor(list(plan.digest), dtype=torch.uint8, device=self._device)
         all_RB = mine.new_empty(self._group.size() * len(mine))
-        dist.all_gather_into_tensor(all_RB, mine, group=self._group)
+        if self._beside is None:
+            dist.all_gather_into_tensor(all_RB, mine, group=self._group)
+        else:
+            self._beside.allgather([list(all_RB.view(-1, len(mine)))], [mine]).wait()
         if not bool((all_RB.view(-1, len(mine)) == mine).all()):
             raise RuntimeError("the ranks of a cell have made different plans to publish: is one of another version?")
 
@@ -114,11 +143,14 @@ class Exchange:
     def _start(self, bucket: _Bucket, read: View, sent: Callable[[str, int], None]) -> "_Arrivals":
         messages = {peer: torch.cat([read(p).reshape(-1) for p in pieces]) for peer, pieces in bucket.sent.items()}
         room = {peer: self._room(pieces) for peer, pieces in bucket.received.items()}
-        operations = [self._operation(dist.isend, message, peer) for peer, message in messages.items()]
-        operations += [self._operation(dist.irecv, buffer, peer) for peer, buffer in room.items()]
-        for message in messages.values():
-            sent("cell", message.nbytes)
-        works = dist.batch_isend_irecv(operations) if operations else []
+        if self._beside is not None:  # which counts what it sends
+            works = send_and_receive(self._beside, messages, room)
+        else:
+            operations = [self._operation(dist.isend, message, peer) for peer, message in messages.items()]
+            operations += [self._operation(dist.irecv, buffer, peer) for peer, buffer in room.items()]
+            for message in messages.values():
+                sent("cell", message.nbytes)
+            works = dist.batch_isend_irecv(operations) if operations else []
         return _Arrivals(works, messages, [(room[peer], pieces) for peer, pieces in bucket.received.items()])
 
     def _operation(self, what: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> dist.P2POp:
@@ -126,6 +158,22 @@ class Exchange:
 
     def _room(self, pieces: Iterable[Piece]) -> torch.Tensor:
         return torch.empty(sum(piece.what.size for piece in pieces), dtype=self._dtype, device=self._device)
+
+
+def send_and_receive(
+    group: WatchedGroup, messages: Mapping[int, torch.Tensor], room: Mapping[int, torch.Tensor]
+) -> list[dist.Work]:
+    """`dist.batch_isend_irecv` in a group that was made directly (cluster/place.py): tensors by peer, all at once.
+
+    One after the other, NCCL's would wait for each other.
+    """
+    if not messages and not room:
+        return []
+    if group.supports_coalescing:
+        group._start_coalescing()
+    works = [group.send([message], peer, 0) for peer, message in messages.items()]
+    works += [group.recv([buffer], peer, 0) for peer, buffer in room.items()]
+    return [group._end_coalescing()] if group.supports_coalescing else works
 
 
 def _cell_group(size: int, timeout: timedelta) -> dist.ProcessGroup:

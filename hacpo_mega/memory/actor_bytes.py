@@ -8,16 +8,17 @@ of a tensor rank, d head size, f feed-forward columns and v vocabulary rows of a
 Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from hacpo_mega.memory.adapter_numbers import kept_by_adapters, num_factors
+from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
 from hacpo_mega.models.lora import Lora
-from hacpo_mega.models.segments import padded_vocab_size, shard_shape, stage_slots
+from hacpo_mega.models.segments import padded_vocab_size
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
@@ -80,8 +81,13 @@ class ActorPlan:
 
     @property
     def shards(self) -> int:
-        """Ranks that share the optimizer's state of the same weights."""
+        """Ranks that share the optimizer's state of the same weights, if they are no experts'."""
         return self.dp * self.layout.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share that of the same experts."""
+        return self.dp * self.layout.tp * self.layout.cp // self.layout.ep
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class ActorMemory:
     forward         what scoring takes, which keeps nothing
     step            what Adam's step takes
     own_gradient    the copy that a diagnosis compares with
+    worst_experts   how much more is kept where all tokens ask for the experts of this device; in nothing else
     """
 
     weights: int
@@ -107,12 +114,14 @@ class ActorMemory:
     forward: int
     step: int
     own_gradient: int
+    worst_experts: int
 
 
 def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     """The bytes of pipeline stage `stage`; the layout must be one that the architecture can have."""
-    held, numbers = num_weights(plan.architecture, plan.layout, stage), num_trained(plan, stage)
-    share = math.ceil(numbers / plan.shards)
+    dense, experts = trained_parts(plan, stage)
+    held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
+    share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
     layer = _Layer.of(plan)
     layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
@@ -127,25 +136,20 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         * (_kept(plan, layer, layers, is_first=stage == 0, is_last=is_last) + _masks(plan, stage)),
         working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
-        # The square root of the second moment, of all parameters at once.
-        step=share * FLOAT32,
+        # The square root of the second moment, of all parameters at once, of experts after the others.
+        step=max(shares) * FLOAT32,
         own_gradient=share * FLOAT32 if plan.diagnoses else 0,
+        worst_experts=layer.experts.worst * ((plan.layout.pp - stage) * layers if plan.recompute == "none" else 1),
     )
 
 
-def num_trained(plan: ActorPlan, stage: int = 0) -> int:
-    """Numbers that one rank of pipeline stage `stage` has a gradient of: its weights, or its adapters."""
+def trained_parts(plan: ActorPlan, stage: int = 0) -> tuple[int, int]:
+    """Numbers that a rank has a gradient of, its weights or adapters: of all but experts, and of experts."""
     counted = plan.architecture, plan.layout, stage
-    return num_weights(*counted) if plan.lora is None else num_factors(*counted, plan.lora)
-
-
-@functools.cache  # advice asks again and again
-def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
-    """Numbers in the weights of one rank of pipeline stage `stage`."""
-    stages = stage_layers(architecture.num_layers, layout)
-    return sum(
-        math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in stage_slots(architecture, stages, stage)
-    )
+    if plan.lora is not None:
+        return num_factors(*counted, plan.lora), 0
+    experts = expert_weights(*counted)
+    return num_weights(*counted) - experts, experts
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,7 @@ class _Layer:
     ffn        [t, f]; mlp: all that the feed-forward keeps, its norm not included
     down       the gradient of the feed-forward's second matrix
     more_norms what norms keep beyond two
+    experts    what is there in the place of a feed-forward, where the model has experts
     """
 
     residual: int
@@ -168,6 +173,7 @@ class _Layer:
     mlp: int
     down: int
     more_norms: int
+    experts: ExpertBytes
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
@@ -177,16 +183,19 @@ class _Layer:
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
+        experts = expert_bytes(a, plan.layout, tokens, number) if a.has_experts else ExpertBytes(0, 0, 0, 0)
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
             norm=norm,
             attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
-            mlp=3 * ffn + _factors(plan, "mlp"),  # gate and up, and their product
+            # Gate and up, and their product.
+            mlp=3 * ffn + experts.kept + _factors(plan, "mlp"),
             down=a.hidden_size * (a.ffn_size // tp) * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.kin.norms) - 2) * norm,
+            experts=experts,
         )
 
     def kept(self, recompute: Recompute) -> int:
@@ -204,7 +213,7 @@ class _Layer:
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
-        return again + self.residual + max(second, 2 * self.ffn, first)
+        return again + self.residual + (self.experts.working or max(second, 2 * self.ffn, first))
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
@@ -328,7 +337,7 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output.
-    inside = 4 * layer.residual + layer.mlp + _turns(plan)
+    inside = 4 * layer.residual + (layer.experts.forward or layer.mlp) + _turns(plan)
     if plan.lora is not None:
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     # A mask is made of truth values, a byte each.

@@ -9,8 +9,10 @@ Imports no torch. Not here: where the numbers come from in a configuration (conf
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
-from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory, num_weights
+from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import BUCKET_BYTES
@@ -48,6 +50,10 @@ IN_TURN: Mapping[str, tuple[str, ...]] = {
     "publish": ("weights", "engine weights", "buckets", "engine asleep", "context", "other agents"),
     "checkpoint": ("engine asleep", "context", "other agents"),
 }
+# Where engines have devices of their own: what both kinds have, what only theirs have, and when that is the most.
+ON_BOTH, ON_ENGINES = {"buckets", "context"}, {"engine weights", "engine cache", "engine awake", "engine asleep"}
+ANSWERS = ("generate", "publish")
+Does = Literal["both", "trains", "answers"]
 
 
 @dataclass(frozen=True)
@@ -73,18 +79,23 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Budget:
-    """The parts of one pipeline stage of an agent, in bytes; `capacity` is the device's memory, None: not known."""
+    """The parts of one pipeline stage of an agent, in bytes; `capacity` is the device's memory, None: not known.
+
+    `does` says whether the device has the stage and a part of an engine, or one of them.
+    """
 
     actor: ActorPlan
     engine: EnginePlan
     capacity: int | None
     stage: int = 0
+    does: Does = "both"
 
     @cached_property
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it.
+        "on the host" is of no device: pinned memory for what leaves it. "experts at worst" is what would come on top of
+        the activations if all tokens of the ranks that share experts asked for those of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
@@ -92,7 +103,7 @@ class Budget:
         cuda = self.actor.device.engine_sleeps
         sleeps = cuda and not self.engine.stays_awake
         asleep = (GRAPHS if self.engine.keeps_graphs else 0) if sleeps else awake
-        return {
+        parts = {
             "weights": of_actor.weights,
             "gradients": of_actor.gradients,
             "main weights": of_actor.main_weights,
@@ -111,9 +122,14 @@ class Budget:
             "buckets": bucket_bytes(self.actor),
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
+            "experts at worst": of_actor.worst_experts,
             "on the host": (of_actor.weights if self.actor.shares else 0)
             + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }
+        if self.does == "both":
+            return parts
+        others = parts.keys() - ON_BOTH - (ON_ENGINES if self.does == "answers" else parts.keys() - ON_ENGINES)
+        return parts | dict.fromkeys(others, 0)
 
     def _engine_awake(self, weights: int) -> int:
         if self.engine.memory_share is not None and self.capacity is not None:
@@ -124,6 +140,10 @@ class Budget:
     def phases(self) -> dict[str, int]:
         """Bytes of every phase that there is: the sum of its parts."""
         there = [phase for phase in PHASES if phase != "diagnose" or self.actor.diagnoses]
+        if self.does == "answers":
+            there = list(ANSWERS)
+        elif self.does == "trains":
+            there.remove("generate")
         return {phase: sum(self.parts[part] for part in self.parts_of(phase)) for phase in there}
 
     def parts_of(self, phase: str) -> tuple[str, ...]:
@@ -155,20 +175,22 @@ class Budget:
     @property
     def engine_is_too_small(self) -> bool:
         """Whether its share of the device is less than that."""
-        return self.engine.memory_share is not None and self.parts["engine awake"] < self.engine_needs
+        if self.does == "trains" or self.engine.memory_share is None:
+            return False
+        return self.parts["engine awake"] < self.engine_needs
 
     def fits(self, room: float = 0.0) -> bool:
         """Whether every phase fits and leaves `room`, a share of the device."""
         return self.capacity is None or self.peak <= (1.0 - room) * self.capacity
 
 
-def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None) -> Budget:
+def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, does: Does = "both") -> Budget:
     """The budget of the pipeline stage that takes the most.
 
     Of those between the first and the last, which have equal layers, the earliest has most micro-batches in flight.
     """
     last = actor.layout.pp - 1
-    stages = (Budget(actor, engine, capacity, stage) for stage in sorted({0, min(1, last), last}))
+    stages = (Budget(actor, engine, capacity, stage, does) for stage in sorted({0, min(1, last), last}))
     return max(stages, key=lambda budget: budget.peak)
 
 
@@ -178,8 +200,15 @@ def left_behind(engine: EnginePlan) -> int:
 
 
 def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
-    """vLLM cuts a model into tensor-parallel ranks as Megatron does, and into no stages."""
-    return num_weights(actor.architecture, Layout(tp=engine.tp)) * actor.device.number
+    """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
+    whole = Layout(tp=engine.tp)
+    dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
+    return dense * actor.device.number + engine_experts(actor, engine)
+
+
+def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
+    """What of them is experts, of all of which every rank has a part."""
+    return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
 
 
 def cache_per_token(budget: Budget) -> int:

@@ -1,7 +1,8 @@
-"""Model FLOPs: what the mathematics of a dense decoder needs, not what a device happens to execute.
+"""Model FLOPs: what the mathematics of a decoder needs, not what a device happens to execute.
 
 As in Megatron-LM's and PaLM's accounting (arXiv 2104.04473 eq. 3, 2204.02311 appendix B), a multiplication and an
-addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count.
+addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count. Of a
+layer's experts those count to which a token goes.
 """
 
 from hacpo_mega.models.architecture import Architecture
@@ -12,8 +13,24 @@ def matrix_parameters(model: Architecture) -> int:
     """Parameters that every token is multiplied with: all matrices but the embedding table, and the output head."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    feed_forward = 3 * model.hidden_size * model.ffn_size
-    return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
+    return model.num_layers * (attention + feed_forward_parameters(model)) + model.hidden_size * model.vocab_size
+
+
+def feed_forward_parameters(model: Architecture) -> int:
+    """The same of a layer's feed-forward: of its router and as many experts as a token goes to, where it has them."""
+    if model.has_experts:
+        return active_experts(model) // model.num_layers + model.hidden_size * model.num_experts
+    return 3 * model.hidden_size * model.ffn_size
+
+
+def active_experts(model: Architecture) -> int:
+    """Parameters of the experts of a token, in all layers."""
+    return 3 * model.num_layers * model.experts_per_token * model.hidden_size * model.expert_ffn
+
+
+def touched_experts(model: Architecture, tokens: float) -> float:
+    """Share of a layer's experts to which some of so many tokens go, each to experts of its own by lot."""
+    return 1.0 - (1.0 - model.experts_per_token / model.num_experts) ** tokens
 
 
 def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:

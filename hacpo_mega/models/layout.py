@@ -16,12 +16,15 @@ from hacpo_mega.models.architecture import Architecture
 # Megatron's names for the layers of the first and the last pipeline stage.
 FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
+# What the CPU's kernel of vLLM's experts takes multiples of (its `output_alignment`).
+CPU_EXPERTS = 32
+
 
 @dataclass(frozen=True)
 class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
-    engine_tp None means that there is no engine to consider.
+    engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
     """
 
     tp: int = 1
@@ -31,6 +34,7 @@ class Layout:
     engine_tp: int | None = None
     cp: int = 1
     ep: int = 1
+    rollout: int | None = None
 
     @classmethod
     def of(
@@ -41,12 +45,13 @@ class Layout:
         engine_tp: int | None = None,
         cp: int = 1,
         ep: int = 1,
+        rollout: int | None = None,
     ) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep)
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout)
 
     @property
     def cell_size(self) -> int:
@@ -70,7 +75,7 @@ def layout_problems(
     """Why the model cannot have this layout, a line each; empty when it can.
 
     max_positions       tokens of the longest prompt and answer together
-    engine_head_sizes   head sizes that the engine's attention knows; None: all
+    engine_head_sizes   head sizes that the attention of an engine on the CPU knows; None: an engine on CUDA
     """
     problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
     problems += _expert_problems(architecture, layout)
@@ -145,12 +150,20 @@ def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    also = {layout.product(): layout.cell_size}
+    also = (
+        {f"rollout_gpus ({layout.rollout})": layout.rollout} if layout.rollout else {layout.product(): layout.cell_size}
+    )
     if architecture.has_experts:
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
     if head_sizes is not None and architecture.head_dim not in head_sizes:
         problems.append(head_size_problem(architecture.head_dim, head_sizes))
+    if head_sizes is not None and architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
+        near = max(1, round(architecture.hidden_size / CPU_EXPERTS)) * CPU_EXPERTS
+        problems.append(
+            f"hidden_size {architecture.hidden_size}: vLLM's experts on CPU take multiples of {CPU_EXPERTS}. "
+            f"Nearest: {near}"
+        )
     return problems
 
 

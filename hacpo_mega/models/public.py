@@ -2,7 +2,8 @@
 
 Each row is what the config.json of https://huggingface.co/<name> says (fields num_hidden_layers, hidden_size,
 num_attention_heads, num_key_value_heads, head_dim, intermediate_size, vocab_size, tie_word_embeddings,
-max_position_embeddings); tests hold the number of parameters to the one that the Hub shows for the weights.
+max_position_embeddings; of experts num_experts, num_experts_per_tok, moe_intermediate_size, norm_topk_prob); tests hold
+the number of parameters to the one that the Hub shows for the weights.
 Not here: a model that lies in a folder (architecture.py).
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import LLAMA, QWEN2, QWEN3, Family
+from hacpo_mega.models.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
 from hacpo_mega.models.rope import Llama3Rope
 
 _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
@@ -19,7 +20,11 @@ _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
 
 @dataclass(frozen=True)
 class _Row:
-    """One size of a family. `names` are the folders on the Hub and the positions of each."""
+    """One size of a family. `names` are the folders on the Hub and the positions of each.
+
+    ffn       width of a feed-forward or, with `experts` of them a layer, of an expert
+    to        experts that a token goes to
+    """
 
     names: Mapping[str, int]
     family: Family
@@ -32,6 +37,8 @@ class _Row:
     vocab: int
     tied: bool = False
     rope_factor: float | None = None
+    experts: int = 0
+    to: int = 0
 
 
 _QWEN3_POSITIONS, _BASE_POSITIONS, _LLAMA_POSITIONS = 40960, 32768, 131072
@@ -67,6 +74,45 @@ _ROWS = (
     _Row(_qwen3("8B"), QWEN3, 36, 4096, 32, 8, 128, 12288, _QWEN3_VOCAB),
     _Row(_qwen3("14B"), QWEN3, 40, 5120, 40, 8, 128, 17408, _QWEN3_VOCAB),
     _Row(_qwen3("32B", base=False), QWEN3, 64, 5120, 64, 8, 128, 25600, _QWEN3_VOCAB),
+    _Row(
+        {**_qwen3("30B-A3B"), "Qwen/Qwen3-30B-A3B-Instruct-2507": 262144},
+        QWEN3_MOE,
+        48,
+        2048,
+        32,
+        4,
+        128,
+        768,
+        _QWEN3_VOCAB,
+        experts=128,
+        to=8,
+    ),
+    _Row(
+        {**_qwen3("235B-A22B", base=False), "Qwen/Qwen3-235B-A22B-Instruct-2507": 262144},
+        QWEN3_MOE,
+        94,
+        4096,
+        64,
+        4,
+        128,
+        1536,
+        _QWEN3_VOCAB,
+        experts=128,
+        to=8,
+    ),
+    _Row(
+        {f"mistralai/Mixtral-8x7B{kind}-v0.1": 32768 for kind in ("", "-Instruct")},
+        MIXTRAL,
+        32,
+        4096,
+        32,
+        8,
+        128,
+        14336,
+        32000,
+        experts=8,
+        to=2,
+    ),
     _Row(_qwen2("7B"), QWEN2, 28, 3584, 28, 4, 128, 18944, _QWEN2_VOCAB),
     _Row(_qwen2("32B"), QWEN2, 64, 5120, 40, 8, 128, 27648, _QWEN2_VOCAB),
     _Row(_qwen2("72B"), QWEN2, 80, 8192, 64, 8, 128, 29568, _QWEN2_VOCAB),
@@ -107,7 +153,11 @@ def _architecture(row: _Row, name: str) -> Architecture:
         num_heads=row.heads,
         num_kv_heads=row.kv_heads,
         head_dim=row.head_dim,
-        ffn_size=row.ffn,
+        ffn_size=0 if row.experts else row.ffn,
+        num_experts=row.experts,
+        experts_per_token=row.to,
+        expert_ffn=row.ffn if row.experts else 0,
+        normalises_experts=row.experts > 0,
         vocab_size=row.vocab,
         max_positions=row.names[name],
         norm_eps=row.family.norm_eps,

@@ -201,10 +201,14 @@ def shard_of(rectangle: Rectangle) -> Shard:
 def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
     """What rank `rank` of a vLLM engine over `tp` ranks holds, by arithmetic, for those who have no vLLM to ask.
 
-    Like the actor's, but that query, key and value are cut by heads, and key and value heads are copied where `tp` is
-    more than they are. ValueError for a cut that vLLM makes in a way that is not known here.
+    Like the actor's, but that query, key and value are cut by heads, that key and value heads are copied where `tp` is
+    more than they are, and that every rank has a part of the columns of all experts. ValueError for a cut that vLLM
+    makes in a way that is not known here.
     """
     for slot in slots:
+        if slot.cut is Cut.EXPERTS:
+            yield from _engine_experts(slot, architecture, tp=tp, rank=rank)
+            continue
         sources = slot.sources
         # Matrices that a folder holds fused lie one below the other in a single tensor.
         above = 0
@@ -214,6 +218,17 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
             sizes = tuple(stop - start if dim == slot.dim else size for dim, size in enumerate(source.shape))
             yield Shard(source.name, offsets, sizes)
             above += rows * (len(sources) == 1)
+
+
+def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
+    """A part of what every expert computes between its two products."""
+    named, size = architecture.kin.experts, architecture.expert_ffn // tp
+    assert named is not None, architecture.family
+    for source in slot.sources:
+        dim = int(source.name.endswith(f".{named.down}.weight"))
+        offsets, sizes = [0, 0], list(source.shape)
+        offsets[dim], sizes[dim] = size * rank, size
+        yield Shard(source.name, tuple(offsets), tuple(sizes))
 
 
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:

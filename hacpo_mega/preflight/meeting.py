@@ -28,9 +28,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.place import Place, allow_connections
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.rendezvous import listen, listening_address, open_store
+from hacpo_mega.cluster.rendezvous import allow_connections, listen, listening_address, open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable
 from hacpo_mega.cluster.secret import Gate, Secret, introduce
 
@@ -230,26 +230,32 @@ class GroupTest:
             name = f"cell {my.cell} of {my.agent_name}"
             self._time(
                 Link("cell, all-reduce", name, shape.cell_size, num_bytes, my.is_leader),
-                lambda: place.cell_group.allreduce([host]).wait(),
+                lambda: place.whole_cell.allreduce([host]).wait(),
             )
-        if lane is not None and lane.size() > 1:
-            device = place.device if lane.name() == "nccl" else torch.device("cpu")
-            mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            rows = [torch.empty_like(mine) for _ in range(lane.size())]
-            self._time(
-                Link("lane, all-gather", f"lane {my.lane}", lane.size(), num_bytes, lane.rank() == 0),
-                lambda: lane.allgather([rows], [mine]).wait(),
-            )
+        self._time_gather("lane", f"lane {my.lane}", lane, place.device, num_bytes)
+        self._time_gather("weights", f"cell {my.cell} of {my.agent_name}", place.weights_group, place.device, num_bytes)
         if dist.get_world_size() > 1:
             numbers = torch.zeros(num_bytes // 4, device=place.device)
             self._time(
-                Link("agent, all-reduce", my.agent_name, dist.get_world_size(), num_bytes, my.agent_rank == 0),
+                Link("agent, all-reduce", my.agent_name, dist.get_world_size(), num_bytes, dist.get_rank() == 0),
                 lambda: dist.all_reduce(numbers),
             )
         if rank_map.world_size > 1:
             self._time(Link("job, barrier", "job", rank_map.world_size, 0, my.global_rank == 0), place.barrier)
         self.stage = None
         place.end_groups()
+
+    def _time_gather(
+        self, kind: str, name: str, group: dist.ProcessGroup | None, device: torch.device, num_bytes: int
+    ) -> None:
+        if group is None or group.size() == 1:
+            return
+        mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device if group.name() == "nccl" else "cpu")
+        rows = [torch.empty_like(mine) for _ in range(group.size())]
+        self._time(
+            Link(f"{kind}, all-gather", name, group.size(), num_bytes, group.rank() == 0),
+            lambda: group.allgather([rows], [mine]).wait(),
+        )
 
     def _time(self, link: "Link", collective: Callable[[], object]) -> None:
         self.stage = (link.kind, link.group)
@@ -281,10 +287,11 @@ def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: 
     first = rank_map.first_ranks[my.agent]
     if kind.startswith("lane"):
         ranks: Sequence[int] = rank_map.leaders(my.lane)
-    elif kind.startswith("cell"):
+    elif kind.startswith(("cell", "weights")):
         ranks = range(first + my.cell * shape.cell_size, first + (my.cell + 1) * shape.cell_size)
     elif kind.startswith("agent"):
-        ranks = range(first, first + rank_map.agent_world_size(my.agent))
+        agents = range(first, first + rank_map.agent_world_size(my.agent))
+        ranks = [other for other in agents if rank_map.coordinate(other).trains == my.trains]
     else:
         ranks = range(rank_map.world_size)
     return frozenset(node_of[other] for other in ranks)

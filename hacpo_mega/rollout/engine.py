@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -42,6 +43,7 @@ from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_opt
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
+from hacpo_mega.rollout.expert_weights import converts_experts, pack_at_every_load
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
@@ -55,12 +57,8 @@ from hacpo_mega.rollout.host_process import (
 from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
-RELOADING = Reloading(
-    initialize_layerwise_reload,
-    finalize_layerwise_reload,
-    (UnquantizedLinearMethod, UnquantizedEmbeddingMethod),
-    logger,
-)
+PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
+RELOADING = Reloading(initialize_layerwise_reload, finalize_layerwise_reload, PLAIN, logger)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
@@ -137,11 +135,11 @@ class Engine:
         self._running: RunningAnswers | None = None
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
-            config = llm.llm_engine.vllm_config
+            config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
             if not self._on_cuda:
-                _draw_by_row(worker_of(llm).model_runner)
+                _adapt_to_cpu(worker_of(llm).model_runner)
         # Whether the engine holds weights in another form than they are published in.
-        self.quantizes = config.quant_config is not None
+        self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
 
     def generate(
@@ -333,8 +331,9 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
 
 
-def _draw_by_row(runner: Any) -> None:
-    """On the CPU, where vLLM has its first model runner; the second one draws by row itself."""
+def _adapt_to_cpu(runner: Any) -> None:
+    """vLLM's first model runner, which is there alone; the second one draws by row itself."""
+    pack_at_every_load(runner.get_model())
     runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
 
 

@@ -1,8 +1,9 @@
 """New numbers for the weights of a live vLLM, part by part, where they lie.
 
 On CUDA a parameter is what was loaded: its parts are written in place. On the CPU vLLM packs the weight of a linear
-layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start. What
-was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
+layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start;
+experts are packed when both of their tensors are there (expert_weights.py). What was not followed (parts.py) goes
+through vLLM's own loaders, from full tensors.
 It gets vLLM's model and functions handed in; only engine.py imports vllm.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from hacpo_mega.models.publish_plan import Shard
 from hacpo_mega.models.weight_files import HEAD
+from hacpo_mega.rollout.expert_weights import experts_problem, packs_experts, take_experts
 from hacpo_mega.rollout.held_weights import EMBEDDING
 from hacpo_mega.rollout.host_process import quiet
 from hacpo_mega.rollout.parts import Part, Recording, record
@@ -62,6 +64,7 @@ class EngineWeights:
         self._modules = dict(model.named_modules())
         self._shapes = recording.shapes
         self._plain = plain
+        self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts that are not complete
         for path, parts in _by_path(recording.parts).items():
             if reason := self._problem(path, parts):
                 recording.leave([part.shard.name for part in parts], reason)
@@ -89,8 +92,9 @@ class EngineWeights:
         method, live = getattr(module, "quant_method", None), getattr(module, path[1])
         if method is not None and not isinstance(method, self._plain):
             return f"its layer may hold it in another form ({type(method).__name__})"
-        is_packed = live.numel() == 0 and hasattr(module, "cpu_linear")
-        if not is_packed and (live.shape != shape or not live.is_contiguous()):
+        if problem := experts_problem(method):
+            return problem
+        if not _is_packed(module, live) and (live.shape != shape or not live.is_contiguous()):
             return f"its layer holds it as {tuple(live.shape)}, and loads it as {tuple(shape)}"
         end = 0
         for part in sorted(parts, key=lambda part: part.offset):
@@ -104,7 +108,7 @@ class EngineWeights:
     def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
         """What the parts of a parameter are written into, and whether that is new."""
         live = getattr(self._modules[path[0]], path[1])
-        if live.shape == self._shapes[path]:
+        if not _is_packed(self._modules[path[0]], live):
             return live.detach(), False
         return torch.empty(self._shapes[path], dtype=dtype, device=live.device), True
 
@@ -113,6 +117,12 @@ class EngineWeights:
         layer, parameter = path
         tensor.view(-1)[num_written:].zero_()
         module = self._modules[layer]
+        if packs_experts(module):
+            both = self._unpacked[layer]
+            both[parameter] = tensor
+            if len(both) == 2:
+                take_experts(module, self._unpacked.pop(layer))
+            return
         packed = self._packed.get(id(getattr(module, parameter)), []) if not is_new else [module]
         if is_new:
             setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
@@ -152,6 +162,11 @@ class Receiver:
     def missing(self) -> list[str]:
         """Parameters of which parts were not written."""
         return [".".join(path) for path, left in self._left.items() if left]
+
+
+def _is_packed(module: nn.Module, live: Tensor) -> bool:
+    """Whether a parameter of the layer is not what it loads, but packed."""
+    return packs_experts(module) or (live.numel() == 0 and hasattr(module, "cpu_linear"))
 
 
 def _by_path(parts: Iterable[Part]) -> Mapping[tuple[str, str], list[Part]]:

@@ -110,14 +110,17 @@ def exchange(
 def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) -> list[Completion]:
     """The answers of all engines of a cell, in the order they were asked for: Megatron trains on all of them.
 
+    `mine` are those of this rank's engine, none where it has no part of one.
+
     Engine e of E was asked every E-th of `num_asked` prompts, from its own place on. All answers come with log-probs,
     or none. Collective over the cell.
     """
-    engines = place.rank_map.agents[place.agent].engines_per_cell
-    if engines == 1:
+    shape = place.rank_map.agents[place.agent]
+    engines = shape.engines_per_cell
+    if engines == 1 and not shape.rollout:
         return list(mine)
     # all ranks of an engine hold equal answers, so its first one speaks
-    speaks = place.coordinate.engine_rank == 0
+    speaks = place.coordinate.speaks_for_engine
     rows = np.array([(completion.stop,) for completion in mine], COMPLETION_ROW)
     tokens = [completion.token_ids for completion in mine]
     logprobs = [completion.logprobs for completion in mine]

@@ -3,20 +3,21 @@
 An engine keeps its shard of every tensor, several of them fused into one (qkv_proj, gate_up_proj). Which part of the
 published tensor that is follows from the layer's own numbers, not from the loader that put it there, so that a loader
 that cuts wrongly is found too. On the CPU linear layers hold a packed copy that nobody can read: it is multiplied with
-the unit matrix, and sums of one number and zeros are exact.
+the unit matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
 It gets vLLM's model handed in and imports nothing of it (engine.py does). Not here: who compares it, and when
 (agent/publication.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from hacpo_mega.models.publish_plan import Shard
+from hacpo_mega.rollout.expert_weights import expert_halves, experts_problem, holds_experts
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
 
@@ -65,9 +66,16 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
     fused   what a layer's name stands for: {"gate_up_proj": ["gate_proj", "up_proj"]}
     tied    whether the output layer is the embedding
     """
-    # A tied output layer may be the embedding itself, under a second name.
+    seen: set[nn.Module] = set()
+    # A tied output layer may be the embedding itself, under a second name; so has the router of experts one.
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, last = path.rpartition(".")
+        if module in seen and path != HEAD_LAYER:
+            continue
+        seen.add(module)
+        if holds_experts(module):
+            yield from _held_experts(module, parent)
+            continue
         names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
         if tied and path == HEAD_LAYER:
             names = [EMBEDDING]
@@ -78,6 +86,24 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             # One published tensor may be several of the engine's parts: where folders hold matrices fused, too.
             for name, cut in zip(names if len(names) > 1 else names * len(cuts), cuts, strict=True):
                 yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
+
+
+def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
+    """What the engine has of every expert, all of which it has; nothing of what its kernel holds in another form."""
+    if experts_problem(module.quant_method):
+        return
+    halves = cache(lambda: expert_halves(module))
+    names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+    size = module.intermediate_size_per_partition
+    for expert in range(module.local_num_experts):
+        for place, name in enumerate(names):
+            cut = Cut(int(place == 2), module.moe_config.tp_rank * size, size)
+            own = partial(_one_of, halves, place, expert)
+            yield HeldPart(f"{parent}.{expert}.{name}.weight", cut, own, is_packed=False)
+
+
+def _one_of(halves: Callable[[], Sequence[Tensor]], place: int, expert: int) -> Tensor:
+    return halves()[place][expert]
 
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
@@ -120,6 +146,8 @@ def _rows_of_fused(module: nn.Module) -> list[_Rows]:
 
 def _unpacked(module: nn.Module) -> Tensor:
     """The weight [out, in] of a layer that holds it packed."""
-    size = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
+    # Of an embedding, of a layer that is cut, of one that every rank has whole.
+    names = ("embedding_dim", "input_size_per_partition", "input_size")
+    size = next(getattr(module, name) for name in names if hasattr(module, name))
     unit = torch.eye(size, dtype=module.params_dtype)
     return module.cpu_linear(unit, module.weight, None).T

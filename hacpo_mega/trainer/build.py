@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
+from hacpo_mega.agent.engine_rank import EngineRank
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import BandTracker, CapabilityTracker
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
@@ -70,7 +71,7 @@ class Built:
     place: Place
     phase: Phases
     console: Console
-    agent: Agent
+    agent: Agent | EngineRank
     schedule: OnPolicy
     judge: RolloutJudge
     capability: CapabilityTracker
@@ -110,8 +111,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
             prompts, num_dropped, held_out = _prompts(config, codecs)
             rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
             judge = _judge(config, place, handed.judge, rows, console, stack)
-        spec = config.agents[place.agent]
-        agent = Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+        agent = _agent(config, place, start, kind, handed)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent, num_dropped)
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
@@ -147,15 +147,25 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     )
 
 
+def _agent(
+    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], handed: Handed
+) -> Agent | EngineRank:
+    """This rank's: all of the agent that its configuration gives it."""
+    spec = config.agents[place.agent]
+    if not place.trains:
+        return EngineRank(spec, place, config, 0 if start is None else start.step, sampler=handed.sampler)
+    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+
+
 def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
     """Those to train on, how many others are too long for an agent, and those held out."""
     num_tokens = longest_encodings(codecs)
     return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
 
 
-def _say_agents(console: Console, place: Place, agent: Agent, num_dropped: int) -> None:
+def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_dropped: int) -> None:
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
-    console.say(f"layers: {'; '.join(dict.fromkeys(layers))}")
+    console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
     for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
         if said:
             console.say(said.decode())

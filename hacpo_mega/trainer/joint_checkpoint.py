@@ -282,7 +282,7 @@ class JointCheckpoint:
         except OSError as error:  # this rank's alone: the others of its agent still wait for it, so the job must end
             raise RuntimeError(f"{writing}: {error}") from error
         if ready is not None and self._place.is_leader:
-            ready.write(writing / self._agent.name / f"__{self._place.coordinate.agent_rank}{SUFFIX}")
+            ready.write(writing / self._agent.name / f"__{self._place.coordinate.world_rank}{SUFFIX}")
         return self._states_of(writing, self._is_own_shard)
 
     def _finish(self, pending: _Pending, said: dict[str, Any]) -> None:
@@ -309,7 +309,8 @@ class JointCheckpoint:
         return found
 
     def _is_own_shard(self, name: str) -> bool:
-        return name.startswith(f"__{self._place.coordinate.agent_rank}_")
+        my = self._place.coordinate
+        return my.trains and name.startswith(f"__{my.world_rank}_")
 
     def _is_index(self, name: str) -> bool:
         """An agent's files that are nobody's shards are its first rank's."""

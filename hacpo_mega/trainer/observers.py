@@ -174,19 +174,19 @@ class Evaluation(Observer):
     def before_training(self, step: int) -> None:
         """Before a run's first step."""
         if step == 1:
-            self._evaluate("before step 1")
+            self._evaluate(0, "before step 1")
 
     def after_publishing(self, step: int) -> None:
         """Every so many steps, and after the last one."""
         every = self._config.evaluation.every_steps
         if step == self._config.num_steps or (every and step % every == 0):
-            self._evaluate()
+            self._evaluate(step)
 
-    def _evaluate(self, when: str = "") -> None:
+    def _evaluate(self, after: int, when: str = "") -> None:
         if not self._is_on:
             return
         with self._phase("evaluate", when):
-            answers = self._agent.answer_greedily(self._mine, self._longest)
+            answers = self._agent.answer_greedily(self._mine, self._longest, after)
             judgements = self._judge.judge(self._mine, answers)
         if self._agent.place.is_leader:
             graded = self._config.reward.may_be_graded

@@ -47,7 +47,8 @@ class OnPolicy:
     def __init__(self, sampler: PromptSampler, agent: Agent, place: Place, config: Config, metrics: Metrics) -> None:
         self._sampler, self._agent, self._place, self._config = sampler, agent, place, config
         self._metrics = metrics
-        self._scoring = self.scoring(agent.actor, agent.devices, agent.codec, config, agent.num_cells)
+        if place.trains:
+            self._scoring = self.scoring(agent.actor, agent.devices, agent.codec, config, agent.num_cells)
         self.my_share = place.rank_map.share_of_lane(place.coordinate)
         self.ready: ReadyAnswers | None = None
 
@@ -121,7 +122,7 @@ class OneStepOff(OnPolicy):
         if self._agent.ahead.is_busy:
             with phase("roll_out"):
                 self.ready = ReadyAnswers(self._asked, self._agent.finish_ahead(self._asked))
-            if self._place.is_leader:
+            if self._place.coordinate.is_first_to_answer:
                 self._metrics.add(f"agent/{self._agent.name}/roll_out_hidden_s", self._agent.ahead.hidden_s, 1)
 
 

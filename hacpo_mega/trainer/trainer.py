@@ -101,6 +101,8 @@ class Trainer:
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
+        if not self.place.trains:
+            return self._answer_alone()
         prompts, mine = self.schedule.prompts_of(self.steps_done), self.schedule.my_share  # my lane's; my cell's part
         with self.phase("roll_out"):
             rollouts = self.schedule.roll_out(self.steps_done, self.judge.on_answer)
@@ -126,10 +128,23 @@ class Trainer:
         updates = self._learn(self.agent.plan(prompts[mine], samples))
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
-            self.agent.publish_weights()
+            self.agent.publish_weights(self.steps_done + 1)
         self.observers.after_publishing(self.steps_done + 1)
         found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, views, updates
         self._end_step(StepFindings(*found))
+
+    def _answer_alone(self) -> None:
+        """The same step on a rank that only answers (placement = "apart"): it meets the others where all ranks meet."""
+        with self.phase("roll_out"):
+            self.schedule.roll_out(self.steps_done, None)
+        with self.phase("wait"):
+            self._leave_if_told()  # before answers are judged
+            self._leave_if_told()  # before anything is learnt
+        self.schedule.finish(self.phase)
+        with self.phase("publish"):
+            self.agent.publish_weights(self.steps_done + 1)
+        self.observers.after_publishing(self.steps_done + 1)
+        self._count_step(self.report.write_host(self.steps_done + 1, self.phase))
 
     def _learn(self, plan: Sequence[Sequence[Sample]]) -> list[UpdateStats]:
         """The updates of the step. The cross band tightens with every one of them.
@@ -155,7 +170,10 @@ class Trainer:
             found = replace(found, scores=scores, trajectories=trajectories)
         notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates)
         known = notes, self.capability.values(), self.agent.asleep_bytes
-        reduced = self.report.write(self.steps_done + 1, found, *known, self.phase)
+        self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
+
+    def _count_step(self, reduced: StepMetrics) -> None:
+        """The step has been done, and what it measured is written."""
         self.steps_done += 1
         self.phase.step = self.steps_done + 1
         self.checkpoint.settle(self._state(mean_accuracy(reduced.values, [agent.name for agent in self.config.agents])))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from job import play_command, run_here, start_ranks
+from job import play_command, run_command, run_here, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from told_job import told_at_call
@@ -26,7 +26,7 @@ from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.rollout import wire
-from hacpo_mega.rollout.ready_answers import ROW
+from hacpo_mega.rollout.ready_answers import ROW, SUFFIX
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.nightly
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.nightly
 NAMES = ("wide", "small")
 NUM_RANKS, NUM_STEPS = 3, 4
 TEMPERATURE = 0.8
+APART = ("placement=apart", "agents.wide.rollout_gpus=2", "agents.small.rollout_gpus=1")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,33 @@ def test_a_run_that_was_told_to_end_and_killed_ends_with_the_same_bits(undisturb
         answers = {path: file for path, file in one.items() if path.endswith("_answers")}
         assert len(answers) == len(NAMES)
         assert {path: other[path] for path in answers} == answers
+
+
+@pytest.fixture(scope="module")
+def apart(undisturbed) -> Path:
+    """The folder of the same run with engines on ranks of their own: six ranks, two of which answer for one agent."""
+    run_dir = undisturbed.parent / "apart"
+    run_command(6, "train", undisturbed, f"run_dir={run_dir}", *APART)
+    return run_dir
+
+
+def test_engines_on_ranks_of_their_own_change_no_bit_and_the_run_goes_on_without_them(undisturbed, apart):
+    """Nor does its checkpoint know: jobs/test_apart_faults.py goes the other way."""
+    run, back = undisturbed.parent / "run", undisturbed.parent / "back"
+    run_command(NUM_RANKS, "train", undisturbed, f"run_dir={back}", "--from", folder_of(apart, 2))
+    for other, first in ((apart, 0), (back, 3)):
+        one, two = (read_metrics(folder / "metrics.jsonl") for folder in (run, other))
+        for step in range(first, NUM_STEPS + 1):
+            assert two[step].values == one[step].values
+            assert step == 0 or read_rollouts(other, step) == read_rollouts(run, step)
+        for name in NAMES:
+            weights, same = (load_file(folder / "agents" / name / "model.safetensors") for folder in (run, other))
+            assert all(torch.equal(weights[tensor], same[tensor]) for tensor in weights), name
+    one, two = (read_checkpoint(folder_of(folder, 2)).files for folder in (run, apart))
+    assert one.keys() == two.keys()
+    assert all(two[path] == file for path, file in one.items() if path.endswith((SUFFIX, ".distcp")))
+    timing = read_metrics(apart / "metrics.jsonl")[1].timing
+    assert all(f"agent/{name}/roll_out_hidden_s" in timing for name in NAMES)
 
 
 def test_only_the_first_step_is_not_stale_and_nothing_compares_engine_and_trainer(undisturbed):

@@ -20,7 +20,7 @@ from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpo
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.megatron.actor_offload import ActorOffload
-from hacpo_mega.memory.actor_bytes import num_weights
+from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 

@@ -121,6 +121,25 @@ NAMES = [
         ),
     ),
     Case(
+        "engines of their own devices, and nobody says which",
+        ("placement='apart'", "reward.while_sampling=true", "agents.b.rollout_gpus=3", "agents.b.engine_tp=2"),
+        (
+            "reward.while_sampling: with placement = 'apart' the process that judges has no engine",
+            "agents.a.rollout_gpus: with placement = 'apart' its engines have devices of their own, and nobody",
+            "agents.b: engine_tp (2) must divide rollout_gpus (3)",
+        ),
+    ),
+    one(
+        "devices for engines that have none",
+        "agents.a.rollout_gpus=2",
+        "agents.a.rollout_gpus (2): with placement = 'split' engines are on the devices that train. Nearest: placement",
+    ),
+    Case(
+        "what never leaves",
+        ("placement='apart'", "agents.*.rollout_gpus=1", "agents.a.offload='optimizer'"),
+        ("agents.a.offload: with placement = 'apart' the actor shares its device with no engine",),
+    ),
+    Case(
         "an engine over ranks beside learning",
         ("rollout.one_step_off=true", "agents.a.tp=2"),
         ("rollout.one_step_off: an engine of agent a is over 2 ranks, whose collectives and those of learning could",),

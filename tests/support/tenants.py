@@ -48,7 +48,7 @@ class Tenant:
     def leave(self) -> None:
         self.to("leave", True)
 
-    def publish(self) -> None:
+    def publish(self, _step: int) -> None:
         self.faults.point("publish")
 
     def differences(self) -> list[str]:
@@ -81,7 +81,7 @@ def turn(phase: str, faults: Faults) -> tuple[Tenant, Tenant]:
         if phase == "differences":
             devices.differences()
         elif phase == "publish":
-            devices.publish()
+            devices.publish(0)
         else:
             with devices.learning(phases) if phase == "learning" else getattr(devices, phase)():
                 faults.point("inside")

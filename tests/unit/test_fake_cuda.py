@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hacpo_mega.lab.memory_trace import _fake_world, _NumbersThatAreKnown
-from hacpo_mega.megatron import layers
+from hacpo_mega.lab.memory_trace import _even, _fake_world, _NumbersThatAreKnown
+from hacpo_mega.megatron import layers, moe
 from hacpo_mega.megatron.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
@@ -37,6 +37,10 @@ MODELS = {
     "gemma3": Architecture(
         family="gemma3_text", tied=True, qkv_bias=False, output_bias=False, qk_norm=True, windows=(8, None),
         window_theta=1e3, query_scalar=32, **SIZES,
+    ),
+    "qwen3_moe": Architecture(
+        family="qwen3_moe", tied=False, qkv_bias=False, output_bias=False, qk_norm=True, num_experts=8,
+        experts_per_token=2, expert_ffn=96, **SIZES | {"ffn_size": 0},
     ),
 }  # fmt: skip
 
@@ -75,7 +79,12 @@ class _WithoutCurrentDevice(TorchFunctionMode):
 
 @contextmanager
 def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with _fake_world(Layout(tp, pp), 1, rank=pp_rank * tp), monkeypatch.context() as patched, ExitStack() as stack:
+    layout = Layout(tp, pp, ep=tp)
+    with ExitStack() as stack:
+        stack.enter_context(_fake_world(layout, 1, rank=pp_rank * tp, has_experts=True))
+        patched = stack.enter_context(monkeypatch.context())
+        patched.setattr(moe, "_known", _even)  # how many tokens each rank's experts have nobody knows
+        patched.setattr(moe, "looped_product", None)  # and they are multiplied together
         patched.setattr(torch.cuda, "is_available", lambda: True)
         patched.setattr(torch.cuda, "current_device", lambda: GPU)
         # Dropout's random stream, of which a model without dropout draws nothing.
@@ -91,7 +100,8 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
 def build(name: str, tp: int = 1, pp: int = 1) -> HiddenStateModel:
     # Random numbers of a device that is not there could not be drawn; both are overwritten by the folder's.
     overrides = {"perform_initialization": False}
-    model = build_model(MODELS[name], tp=tp, pp=pp, dtype=torch.bfloat16, max_positions=64, overrides=overrides)
+    ep = tp if MODELS[name].has_experts else 1
+    model = build_model(MODELS[name], tp=tp, pp=pp, ep=ep, dtype=torch.bfloat16, max_positions=64, overrides=overrides)
     return model.requires_grad_(False)  # Megatron adds residuals under enable_grad, whatever stands around it
 
 

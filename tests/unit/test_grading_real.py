@@ -94,8 +94,8 @@ def test_labels_hold_under_the_options_they_were_given_with():
 @pytest.mark.nightly
 def test_rewritten_golds():
     """A fixed sample of golds: no changed digit is accepted, and no other spelling is refused."""
-    changed, same_answer = mutated(boxed, golds_of(REAL, 90))
-    assert changed.total.total() > 250 and same_answer.total.total() > 400
+    changed, same_answer = mutated(boxed, golds_of(REAL, 50))
+    assert changed.total.total() > 140 and same_answer.total.total() > 220
     assert changed.examples == []
     assert same_answer.examples == []
 
@@ -109,7 +109,7 @@ def test_labelled_answers_of_gsm8k():
 
 @pytest.mark.nightly
 def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
-    first, second = hostile_run(100, seed=1), hostile_run(100, seed=1)
+    first, second = hostile_run(50, seed=1), hostile_run(50, seed=1)
     assert first.verdicts == second.verdicts
     assert "CORRECT" not in first.verdicts
     assert not first.ran_code and not second.ran_code
@@ -126,12 +126,12 @@ def test_golds_are_correct_against_themselves_and_solutions_against_golds():
         "minerva_math/qwen_test.jsonl", "olympiadbench/test.jsonl",
     )  # fmt: skip
     problems = [p for name in names for p in read_dataset(REAL / name).problems]
-    problems = problems[::5]
+    problems = problems[::12]
     rows = [(p.prompt, p.gold, f"Thus $\\boxed{{{p.gold}}}$.") for p in problems]
     rows += [(p.prompt, p.gold, p.solution) for p in problems if "\\boxed" in p.solution]
     with Judge("math", num_workers=2) as judge:
         wrong = [row[1:] for row, j in zip(rows, judge_all(judge, rows)) if j.verdict != Verdict.CORRECT]
-    assert len(rows) > 7_000
+    assert len(rows) > 2_900
     assert wrong == []
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from hacpo_mega.config.agents import AgentConfig, LoraConfig
 from hacpo_mega.config.changes import changes, refusals
-from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory, num_trained, num_weights
+from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory, trained_parts
+from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.flops import forward_flops, learning_flops, matrix_parameters
@@ -84,7 +85,7 @@ def test_the_bytes_of_an_adapted_actor():
     lora, layout = Lora(4, 8.0, chosen_targets(model("llama"), ("q_proj", "down_proj"))), Layout(tp=2)
     adapted = LAYERS * (4 * H + Q * D // 2 * 4 + 4 * F // 2 + H * 4)
     plan = ActorPlan(model("llama"), layout, 2, 1024, device=CUDA, lora=lora)
-    assert num_trained(plan) == adapted
+    assert trained_parts(plan) == (adapted, 0)
     memory, held = actor_memory(plan), num_weights(model("llama"), layout)
     assert memory.weights == 2 * (held + adapted)
     assert (memory.gradients, memory.main_weights, memory.moments) == (4 * adapted, 2 * adapted, 4 * adapted)

@@ -17,8 +17,9 @@ from hacpo_mega.config import device_memory, load_config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import ROOM, agent_budget, memory_table
-from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory, logit_rows, num_weights
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory, logit_rows
 from hacpo_mega.memory.budget import GIB, PHASES
+from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 
@@ -100,7 +101,6 @@ def test_chunks_of_logits_are_those_of_the_kernels(columns):
 def test_what_is_recomputed_is_not_kept(folder):
     plan = ActorPlan(Architecture.from_folder(folder / "models" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
     kept = {way: actor_memory(replace(plan, recompute=way)).kept for way in ("none", "mlp", "full")}
-    # Traced at full size: 20.6, 10.5 and about 1.2.
     assert [round(kept[way] / GIB, 1) for way in kept] == [20.4, 10.3, 1.2]
     on_cpu = actor_memory(replace(plan, device=CPU))
     assert on_cpu.main_weights == 0 and on_cpu.weights == 2 * actor_memory(plan).weights
@@ -122,7 +122,7 @@ def test_the_table_adds_up(capsys, monkeypatch):
     assert not ended.value.code
     table = capsys.readouterr().out.split("memory of one process, GiB; 79.00 of a device")[1]
     rows = {}
-    for line in table.splitlines()[2:]:
+    for line in table.splitlines()[3:]:
         name, *numbers = re.split(r"\s{2,}", line)
         rows[name] = [float(number.rstrip("*")) for number in numbers]
     for phase in [name.removeprefix("= ") for name in rows if name.startswith("= ")]:

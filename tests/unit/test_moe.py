@@ -33,12 +33,16 @@ def world() -> Iterator[None]:
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_grouped_product_is_the_loop(counts, dtype):
-    """torch's kernel for CUDA has a form for the CPU: outputs and both gradients, experts without rows among them."""
+    """torch's kernel for CUDA has a form for the CPU."""
+    compare_products(COUNTS[counts], dtype, "cpu")
+
+
+def compare_products(counts: list[int], dtype: torch.dtype, device: str) -> None:
+    """Outputs and both gradients, experts without rows among them."""
     generator = torch.Generator().manual_seed(3)
-    sizes = torch.tensor(COUNTS[counts])
-    rows = torch.randn(int(sizes.sum()), 16, generator=generator).to(dtype)
-    weight = torch.randn(4, 24, 16, generator=generator).to(dtype)
-    grad = torch.randn(len(rows), 24, generator=generator).to(dtype)
+    sizes = torch.tensor(counts, device=device)
+    shapes = ((sum(counts), 16), (4, 24, 16), (sum(counts), 24))
+    rows, weight, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     found = []
     for product in (looped_product, grouped_product):
         leaves = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]

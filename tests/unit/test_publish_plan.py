@@ -39,6 +39,12 @@ MODELS = {
     "stored fused": replace(BASE, family="phi3", tied=False, qk_norm=False),
     "norms over all heads": replace(BASE, family="olmo2", tied=False),
     "biases": replace(BASE, family="qwen2", qkv_bias=True, qk_norm=False),
+    "experts": replace(
+        BASE, family="qwen3_moe", tied=False, ffn_size=0, num_experts=4, experts_per_token=2, expert_ffn=4
+    ),
+    "experts as wide as tokens": replace(
+        BASE, family="mixtral", tied=False, qk_norm=False, ffn_size=0, num_experts=4, experts_per_token=2, expert_ffn=8
+    ),
 }
 SIZES = (1, 2, 4)
 STAGES = {1: (4,), 2: (1, 3), 4: (1, 1, 1, 1)}
@@ -48,17 +54,28 @@ LAYOUTS = [
     for tp, cp, pp, engine_tp in itertools.product(SIZES, repeat=4)
     if tp * cp * pp <= (4 if cp == 1 else 8) and engine_tp <= tp * cp * pp
 ]
+# The same with ep, which divides tp x cp.
+SHARES = {"experts": 2, "experts as wide as tokens": 4}
+CASES = [
+    (name, *layout, SHARES.get(name, 1))
+    for name in MODELS
+    for layout in LAYOUTS
+    if layout[0] * layout[1] % SHARES.get(name, 1) == 0
+]
 each_layout = pytest.mark.parametrize("tp, cp, pp, engine_tp", LAYOUTS)
-each_model = pytest.mark.parametrize("model", MODELS)
+each_case = pytest.mark.parametrize("model, tp, cp, pp, engine_tp, ep", CASES)
 
 
-def actor_side(model: Architecture, tp: int, cp: int, pp: int) -> list[list[Shard]]:
-    stages = STAGES[pp]
+def actor_side(model: Architecture, tp: int, cp: int, pp: int, ep: int = 1) -> list[list[Shard]]:
     return [
-        [shard_of(held) for _, held in actor_shards(stage_slots(model, stages, stage), model, tp=tp, tp_rank=rank)]
+        [
+            shard_of(held)
+            for _, held in actor_shards(
+                stage_slots(model, STAGES[pp], stage), model, tp=tp, tp_rank=place % tp, ep=ep, ep_rank=place % ep
+            )
+        ]
         for stage in range(pp)
-        for _ in range(cp)  # ranks that share tokens have the same weights
-        for rank in range(tp)
+        for place in range(tp * cp)  # ranks that share tokens have the same weights, but for experts
     ]
 
 
@@ -67,8 +84,8 @@ def engine_side(model: Architecture, num_ranks: int, engine_tp: int) -> list[lis
     return [list(engine_shards(slots, model, tp=engine_tp, rank=rank % engine_tp)) for rank in range(num_ranks)]
 
 
-def plan_of(model: Architecture, tp: int, cp: int, pp: int, engine_tp: int, **options) -> PublishPlan:
-    return publish_plan(actor_side(model, tp, cp, pp), engine_side(model, tp * cp * pp, engine_tp), 4, **options)
+def plan_of(model: Architecture, tp: int, cp: int, pp: int, engine_tp: int, ep: int = 1, **options) -> PublishPlan:
+    return publish_plan(actor_side(model, tp, cp, pp, ep), engine_side(model, tp * cp * pp, engine_tp), 4, **options)
 
 
 def part(full: np.ndarray, shard: Shard) -> np.ndarray:
@@ -83,11 +100,10 @@ def numbers_of(shards: list[Shard], number_of: dict[str, np.ndarray]) -> Iterato
     return itertools.chain.from_iterable(part(number_of[shard.name], shard).ravel().tolist() for shard in shards)
 
 
-@each_layout
-@each_model
-def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, tp, cp, pp, engine_tp):
+@each_case
+def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, tp, cp, pp, engine_tp, ep):
     model = MODELS[model]
-    sources, targets = actor_side(model, tp, cp, pp), engine_side(model, tp * cp * pp, engine_tp)
+    sources, targets = actor_side(model, tp, cp, pp, ep), engine_side(model, tp * cp * pp, engine_tp)
     plan = publish_plan(sources, targets, 4, bucket_bytes=1024)
     first, full = 0, {}
     for source in all_sources(model):
@@ -109,16 +125,15 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
     assert sum(plan.sent_bytes()) == sum(plan.received_bytes())
 
 
-@each_layout
-@each_model
-def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp):
+@each_case
+def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp, ep):
     """In closed form; and that is the least, counted without a plan."""
     model = MODELS[model]
-    plan, counted = plan_of(model, tp, cp, pp, engine_tp), published(model, tp, STAGES[pp], engine_tp, cp)
+    plan, counted = plan_of(model, tp, cp, pp, engine_tp, ep), published(model, tp, STAGES[pp], engine_tp, cp, ep)
     assert [4 * n for n in counted.sent] == plan.sent_bytes()
     assert [4 * n for n in counted.received] == plan.received_bytes()
     ends = {"first_layers": STAGES[pp][0]} if pp == 2 else {}
-    least = least_received(model, Layout(tp=tp, pp=pp, cp=cp, **ends), engine_tp)
+    least = least_received(model, Layout(tp=tp, pp=pp, cp=cp, ep=ep, **ends), engine_tp)
     assert least == counted.received
     assert [4 * n for n in counted.written] == plan.written_bytes()
     pairs = {(piece.source, piece.target) for piece in plan.pieces if piece.crosses}

@@ -31,11 +31,13 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.public import public_architecture
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"])
 def test_forward_flops_are_those_that_torch_counts(tmp_path, family):
     make_model(tmp_path, family, vocab_size=50, tied=family == "qwen3", seed=1, num_layers=3, hidden_size=64,
                num_heads=4, num_kv_heads=2, head_dim=16 if family == "qwen2" else 32, ffn_size=96)  # fmt: skip
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", experts_implementation="eager"
+    )
     model, length = Architecture.from_folder(tmp_path), 20
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         reference(torch.arange(2 * length).reshape(2, length) % 50)

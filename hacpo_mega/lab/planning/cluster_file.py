@@ -64,6 +64,8 @@ class RatesTable(Section):
     """Share of the peak while the engine reads prompts."""
     decode: Used
     """Share of the peak that an engine can reach while it answers, where the memory is not slower."""
+    experts: Used
+    """Of these shares, what a model with experts reaches, whose matrices are many and small."""
     memory: Used
     """Share of the memory's bandwidth."""
     link: Used

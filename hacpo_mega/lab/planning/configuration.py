@@ -32,6 +32,8 @@ def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Plan
     problems = batch_problems(config)
     if config.placement == "shared":
         problems.append("placement: agents that take turns on devices are not planned for. Nearest: placement=split")
+    if config.placement == "apart":
+        problems.append("placement: engines on devices of their own are not planned for. Nearest: placement=split")
     if config.rollout.one_step_off:
         problems.append("rollout.one_step_off: steps that overlap are not planned for. Nearest: one_step_off=false")
     models, wrong = named_models(config)
@@ -63,5 +65,5 @@ def model_of(agent: AgentConfig) -> Architecture:
 
 def _layout_lines(agent: AgentConfig, model: Architecture, longest: int) -> Iterator[str]:
     yield from table_problems(agent.megatron, agent.vllm)
-    layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp)
+    layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp, agent.ep)
     yield from layout_problems(model, layout, max_positions=longest)

@@ -13,7 +13,8 @@
 
 memory_gib of a GPU is what torch sees of it, rounded down. The rates of `cpu` are from a measured benchmark
 (docs/measurements/planning.md says how); those of GPUs are not measured by us: `learn` and `score` are the low
-end of the model FLOP utilisation that Megatron-LM's README reports on H100 (41 to 48 %), the others are assumptions.
+end of the model FLOP utilisation that Megatron-LM's README reports on H100 (41 to 48 %), `experts` what its PR 5728
+reports of Qwen3-30B-A3B there (240.5 TFLOP/s, 24 %) over that, the others are assumptions.
 """
 
 from collections.abc import Mapping
@@ -21,12 +22,13 @@ from typing import Any, Literal
 
 KindName = Literal["h100", "h200", "a100-80", "b200", "cpu"]
 
-# Assumed, but for learn and score (above).
+# Assumed, but for learn, score and experts (above).
 _GPU_RATES: Mapping[str, float] = {
     "learn": 0.41,
     "score": 0.41,
     "prefill": 0.41,
     "decode": 0.41,
+    "experts": 0.59,
     "memory": 0.7,
     "link": 0.7,
     "learn_passes": 0.0,  # the utilisation is that of whole steps: traffic of activations is in it
@@ -50,6 +52,7 @@ _CPU_RATES: Mapping[str, float] = {
     "score": 0.6,
     "prefill": 0.6,
     "decode": 0.6,
+    "experts": 1.0,  # not measured
     "memory": 1.0,
     "link": 1.0,
     "learn_passes": 4.0,

@@ -17,7 +17,7 @@ from hacpo_mega.lab.planning.configuration import Planned
 from hacpo_mega.lab.planning.seconds import Demand, Terms, phase_seconds
 from hacpo_mega.lab.planning.traffic import Message, Spread, spread_of
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import num_trained
+from hacpo_mega.memory.actor_bytes import trained_parts
 from hacpo_mega.memory.budget import GIB, Budget
 from hacpo_mega.models.layout import Layout
 
@@ -84,7 +84,7 @@ class Plan:
         each = [
             # the copy of the state from which a checkpoint is written beside training
             CHECKPOINT_BYTES_PER_PARAMETER
-            * num_trained(replace(agent.budget.actor, layout=Layout()))
+            * sum(trained_parts(replace(agent.budget.actor, layout=Layout())))
             / agent.num_devices
             for agent in self.agents
         ]
@@ -129,7 +129,7 @@ def make_plan(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> P
             agent_budget(config, agent, planned.models[agent.name], on_cpu=cluster.on_cpu),
             work[agent.name],
             cluster,
-            spread_of(ranks, index, cluster.devices_per_node),
+            spread_of(ranks, index, cluster.devices_per_node, agent.ep),
         )
         for index, agent in enumerate(config.agents)
     )

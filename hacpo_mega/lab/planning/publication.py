@@ -1,16 +1,17 @@
 """What a publication moves by rank, as the plan of a run would have it (models/publish_plan.py), in closed form.
 
-A search asks it of hundreds of layouts. All layers are cut alike: what one tensor rank of the actor has in common with
-one rank of an engine is counted of a single layer, and taken as often as a stage has layers.
+A search asks it of hundreds of layouts. All layers are cut alike: what one rank of those that share a parameter has in
+common with one rank of an engine is counted of a single layer, and taken as often as a stage has layers.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
-from hacpo_mega.models.segments import Slot, stage_slots
+from hacpo_mega.models.segments import Cut, Slot, stage_slots
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class Published:
 class _Tensors:
     """Some tensors that the same stages hold, each of these all of them.
 
-    shared       [tensor rank of the actor][rank of the engine]: numbers that both hold
-    replicated   numbers that every tensor rank holds, and every rank of the engine
+    shared       [share of the actor][rank of the engine]: numbers that both hold; neighbouring ranks of a stage have
+                 the shares in turn, those of tensor parallelism or, of experts, those of expert parallelism
+    replicated   numbers that every rank of the stage holds, and every rank of the engine
     """
 
     stages: tuple[int, ...]
@@ -40,14 +42,16 @@ class _Tensors:
 
 
 @lru_cache(maxsize=4096)
-def published(architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int, cp: int = 1) -> Published:
+def published(
+    architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int, cp: int = 1, ep: int = 1
+) -> Published:
     """Of one publication in a cell of `tp` x `cp` ranks for each of the stages, which have so many layers."""
     num_ranks = tp * cp * len(stages)
     sent, received, written = ([0] * num_ranks for _ in range(3))
     receivers: list[set[int]] = [set() for _ in range(num_ranks)]
-    for times, tensors in _held(architecture, tp, stages, engine_tp):
+    for times, tensors in _held(architecture, tp, ep, stages, engine_tp):
         for rank in range(num_ranks):
-            for holder, size in _moves(tensors, rank, tp, cp, engine_tp):
+            for holder, size in _moves(tensors, rank, tp * cp, engine_tp):
                 written[rank] += times * size
                 if size and holder != rank:
                     received[rank] += times * size
@@ -56,33 +60,31 @@ def published(architecture: Architecture, tp: int, stages: tuple[int, ...], engi
     return Published(tuple(sent), tuple(received), tuple(written), max(map(len, receivers)))
 
 
-def _moves(tensors: _Tensors, rank: int, tp: int, cp: int, engine_tp: int) -> Iterator[tuple[int, int]]:
+def _moves(tensors: _Tensors, rank: int, width: int, engine_tp: int) -> Iterator[tuple[int, int]]:
     """(from whom, numbers): what the rank needs, from the nearest of those who have it.
 
-    Ranks of a cell by stage, of a stage by their part of the tokens, for which all have the same, then by tensor rank.
+    Ranks of a cell by stage, each of `width` ranks, of a stage by their part of the tokens, then by tensor rank.
     """
 
     def nearest(holders: Iterable[int]) -> int:
         return min(holders, key=lambda holder: (abs(holder - rank), holder))
 
-    for t, row in enumerate(tensors.shared):
-        yield (
-            nearest(stage * tp * cp + c * tp + t for stage in tensors.stages for c in range(cp)),
-            row[rank % engine_tp],
-        )
+    for share, row in enumerate(tensors.shared):
+        those = range(share, width, len(tensors.shared))
+        yield nearest(stage * width + place for stage in tensors.stages for place in those), row[rank % engine_tp]
     # of neighbouring ranks, all of which have it, the nearest is the rank itself or one of both ends
-    width = tp * cp
     inside = (min(max(rank, stage * width), stage * width + width - 1) for stage in tensors.stages)
     yield nearest(inside), tensors.replicated
 
 
 def _held(
-    architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int
+    architecture: Architecture, tp: int, ep: int, stages: tuple[int, ...], engine_tp: int
 ) -> Iterator[tuple[int, _Tensors]]:
     """How often what is held where: every stage's layers, and what is beside them."""
-    layer, beside = _of_one_layer(architecture, tp, engine_tp)
+    of_layer, beside = _of_one_layer(architecture, tp, ep, engine_tp)
     for stage, layers in enumerate(stages):
-        yield layers, _Tensors((stage,), *layer)
+        for counted in of_layer:
+            yield layers, _Tensors((stage,), *counted)
     last = len(stages) - 1
     for parameter, counted in beside:
         if not parameter.startswith("embedding."):
@@ -96,19 +98,28 @@ _Counted = tuple[tuple[tuple[int, ...], ...], int]
 
 
 @lru_cache(maxsize=256)
-def _of_one_layer(architecture: Architecture, tp: int, engine_tp: int) -> tuple[_Counted, list[tuple[str, _Counted]]]:
-    """What is common of a layer, and of every parameter that is in none, by its name."""
+def _of_one_layer(
+    architecture: Architecture, tp: int, ep: int, engine_tp: int
+) -> tuple[list[_Counted], list[tuple[str, _Counted]]]:
+    """What is common of a layer, its experts by themselves, and of every parameter that is in none, by its name."""
     thin = replace(architecture, num_layers=1)
     slots = stage_slots(thin, (1,), 0)
     layer = [slot for slot in slots if slot.parameter.startswith("decoder.layers.")]
-    beside = [(slot.parameter, _overlaps(thin, [slot], tp, engine_tp)) for slot in slots if slot not in layer]
-    return _overlaps(thin, layer, tp, engine_tp), beside
+    beside = [(slot.parameter, _overlaps(thin, [slot], tp, 1, engine_tp)) for slot in slots if slot not in layer]
+    experts = [slot for slot in layer if slot.cut is Cut.EXPERTS]
+    others = [slot for slot in layer if slot.cut is not Cut.EXPERTS]
+    of_layer = [_overlaps(thin, others, tp, 1, engine_tp)]
+    return [*of_layer, _overlaps(thin, experts, 1, ep, engine_tp)] if experts else of_layer, beside
 
 
-def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, engine_tp: int) -> _Counted:
-    actor = [[shard_of(r) for _, r in actor_shards(slots, architecture, tp=tp, tp_rank=t)] for t in range(tp)]
-    engine = [list(engine_shards(slots, architecture, tp=engine_tp, rank=e)) for e in range(engine_tp)]
-    everywhere = set(actor[0]).intersection(*actor[1:]) if tp > 1 else set()
+def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, ep: int, engine_tp: int) -> _Counted:
+    """Of slots that are shared by `tp` ranks, or of experts, which `ep` ranks share."""
+    actor = [
+        [shard_of(r) for _, r in actor_shards(slots, architecture, tp=tp, tp_rank=n % tp, ep=ep, ep_rank=n % ep)]
+        for n in range(tp * ep)
+    ]
+    engine = [_by_name(engine_shards(slots, architecture, tp=engine_tp, rank=e)) for e in range(engine_tp)]
+    everywhere = set(actor[0]).intersection(*actor[1:]) if len(actor) > 1 else set()
     rows = tuple(
         tuple(_shared([shard for shard in mine if shard not in everywhere], theirs) for theirs in engine)
         for mine in actor
@@ -116,10 +127,14 @@ def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, engine_tp:
     return rows, sum(shard.size for shard in everywhere)
 
 
-def _shared(some: list[Shard], others: list[Shard]) -> int:
+def _by_name(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
+    found = defaultdict(list)
+    for shard in shards:
+        found[shard.name].append(shard)
+    return found
+
+
+def _shared(some: list[Shard], others: dict[str, list[Shard]]) -> int:
     return sum(
-        shared.size
-        for one in some
-        for other in others
-        if one.name == other.name and (shared := one.overlap(other)) is not None
+        shared.size for one in some for other in others.get(one.name, ()) if (shared := one.overlap(other)) is not None
     )

@@ -60,12 +60,12 @@ def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -
     total = [sum(shard.size for shards in of_rank.values() for shard in shards) for of_rank in needed]
     found = []
     for rank in range(layout.cell_size):
-        stage, tp_rank = rank // (layout.tp * layout.cp), rank % layout.tp
+        stage, place = rank // (layout.tp * layout.cp), rank % engine_tp
+        shares = {"tp": layout.tp, "tp_rank": rank % layout.tp, "ep": layout.ep, "ep_rank": rank % layout.ep}
         slots = stage_slots(architecture, stages, stage)
-        place = rank % engine_tp
         both = {
             overlap
-            for _, rectangle in actor_shards(slots, architecture, tp=layout.tp, tp_rank=tp_rank)
+            for _, rectangle in actor_shards(slots, architecture, **shares)
             for shard in needed[place].get(rectangle.source.name, ())
             if (overlap := shard.overlap(shard_of(rectangle))) is not None
         }

@@ -52,6 +52,7 @@ def _nearest(planned: Planned, cluster: Cluster, work: Mapping[str, Work], ways:
     largest = max(found, key=lambda least: least.memory_gib)
     agent, needed = largest.agent, largest.memory_gib
     return (
-        f"No number of devices is enough: {agent.name} needs {needed} GiB at tp {agent.tp}, cp {agent.cp}, pp "
-        f"{agent.pp}, recompute full, {largest.num_devices} devices. Nearest: device.memory_gib = {needed}"
+        f"No number of devices is enough: {agent.name} needs {needed} GiB at tp {agent.tp}, cp {agent.cp}, "
+        f"{f'ep {agent.ep}, ' if agent.ep > 1 else ''}pp {agent.pp}, recompute full, {largest.num_devices} devices. "
+        f"Nearest: device.memory_gib = {needed}"
     )

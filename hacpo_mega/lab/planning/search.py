@@ -1,4 +1,4 @@
-"""Which layouts let all agents finish together: every tp, cp, pp, engine and number of cells that models can have.
+"""Which layouts let all agents finish together: every tp, cp, ep, pp, engine and number of cells that models can have.
 
 For every number of lanes each agent's layouts are judged for themselves, then one agent after the other is put on the
 devices that are left; of two ways to use as many devices, one that is nowhere faster is dropped. More devices or
@@ -19,7 +19,9 @@ from hacpo_mega.lab.planning.configuration import Planned
 from hacpo_mega.lab.planning.plan import AgentPlan, plan_agent, stretches, wall_seconds
 from hacpo_mega.lab.planning.traffic import Spread, spread_of
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.budget import Budget
+from hacpo_mega.memory.actor_bytes import CPU, CUDA
+from hacpo_mega.memory.budget import GIB, Budget
+from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_problems
 
@@ -59,8 +61,13 @@ class Way:
 
     def overrides(self) -> list[str]:
         """What makes a configuration this one, as key=value."""
-        keys = ("tp", "cp", "pp", "cells_per_lane", "engine_tp")
-        own = [f"agents.{s.plan.name}.{key}={getattr(s.plan.agent, key)}" for s in self.choices for key in keys]
+        keys = ("tp", "cp", "ep", "pp", "cells_per_lane", "engine_tp")
+        own = [
+            f"agents.{choice.plan.name}.{key}={getattr(choice.plan.agent, key)}"
+            for choice in self.choices
+            for key in keys
+            if key != "ep" or choice.plan.budget.actor.architecture.has_experts
+        ]
         return [f"lanes={self.lanes}", *own]
 
 
@@ -131,7 +138,8 @@ class _Search:
                     yield Choice(plan, stretches(plan.phases_s))
 
     def _budget(self, config: Config, agent: AgentConfig) -> Budget:
-        key = (agent.name, agent.tp, agent.cp, agent.pp, agent.engine_tp, config.lanes * agent.cells_per_lane)
+        layout = (agent.tp, agent.cp, agent.ep, agent.pp, agent.engine_tp)
+        key = (agent.name, *layout, config.lanes * agent.cells_per_lane)
         if key not in self.budgets:
             model = self.planned.models[agent.name]
             self.budgets[key] = agent_budget(config, agent, model, on_cpu=self.cluster.on_cpu)
@@ -141,21 +149,28 @@ class _Search:
 def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
     """Where the groups of an agent lie that begins at a node."""
     shape = AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel, agent.cp)
-    return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node)
+    return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node, agent.ep)
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """tp, cp, pp and engine_tp that the model can have, ranks of tp x cp inside a node; models/layout.py decides."""
+    """tp, cp, ep, pp and engine_tp that the model can have (models/layout.py), ranks of tp x cp inside a node."""
     model, config = planned.models[agent.name], planned.config
     is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
     shares = [(tp, cp) for tp in _divisors(node) for cp in _divisors(node // tp) if tokens % (tp * cp) == 0]
     stages = range(1, MAX_STAGES + 1) if is_even else (agent.pp,)
+    inside = _fits_a_node(model, cluster)
     for (tp, cp), pp in itertools.product(shares, stages):
-        for engine_tp in _divisors(tp * cp * pp):
-            layout = Layout.of(tp, pp, agent.megatron, engine_tp, cp)
-            if node % engine_tp == 0 and not layout_problems(model, layout):
-                yield {"tp": tp, "cp": cp, "pp": pp, "engine_tp": engine_tp}
+        sizes = [n for n in _divisors(tp * cp * pp) if node % n == 0 or (not inside and n % node == 0)]
+        for engine_tp, ep in itertools.product(sizes, _divisors(tp * cp) if model.has_experts else (1,)):
+            if not layout_problems(model, Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep)):
+                yield {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "engine_tp": engine_tp}
+
+
+def _fits_a_node(model: Architecture, cluster: Cluster) -> bool:
+    """Whether the devices of a node hold the weights of an engine in half of their memory; else whole nodes do."""
+    number = (CPU if cluster.on_cpu else CUDA).number
+    return num_weights(model, Layout()) * number <= cluster.devices_per_node * cluster.device.memory_gib * GIB / 2
 
 
 def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:

@@ -14,10 +14,10 @@ from functools import cache
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.traffic import Message, Spread, learn_batches, messages_of, publication_of, score_batches
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, num_trained
-from hacpo_mega.memory.budget import Budget, cache_per_token, engine_weights
+from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, trained_parts
+from hacpo_mega.memory.budget import Budget, cache_per_token, engine_experts, engine_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import forward_flops, learning_flops
+from hacpo_mega.models.flops import feed_forward_parameters, forward_flops, learning_flops, touched_experts
 from hacpo_mega.models.segments import all_sources
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
@@ -95,10 +95,14 @@ def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
 
 def _roll_out(demand: Demand, cluster: Cluster) -> dict[str, float]:
     budget, work, rates = demand.budget, demand.work, cluster.rates
-    model, peak = budget.actor.architecture, 1e12 * cluster.device.peak_tflops * budget.engine.tp
+    model, peak = budget.actor.architecture, _peak(budget.actor.architecture, cluster) * budget.engine.tp
     answers = work.answers / demand.engines
     tokens, whole = answers * work.answer_tokens, work.prompt_tokens + work.answer_tokens
-    read = demand.rounds * engine_weights(budget.actor, budget.engine)
+    weights = engine_weights(budget.actor, budget.engine)
+    if model.has_experts:  # nobody reads those to which no token goes
+        idle = 1.0 - touched_experts(model, demand.at_once)
+        weights -= idle * engine_experts(budget.actor, budget.engine)
+    read = demand.rounds * weights
     read += tokens * (work.prompt_tokens + work.answer_tokens / 2) * cache_per_token(budget)
     memory_s = read / cluster.memory_bytes_per_s()
     flops = forward_flops(model, answers, whole) - forward_flops(model, answers, work.prompt_tokens)
@@ -139,9 +143,10 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
     learning = learning_flops(actor.architecture, answers, work.length, actor.lora)
     again = {"none": 0.0, "mlp": _feed_forward_share(actor), "full": 1.0}[actor.recompute]
     passed = rates.learn_passes * answers * work.length * _kept_per_token(actor)
-    numbers = num_trained(actor, demand.budget.stage)
+    dense, experts = trained_parts(actor, demand.budget.stage)
     # The gradient's buffer is cleared, Adam works on this rank's share.
-    step = work.updates * numbers * (FLOAT32 + STEP_PASSES / actor.shards)
+    step = work.updates * (dense * (FLOAT32 + STEP_PASSES / actor.shards) + experts * FLOAT32)
+    step += work.updates * experts * STEP_PASSES / actor.expert_shards
     return {
         "compute": (learning + again * forward) / (_peak_of_cell(demand, cluster) * rates.learn),
         "memory": passed / cluster.memory_bytes_per_s(),
@@ -164,14 +169,18 @@ def _num_tensors(model: Architecture) -> int:
 
 
 def _peak_of_cell(demand: Demand, cluster: Cluster) -> float:
-    return 1e12 * cluster.device.peak_tflops * demand.budget.actor.layout.cell_size
+    return _peak(demand.budget.actor.architecture, cluster) * demand.budget.actor.layout.cell_size
+
+
+def _peak(model: Architecture, cluster: Cluster) -> float:
+    """FLOP/s of a device, of which the rates are shares."""
+    return 1e12 * cluster.device.peak_tflops * (cluster.rates.experts if model.has_experts else 1.0)
 
 
 def _feed_forward_share(actor: ActorPlan) -> float:
     """Of a forward pass, what the feed-forwards are."""
     model = actor.architecture
-    feed_forward = 2.0 * 3 * model.num_layers * model.hidden_size * model.ffn_size
-    return feed_forward / forward_flops(model, 1, 1)
+    return 2.0 * model.num_layers * feed_forward_parameters(model) / forward_flops(model, 1, 1)
 
 
 def _kept_per_token(actor: ActorPlan) -> float:

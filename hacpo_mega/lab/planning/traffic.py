@@ -3,7 +3,9 @@
 Of n ranks each sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
 for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
 their outputs; backward mirrors that and gathers the inputs again for the gradient of the weights. Context parallelism
-sends queries, keys, values and the output of every attention to other ranks, and their gradients back.
+sends queries, keys, values and the output of every attention to other ranks, and their gradients back. Experts take
+what a rank has of the tokens, so that nothing is gathered for them: expert parallelism sends every token to each of its
+experts and back.
 """
 
 import math
@@ -14,7 +16,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.publication import Published, published
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.memory.actor_bytes import FLOAT32, num_trained
+from hacpo_mega.memory.actor_bytes import FLOAT32, trained_parts
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.layout import stage_layers
 from hacpo_mega.rollout.wire import HEADER
@@ -26,19 +28,20 @@ TOKEN_BYTES = 4 + 4
 # Gathers and scatters of one layer's activations: forward, backward, and what recomputation repeats.
 FORWARD, BACKWARD = 4, 6
 AGAIN = {"none": 0, "mlp": 2, "full": FORWARD}
-# All-to-alls of an attention, one way: of queries, keys, values, the output.
-EXCHANGES = 4
+# All-to-alls of an attention, one way: of queries, keys, values, the output; of experts: there and back.
+EXCHANGES, TO_EXPERTS = 4, 2
 # Sums over tensor parallelism in a layer of the engine.
 ENGINE_SUMS = 2
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Which groups of an agent stay inside a node: of tensor ranks, of these and those of cp, of stages, of the
-    cells, of one engine."""
+    """Which groups of an agent stay inside a node: of tensor ranks, of these and those of cp, of those that share
+    experts, of stages, of the cells, of one engine."""
 
     tp: bool
     cp: bool
+    ep: bool
     pp: bool
     dp: bool
     engine: bool
@@ -64,8 +67,8 @@ class Message:
         return self.num_bytes / cluster.bytes_per_s(inside=self.inside) + latency_s
 
 
-def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
-    """Where the groups of an agent lie: ranks fill the nodes in their order."""
+def spread_of(ranks: RankMap, agent: int, devices_per_node: int, ep: int) -> Spread:
+    """Where the groups of an agent, of whose ranks `ep` share experts, lie: ranks fill the nodes in their order."""
     shape, first = ranks.agents[agent], ranks.first_ranks[agent]
     last = first + ranks.agent_world_size(agent)
 
@@ -78,6 +81,7 @@ def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
     return Spread(
         tp=together(shape.tp, shape.tp),
         cp=together(shape.tp * shape.cp, shape.tp * shape.cp),
+        ep=together(ep, ep),
         pp=together(shape.cell_size, shape.cell_size),
         dp=together(last - first, last - first),
         engine=together(shape.engine_tp, shape.engine_tp),
@@ -90,10 +94,9 @@ def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: 
     yield from _of_engine(budget, work, spread, rounds)
     scored, trained = work.scored / cells, work.trained / cells
     batches = work.scored_updates * score_batches(budget, work)
-    yield from _of_model("score", budget, scored * work.length, batches, FORWARD, 1, spread)
+    yield from _of_model("score", budget, scored * work.length, batches, 1, spread)
     batches = work.updates * learn_batches(budget, work)
-    gathers = FORWARD + BACKWARD + AGAIN[budget.actor.recompute]
-    yield from _of_model("learn", budget, trained * work.length, batches, gathers, 2, spread)
+    yield from _of_model("learn", budget, trained * work.length, batches, 2, spread)
     yield from _of_gradients(budget, work, spread)
     yield from _of_exchange(budget, work, lanes, spread)
     yield from _of_publication(budget, spread)
@@ -137,20 +140,39 @@ def _prompts_of_engine(work: Work, engines: float) -> float:
     return min(work.prompts, work.answers / engines)
 
 
-def _of_model(
-    phase: str, budget: Budget, tokens: float, batches: int, gathers: int, ways: int, spread: Spread
-) -> Iterator[Message]:
+def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
     a, layout, number = actor.architecture, actor.layout, actor.device.number
     row, tokens = a.hidden_size * number, tokens / layout.cp
     if layout.cp > 1:
         yield _of_attention(phase, budget, tokens, batches, spread)
+    if layout.ep > 1:
+        yield _of_experts(phase, budget, tokens / layout.tp, batches, spread)
     if layout.tp > 1:
-        collectives = gathers * math.ceil(a.num_layers / layout.pp)
+        collectives = _gathers(phase, budget) * math.ceil(a.num_layers / layout.pp)
         size = collectives * (layout.tp - 1) / layout.tp * tokens * row
         yield Message(phase, "gathers and scatters of tp", spread.tp, size, collectives * batches, piped=True)
     if layout.pp > 1:
         yield Message(phase, "sends of pp", spread.pp, ways * tokens / layout.tp * row, ways * batches, piped=True)
+
+
+def _gathers(phase: str, budget: Budget) -> int:
+    """Gathers and scatters of a layer over tensor parallelism, of which experts have no part."""
+    again = AGAIN[budget.actor.recompute]
+    if not budget.actor.architecture.has_experts:
+        return {"score": FORWARD, "learn": FORWARD + BACKWARD + again}[phase]
+    return {"score": FORWARD // 2, "learn": (FORWARD + BACKWARD + (again if again == FORWARD else 0)) // 2}[phase]
+
+
+def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
+    """What a rank sends of its `tokens` to their experts, of which those of other ranks are as likely as its own, and
+    what it sends back; again backward, and where it is computed again."""
+    actor = budget.actor
+    a, ep = actor.architecture, actor.layout.ep
+    ways = {"score": 1, "learn": 2 + (actor.recompute != "none")}[phase]
+    count = ways * TO_EXPERTS * math.ceil(a.num_layers / actor.layout.pp)
+    size = count * (ep - 1) / ep * tokens * a.experts_per_token * a.hidden_size * actor.device.number
+    return Message(phase, "tokens of ep", spread.ep, size, count * batches, piped=True)
 
 
 def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
@@ -166,12 +188,14 @@ def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, sprea
 
 def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
     actor = budget.actor
-    if (ranks := actor.shards) > 1:
-        numbers = num_trained(actor, budget.stage)
-        size = (ranks - 1) / ranks * numbers * (FLOAT32 + actor.device.number)
-        # Each of the ring's 2 (ranks - 1) steps waits for the one before.
-        count = 2.0 * (ranks - 1) * work.updates
-        yield Message("learn", "gradients and weights of dp", spread.dp, size * work.updates, count)
+    dense, experts = trained_parts(actor, budget.stage)
+    parts = (("dp", dense, actor.shards), ("experts", experts, actor.expert_shards))
+    for what, numbers, ranks in parts:
+        if numbers and ranks > 1:
+            size = (ranks - 1) / ranks * numbers * (FLOAT32 + actor.device.number)
+            # Each of the ring's 2 (ranks - 1) steps waits for the one before.
+            count = 2.0 * (ranks - 1) * work.updates
+            yield Message("learn", f"gradients and weights of {what}", spread.dp, size * work.updates, count)
 
 
 def _of_exchange(budget: Budget, work: Work, lanes: int, spread: Spread) -> Iterator[Message]:
@@ -195,4 +219,5 @@ def publication_of(budget: Budget) -> Published:
     """What one publication of the agent moves in each of its cells."""
     actor = budget.actor
     stages = stage_layers(actor.architecture.num_layers, actor.layout)
-    return published(actor.architecture, actor.layout.tp, stages, budget.engine.tp, actor.layout.cp)
+    layout = actor.layout
+    return published(actor.architecture, layout.tp, stages, budget.engine.tp, layout.cp, layout.ep)

@@ -62,7 +62,7 @@ def schedules_of(config: Config) -> tuple[Schedule, ...]:
             f"{config.algorithm.method} with {len(config.agents)} agents: give two agents and a method such as hacpo"
         )
     alone = f"training.prompts_per_update={len(config.agents) * config.training.prompts_per_update}"
-    in_turns = () if config.placement == "shared" else (Schedule(IN_TURNS, _in_turns(config)),)
+    in_turns = () if config.placement != "split" else (Schedule(IN_TURNS, _in_turns(config)),)
     return (
         Schedule(config.algorithm.method),
         *in_turns,

@@ -1,0 +1,55 @@
+"""How many bytes the experts of a layer take on one device beside their weights: a formula. Imports no torch.
+
+The terms are what megatron/moe.py keeps. A rank's s tokens are k rows each, which go to the ranks that have the experts
+and come back; where every expert gets as many, a rank computes R = s k rows, of hidden size h and an expert's width f.
+Only with ep can they be more: all tokens of its ep ranks may ask for the experts of one of them.
+Held to the real layer by tests/unit/test_memory_trace.py, as actor_bytes.py is.
+"""
+
+from dataclasses import dataclass
+
+from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import Layout
+
+FLOAT32, INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """Of one layer and one micro-batch, every expert having as many tokens.
+
+    kept      for backward
+    working   what backward takes at most on top of that
+    forward   what a forward that keeps nothing takes
+    worst     how much more is kept where all tokens go to the experts of this rank
+    """
+
+    kept: int
+    working: int
+    forward: int
+    worst: int
+
+
+def expert_bytes(a: Architecture, layout: Layout, own_tokens: int, number: int) -> ExpertBytes:
+    """Of `own_tokens` that a rank of cp has, whose tensor ranks have a part of them each, in numbers of so many bytes.
+
+    Backward takes the most where shares have met their rows, whose gradients are put in order; where the second matrix
+    gets its gradient; at the activation; where the first matrix gets its gradient.
+    """
+    tokens, per_token, experts = own_tokens // layout.tp, a.experts_per_token, a.num_experts // layout.ep
+    rows = tokens * per_token
+    hidden, ffn = rows * a.hidden_size * number, rows * a.expert_ffn * number
+    down = experts * a.hidden_size * a.expert_ffn * number
+    crosses = layout.ep > 1
+    # Probabilities of all experts; shares before and after they add up to 1, their sum, the numbers of their experts.
+    routing = tokens * (a.num_experts * FLOAT32 + per_token * (2 * FLOAT32 + INT64) + FLOAT32)
+    orders = rows * INT64 * (3 if crosses else 1)
+    # Rows as they come, gate and up, their product, rows as they went back.
+    kept = routing + orders + 2 * hidden + 3 * ffn
+    more = tokens * (layout.ep * min(per_token, experts) - per_token)
+    return ExpertBytes(
+        kept=kept,
+        working=max(2 * hidden, ffn + down, 2 * ffn - hidden, 2 * down - ffn),
+        forward=routing + (3 if crosses else 2) * hidden + 3 * ffn,
+        worst=more * ((a.hidden_size + 3 * a.expert_ffn) * number + 2 * INT64),
+    )

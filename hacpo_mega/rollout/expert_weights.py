@@ -1,0 +1,103 @@
+"""The experts of a live vLLM: two tensors a layer, [experts, gate and up, hidden] and [experts, hidden, feed-forward].
+
+On CUDA Triton's kernels read them as they were loaded; other kernels have forms of their own, which nobody here reads.
+On the CPU vLLM packs them, one expert after the other, and fills up the feed-forward. vLLM 0.32 does so at the first
+load alone (`is_weight_update` of UnquantizedFusedMoEMethod): what came later was read as if it were
+packed, without a word. Here every load packs. How is asked of vLLM's own operation, which is given the places of
+numbers in place of numbers: so what a kernel reads can be read back, to the bit.
+It gets vLLM's layers handed in and imports nothing of it.
+"""
+
+import functools
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+GATE_UP, DOWN = "w13_weight", "w2_weight"
+# vLLM's names of kernels that take the experts as they are loaded, but for the CPU's packing.
+PLAIN_KERNELS = ("TRITON", "BATCHED_TRITON", "CPU")
+# Whole numbers below it are exact in every type that weights have.
+DIGIT = 256
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether it is the layer of vLLM that has the experts of a mixture."""
+    return hasattr(module, GATE_UP) and hasattr(module, "ckpt_gate_proj_name")
+
+
+def packs_experts(module: nn.Module) -> bool:
+    """Whether it is one whose kernel reads a packed form."""
+    return holds_experts(module) and hasattr(_kernel(module), "isa")
+
+
+def experts_problem(method: object) -> str | None:
+    """Why the experts of a layer with this method are not what was loaded; None where they are, or there are none."""
+    kernel = getattr(method, "unquantized_backend", None)
+    if kernel is None or kernel.name in PLAIN_KERNELS:
+        return None
+    return f"its layer holds experts as {kernel.value} wants them (vllm.moe_backend = 'triton' takes them as they are)"
+
+
+def converts_experts(model: nn.Module) -> bool:
+    """Whether some layer holds experts in a form that nobody here reads."""
+    return any(experts_problem(getattr(module, "quant_method", None)) for module in model.modules())
+
+
+def pack_at_every_load(model: nn.Module) -> None:
+    """From now on a second load is packed as the first one was."""
+    for module in filter(packs_experts, model.modules()):
+        method = module.quant_method
+        method.process_weights_after_loading = functools.partial(
+            _as_at_first, method, method.process_weights_after_loading
+        )
+
+
+def _as_at_first(method, process, layer: nn.Module) -> None:
+    method.moe_kernel = None  # what vLLM knows a first load by
+    process(layer)
+
+
+def take_experts(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """The layer computes with these from now on."""
+    for name, tensor in tensors.items():
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+    module.quant_method.process_weights_after_loading(module)
+
+
+def expert_halves(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """What it multiplies with, as it was loaded: gate and up [experts, ffn, hidden], down [experts, hidden, ffn].
+
+    ffn is this rank's part of the feed-forward.
+    """
+    gate_up, down, ffn = getattr(module, GATE_UP), getattr(module, DOWN), module.intermediate_size_per_partition
+    if packs_experts(module):
+        gate_up, down = (_unpacked(packed.detach(), _kernel(module).isa) for packed in (gate_up, down))
+    half = gate_up.shape[1] // 2
+    return gate_up[:, :ffn], gate_up[:, half : half + ffn], down[..., :ffn]
+
+
+def _kernel(module: nn.Module) -> object:
+    return getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
+
+
+def _unpacked(packed: Tensor, isa: str) -> Tensor:
+    order = _packed_order(tuple(packed.shape[1:]), packed.dtype, isa)
+    plain = torch.empty_like(packed)
+    plain.view(len(packed), -1)[:, order] = packed.view(len(packed), -1)
+    return plain
+
+
+@cache
+def _packed_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
+    """Place in the packed form of one expert -> place in the matrix [rows, columns]."""
+    places = torch.arange(shape[0] * shape[1])
+    order, scale = torch.zeros_like(places), 1
+    while scale <= places[-1]:
+        digits = (places // scale % DIGIT).to(dtype).view(1, *shape)
+        packed = torch.empty_like(digits)
+        torch.ops._C.prepack_moe_weight(digits, packed, isa)
+        order += packed.view(-1).to(torch.int64) * scale
+        scale *= DIGIT
+    return order

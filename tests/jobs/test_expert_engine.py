@@ -1,0 +1,121 @@
+"""A live vLLM with experts, given new weights in every way there is, against Hugging Face in float64.
+
+vLLM's own second load of experts on the CPU is wrong, silently or with a RuntimeError (rollout/expert_weights.py).
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from job import run_script
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+EXPERTS = 8
+FFN = {"qwen3_moe": 48, "mixtral": 128}  # over their ranks 24 and 32; the CPU's kernel fills up to multiples of 32
+NAMES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
+CASES = [("qwen3_moe", 2), pytest.param("mixtral", 4, marks=pytest.mark.nightly)]
+each_case = pytest.mark.parametrize("family, tp", CASES)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family, ffn in FFN.items():
+        for seed, name in enumerate(("first", "other"), 1):
+            sizes = {"head_dim": 32, "ffn_size": ffn, "num_experts": EXPERTS, "tied": False}
+            make_model(folder / family / name, family, seed=seed, **sizes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saw(models, tmp_path_factory) -> Callable[[str, int], list[dict]]:
+    @functools.cache
+    def visit(family: str, tp: int) -> list[dict]:
+        out = tmp_path_factory.mktemp("saw")
+        run_script("expert_engine_job", tp, models / family, out, tp)
+        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(tp)]
+
+    return visit
+
+
+@functools.cache
+def oracle(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+@torch.no_grad()
+def hugging_face(folder: Path) -> list[np.ndarray]:
+    """Log-probs of the job's sequences."""
+    rng = np.random.default_rng(5)
+    sequences = [rng.integers(0, 131, size) for size in (2, 17, 90)]
+    found = []
+    for sequence in map(torch.as_tensor, sequences):
+        table = oracle(folder)(sequence[None]).logits[0, :-1].log_softmax(-1)
+        found.append(table.gather(-1, sequence[1:, None])[:, 0].numpy())
+    return found
+
+
+@each_case
+def test_an_engine_computes_with_the_weights_that_it_was_given_last(models, saw, family, tp):
+    """At the start, after full tensors, after parts, after some of each."""
+    for seen in saw(family, tp):
+        for name in ("first", "other"):
+            right = hugging_face(models / family / name)
+            for load in (name, f"{name} again"):
+                for found, expected in zip(seen[load], right, strict=True):
+                    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0, err_msg=load)
+    first, other = (np.concatenate(hugging_face(models / family / name)) for name in ("first", "other"))
+    assert np.abs(first - other).max() > 0.1
+
+
+@each_case
+def test_an_engine_answers_as_hugging_face_does(models, saw, family, tp):
+    for seen in saw(family, tp):
+        for prompt, answer in zip(np.split(np.random.default_rng(5).integers(0, 131, 2), [2])[:1], seen["answers"]):
+            tokens = prompt.tolist()
+            for token in answer:
+                with torch.no_grad():
+                    logits = oracle(models / family / "first")(torch.tensor([tokens])).logits[0, -1]
+                assert logits.max() - logits[token] < 1e-3
+                tokens.append(int(token))
+
+
+@each_case
+def test_what_an_engine_holds_is_read_back_to_the_bit(saw, family, tp):
+    for rank, seen in enumerate(saw(family, tp)):
+        wrong = seen["wrong"]
+        assert wrong["start"] == wrong["full"] == wrong["parts"] == wrong["both"] == []
+        assert sum("experts." in name for name in wrong["nothing came"]) == 2 * EXPERTS * 3
+        # The last number of a gate or an up projection is of the last rank's rows, that of a down projection, too.
+        for name, found in seen["flipped"].items():
+            assert found == ([name] if rank == tp - 1 else []), (rank, name)
+    assert len(saw(family, tp)[0]["flipped"]) >= 3
+
+
+@each_case
+def test_loaders_of_experts_are_followed_and_cut_the_feed_forward(saw, family, tp):
+    gate, up, down = NAMES[family]
+    mlp, ffn = {"qwen3_moe": "mlp", "mixtral": "block_sparse_moe"}[family], FFN[family] // tp
+    for rank, seen in enumerate(saw(family, tp)):
+        assert seen["left over"] == {}
+        low, high = rank * ffn, (rank + 1) * ffn
+        expected = {
+            f"model.layers.{layer}.{mlp}.experts.{expert}.{name}.weight[{rectangle}]"
+            for layer in range(2)
+            for expert in range(EXPERTS)
+            for name, rectangle in (
+                (gate, f"{low}:{high}, 0:64"),
+                (up, f"{low}:{high}, 0:64"),
+                (down, f"0:64, {low}:{high}"),
+            )
+        }
+        assert {shard for shard in seen["shards"] if ".experts." in shard} == expected
+        assert f"model.layers.1.{mlp}.gate.weight[0:{EXPERTS}, 0:64]" in seen["shards"]
+        # A layer is loaded whole.
+        assert len(seen["left with it"]) == 3 * EXPERTS

@@ -1,0 +1,91 @@
+"""What jobs/test_expert_engine.py runs: a live vLLM with experts, which is given new weights in every way there is.
+
+Every process writes what it saw of a model to OUT/<rank>.pt: log-probs after each load, what the engine held, and what
+its loaders did.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from job import TIMEOUT_S
+from safetensors.torch import load_file
+
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.rollout.engine import Engine
+
+Weights = dict[str, torch.Tensor]
+
+
+def sequences() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 131, size).tolist() for size in (2, 17, 90)]
+
+
+def visit(models: Path, tp: int) -> dict:
+    """The folder's weights, another's by full tensors, the first ones by parts, others by parts and full tensors."""
+    folder, other = models / "first", load_file(models / "other" / "model.safetensors")
+    first = load_file(folder / "model.safetensors")
+    engine = Engine(folder, max_model_len=128, dtype=torch.float32, tensor_parallel_size=tp, eos_ids=[7])
+    seen = {"first": engine.logprobs(sequences()), "wrong": {"start": differing(engine, first)}}
+    engine.load(other.items())
+    seen["other"], seen["wrong"]["full"] = engine.logprobs(sequences()), differing(engine, other)
+    parts = engine.weights({name: tuple(tensor.shape) for name, tensor in first.items()})
+    seen["left over"], seen["shards"] = dict(parts.left_over), sorted(str(part.shard) for part in parts.parts)
+    seen["wrong"]["nothing came"] = differing(engine, first)
+    by_parts(engine, parts, first)
+    seen["first again"], seen["wrong"]["parts"] = engine.logprobs(sequences()), differing(engine, first)
+    seen["answers"] = [
+        answer.token_ids for answer in engine.generate(sequences(), [3, 4, 5], max_tokens=9, temperature=0.0)
+    ]
+    expert = next(name for name in first if "experts.0." in name)
+    parts.leave({expert: "asked for"})
+    seen["left with it"] = sorted(parts.left_over)
+    by_parts(engine, parts, other)
+    seen["other again"], seen["wrong"]["both"] = engine.logprobs(sequences()), differing(engine, other)
+    seen["flipped"] = {name: flipped(engine, first, name) for name in first if "experts" in name and ".0." in name}
+    engine.close()
+    return seen
+
+
+def by_parts(engine: Engine, parts, full: Weights) -> None:
+    with engine.receiving(parts) as receiver:
+        for number, part in enumerate(parts.parts):
+            receiver.view(number, part.shard, torch.float32).copy_(cut(full, part.shard))
+            receiver.wrote(number, part.shard.size)
+        receiver.load((name, full[name]) for name in parts.left_over)
+
+
+def cut(full: Weights, shard) -> torch.Tensor:
+    return full[shard.name][tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes))]
+
+
+def differing(engine: Engine, full: Weights) -> list[str]:
+    """Tensors of which the engine does not hold the bits that it should, and those that it does not hold at all."""
+    with engine.held() as held:
+        shards = [(part, part.shard(full[part.name].shape)) for part in held]
+        wrong = {part.name for part, shard in shards if not torch.equal(part.view(shard), cut(full, shard))}
+        return sorted(wrong | full.keys() - {part.name for part, _ in shards})
+
+
+def flipped(engine: Engine, full: Weights, victim: str) -> list[str]:
+    """What differs where the engine was given one tensor with another last bit."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in full.items():
+            tensor = tensor.clone()
+            if name == victim:
+                tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+            yield name, tensor
+
+    engine.load(weights())
+    return differing(engine, full)
+
+
+def main(models: Path, out: Path, tp: int) -> None:
+    shape = AgentShape("experts", tp=tp, engine_tp=tp)
+    with Place.join(RankMap(lanes=1, agents=(shape,)), TIMEOUT_S):
+        torch.save(visit(models, tp), out / f"{dist.get_rank()}.pt")
