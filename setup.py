@@ -57,6 +57,8 @@ setup(
         "datasets": ["datasets>=4"],  # data sets by their name on the Hub; 4 is the first that runs no loading script
         # in no lock file: some ask for older versions than the locks have
         "trackers": ["wandb", "trackio>=0.43", "swanlab", "mlflow", "comet_ml"],
+        # in no lock file: with it transformers imports accelerate, in every process
+        "peft": ["peft>=0.21"],
         "test": [
             "pytest>=8",
             "pytest-timeout",

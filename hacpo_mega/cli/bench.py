@@ -125,10 +125,14 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     from hacpo_mega.models.architecture import Architecture
     from hacpo_mega.report.throughput import draw_throughput
 
-    models = {agent.name: Architecture.from_folder(agent.model) for agent in run.blocks[0].config.agents}
+    agents = run.blocks[0].config.agents
+    models = {agent.name: Architecture.from_folder(agent.model) for agent in agents}
+    adapters = {agent.name: agent.adapters(models[agent.name]) for agent in agents}
     shared = {block.name for block in run.blocks if block.config.placement == "shared"}
     found = run_blocks(run)
-    summaries = [summarize(name, rounds, models, takes_turns=name in shared) for name, rounds in found.items()]
+    summaries = [
+        summarize(name, rounds, models, adapters=adapters, takes_turns=name in shared) for name, rounds in found.items()
+    ]
     markdown = to_markdown(facts, summaries)
     for name, text in (("md", markdown), ("csv", to_csv(summaries)), ("json", to_json(facts, summaries))):
         (out / f"bench.{name}").write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hacpo_mega.memory.adapter_numbers import kept_by_adapters, num_factors
+from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_factors
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
@@ -95,7 +95,7 @@ class ActorMemory:
     """Bytes of one pipeline stage on one device.
 
     moments         Adam's; they are there from the first update on
-    gather_buffer   Megatron's buffer for gathering over tensor parallelism, there from the first forward on
+    gather_buffer   Megatron's for gathering over tensor parallelism, from the first forward on; of no frozen matrix
     kept            activations that are kept for backward, of all micro-batches in flight
     working         what backward takes on top of them where it takes the most
     forward         what scoring takes, which keeps nothing
@@ -130,7 +130,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         gradients=numbers * FLOAT32,
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
-        gather_buffer=layer.gathered if plan.layout.tp > 1 else 0,
+        gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
         # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
         kept=(plan.layout.pp - stage)
         * (_kept(plan, layer, layers, is_first=stage == 0, is_last=is_last) + _masks(plan, stage)),
@@ -179,7 +179,8 @@ class _Layer:
     def of(cls, plan: ActorPlan) -> "_Layer":
         a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
-        norm = residual * (1 if plan.device.fused_norms else 2) + tokens // tp * FLOAT32
+        # Plain torch keeps the normalised numbers for the gradient of a norm's weight.
+        norm = residual * (1 if plan.device.fused_norms or plan.lora is not None else 2) + tokens // tp * FLOAT32
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
@@ -217,7 +218,7 @@ class _Layer:
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
-    """What adapters keep beside what the matrices of a block would."""
+    """What a block keeps more, or less, where its adapters are trained in place of its matrices."""
     if plan.lora is None:
         return 0
     return kept_by_adapters(plan.architecture, plan.layout.tp, plan.lora, block, plan.own_tokens) * plan.device.number
@@ -337,8 +338,8 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output.
-    inside = 4 * layer.residual + (layer.experts.forward or layer.mlp) + _turns(plan)
-    if plan.lora is not None:
+    inside = 4 * layer.residual + (layer.experts.forward or 3 * layer.ffn) + _turns(plan)
+    if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     # A mask is made of truth values, a byte each.
     inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4

@@ -4,32 +4,60 @@ Not here: what else an actor holds (actor_bytes.py), how factors are cut (models
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.lora import Lora, adapter_slots, adapters
+from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters
 from hacpo_mega.models.segments import Cut, shard_shape
 
 
+@cache
 def num_factors(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
     """Numbers in the factors of one rank of pipeline stage `stage`."""
     slots = adapter_slots(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
     return sum(math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in slots)
 
 
-def kept_by_adapters(architecture: Architecture, tp: int, lora: Lora, block: str, num_tokens: int) -> int:
-    """Numbers that the adapters of a layer keep for backward, of the blocks self_attention or mlp.
+@cache
+def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
+    """Numbers of the matrices of one rank of pipeline stage `stage` that adapters are merged into."""
+    found = adapters(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
+    pairs = (pair for each in found for pair in zip(each.up.sources, each.down.sources, strict=True))
+    return sum(up.shape[0] * down.shape[1] for up, down in pairs) // layout.tp
 
-    Of a layer that is split along its output: all tokens at the adapters' ranks, and the ups, spread over the layer's
-    rows; of one that is split along its input, a rank's share of the tokens. What the downs read is kept anyway.
+
+@cache
+def is_adapted(architecture: Architecture, lora: Lora, layer: str) -> bool:
+    """Whether a matrix of this Megatron layer, such as "mlp.linear_fc1", has an adapter."""
+    return any(each.module.endswith(f".{layer}") for each in _of_a_layer(architecture, lora))
+
+
+@cache
+def kept_by_adapters(architecture: Architecture, tp: int, lora: Lora, block: str, num_tokens: int) -> int:
+    """How many numbers more a layer keeps for backward than with all weights trained; of its self_attention or mlp.
+
+    Of a layer that is split along its output an adapter keeps all tokens at its rank, and the up, spread over the
+    layer's rows; of one that is split along its input, a rank's share of the tokens. A matrix without an adapter does
+    not keep what it reads: a norm's output, or the feed-forward's product. (What linear_proj reads, attention keeps.)
     """
     kept = 0
-    for adapter in adapters(replace(architecture, num_layers=1), (1,), 0, lora):
+    for adapter in _of_a_layer(architecture, lora):
         if f".{block}." in adapter.module:
             if adapter.base.cut is Cut.COLUMNS:
                 kept += num_tokens // tp * lora.rank
             else:
                 rows = shard_shape(adapter.base, architecture, tp=tp)[0]
                 kept += (num_tokens + rows) * lora.rank * len(adapter.up.sources)
-    return kept
+    normed = num_tokens // tp * architecture.hidden_size
+    reads = {
+        "self_attention": {"linear_qkv": normed},
+        "mlp": {"linear_fc1": normed, "linear_fc2": num_tokens * (architecture.ffn_size // tp)},
+    }[block]
+    return kept - sum(n for name, n in reads.items() if not is_adapted(architecture, lora, f"{block}.{name}"))
+
+
+def _of_a_layer(architecture: Architecture, lora: Lora) -> Iterator[Adapter]:
+    return adapters(replace(architecture, num_layers=1), (1,), 0, lora)

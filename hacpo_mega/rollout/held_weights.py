@@ -121,7 +121,8 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
         ]
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
         return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
-    return [Cut(0, 0, len(parameter))]
+    # Of a layer that every rank has whole the parameter may be packed, and have no rows.
+    return [Cut(0, 0, getattr(module, "output_size", len(parameter)))]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_moe import COUNTS, compare_products
+from expert_products import COUNTS, compare_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

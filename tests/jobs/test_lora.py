@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.actor_offload import ActorOffload
 from hacpo_mega.megatron.hf_writer import ADAPTER
 from hacpo_mega.megatron.merging import merged
 from hacpo_mega.megatron.publish import ActorShards
@@ -229,3 +231,34 @@ def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute
         adapted = peft.PeftModel.from_pretrained(base, export / ADAPTER, autocast_adapter_dtype=False).double()
         assert torch.allclose(adapted(tokens).logits, expected.model(tokens).logits, rtol=0, atol=1e-9)
         assert not torch.allclose(adapted(tokens).logits, plain, rtol=0, atol=1e-3)
+
+
+@pytest.mark.nightly
+def test_in_bf16_an_adapted_actor_leaves_the_device_and_comes_back(tmp_path):
+    """The base too, which is in no buffer; it learns, scores and is published with the bits of one that stays."""
+    folder = make_model(tmp_path / "half", "qwen3", dtype=torch.bfloat16)
+    ((stays, leaves),) = run_group(1, learn_in_half, folder)
+    assert leaves == stays
+
+
+def learn_in_half(folder):
+    """What an actor that stays, and one that leaves in between, score, learn and have in the end."""
+    return [learn_and_leave(folder, leaves) for leaves in ("nothing", "everything")]
+
+
+def learn_and_leave(folder, leaves):
+    adam = OptimizerConfig(lr=1e-2)
+    half, lora = {"dtype": torch.bfloat16, "optimizer": adam}, lora_of("qwen3", folder)
+    plain = [score.mean_logprob for score in make_actor(folder, **half).score(SAMPLES)]
+    actor = make_actor(folder, **half, lora=lora, leaves=leaves)
+    assert plain == [score.mean_logprob for score in actor.score(SAMPLES)]
+    norms = []
+    for _ in range(2):
+        norms.append(actor.learn_supervised(SAMPLES, DIVISORS[1]).grad_norm)
+        if leaves == "everything":
+            away = ActorOffload(actor.model, actor.optimizer)
+            away.leave()
+            assert not any(parameter.numel() for parameter in actor.model.parameters())
+            away.come(to_learn=True)
+    weights = {name: tensor.float().tolist() for name, tensor in full_weights(actor).items()}
+    return norms, weights, [score.mean_logprob for score in actor.score(SAMPLES)]

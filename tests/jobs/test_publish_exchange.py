@@ -32,23 +32,25 @@ MODELS = {
     "dense untied": {"family": "llama", "tied": False, "vocab_size": 256},
     "one key/value head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
     "biases": {"family": "qwen2", "tied": True},
+    "experts": {"family": "qwen3_moe", "tied": False, "ffn_size": 32, "num_experts": 8},
 }
 SIZES = (1, 2, 4)
 LAYOUTS = [layout for layout in itertools.product(SIZES, repeat=2) if layout[0] * layout[1] <= 4]
-CASES = list(itertools.product(MODELS, LAYOUTS))
+CASES = [(model, layout, 1) for model, layout in itertools.product(MODELS, LAYOUTS) if model != "experts"]
+CASES += [("experts", (2, 2), 2), ("experts", (4, 1), 2), ("experts", (4, 1), 4)]
 BUCKET_BYTES = 20_000
 
 
-def publish_everywhere(folder: Path, tp: int, pp: int) -> list[dict[str, object]]:
+def publish_everywhere(folder: Path, tp: int, pp: int, ep: int) -> list[dict[str, object]]:
     """Into engines of every size that a cell can have."""
-    initialize_parallel(tp, pp, seed=1)
     architecture = Architecture.from_folder(folder)
-    model = build_model(architecture, tp=tp, pp=pp, dtype=torch.float32, max_positions=64)
+    initialize_parallel(tp, pp, seed=1, ep=ep if architecture.has_experts else None)
+    model = build_model(architecture, tp=tp, pp=pp, ep=ep, dtype=torch.float32, max_positions=64)
     load_hf_weights(model, folder)
     full = {name: tensor.clone() for name, tensor in full_tensors(model)}
     found = []
     for engine_tp in [size for size in SIZES if size <= tp * pp]:
-        least = least_received(architecture, Layout(tp=tp, pp=pp), engine_tp)
+        least = least_received(architecture, Layout(tp=tp, pp=pp, ep=ep), engine_tp)
         found.append(publish(model, architecture, full, engine_tp, [4 * numbers for numbers in least]))
     parallel_state.destroy_model_parallel()
     return found
@@ -114,10 +116,10 @@ def other_plan_is_refused(plan) -> bool:
 
 
 @pytest.mark.nightly  # unit/test_publish_plan.py executes all plans on arrays, jobs/test_publish.py one with vLLM
-@pytest.mark.parametrize("model, layout", CASES)
-def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, tmp_path):
+@pytest.mark.parametrize("model, layout, ep", CASES)
+def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, ep, tmp_path):
     folder = make_model(tmp_path / "model", num_layers=4, **MODELS[model])
-    ranks = run_group(4, publish_everywhere, folder, *layout)
+    ranks = run_group(4, publish_everywhere, folder, *layout, ep)
     tp, pp = layout
     for found in zip(*ranks, strict=True):
         assert [rank["differing"] for rank in found] == [[]] * 4
@@ -129,7 +131,10 @@ def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, 
         assert len({rank["digest"] for rank in found}) == 1
         assert all(rank["other plan"] for rank in found)
         assert all(rank["buckets"] > 5 for rank in found)
-    if pp == 1:
+    if ep > 1:
+        # An engine's rank has a part of every expert, the actor's some experts.
+        assert all(engine["sent"] > 0 for rank in ranks for engine in rank)
+    elif pp == 1:
         # Cut alike, but for key/value heads that several ranks share: Megatron cuts through them, vLLM copies them.
         num_kv_heads = MODELS[model].get("num_kv_heads", 2)
         assert all((rank[SIZES.index(tp)]["sent"] > 0) == (tp > num_kv_heads) for rank in ranks)

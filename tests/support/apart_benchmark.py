@@ -1,8 +1,9 @@
 """What engines on ranks of their own save, one step off: `python tests/support/apart_benchmark.py [FOLDER] [STEPS]`.
 
-One agent of random weights under gspo on two cores, one core a process: two cells that train and answer, against one
-process that trains and one that answers; beside them one process alone on both cores, whose engine answers in a thread
-of its own. Most answers of a random model are as long as they may be. Of each the median of the seconds of STEPS steps
+One agent of random weights under gspo, one core a process: one process that trains and answers in turns of its threads,
+against one that trains and one that answers, which gives the same bits. Beside them what else two cores can do: one
+process on both, whose engine's thread has a core to itself, and two cells. Most answers of a random model are as long
+as they may be. Of each the median of the seconds of STEPS steps
 (20) after the first two, and what of the answers' seconds is hidden; models of the quickstart's size and of 10 million
 parameters, written to FOLDER (build/apart) when they are not there.
 """
@@ -28,11 +29,12 @@ SIZES = {
     },
 }  # fmt: skip
 WARM_UP = 2
-ONE_CORE_EACH, BOTH = ((0,), (1,)), ((0, 1),)
+ONE_CORE_EACH = ((0,), (1,))
 WAYS = {
-    "two cells, a core each": (("agents.one.cells_per_lane=2",), ONE_CORE_EACH),
+    "colocated, one core": ((), ((0,),)),
     "apart, a core each": (("placement=apart", "agents.one.rollout_gpus=1"), ONE_CORE_EACH),
-    "one process, both cores": ((), BOTH),
+    "colocated, both cores": ((), ((0, 1),)),
+    "two cells, a core each": (("agents.one.cells_per_lane=2",), ONE_CORE_EACH),
 }
 
 

@@ -36,10 +36,12 @@ QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 OLMO2 = replace(SMALL, family="olmo2")
 GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 GEMMA3 = replace(LLAMA, family="gemma3_text", qk_norm=True, windows=(512, None) * 2, window_theta=1e4, query_scalar=64)
+EXPERTS = replace(SMALL, family="qwen3_moe", ffn_size=0, num_experts=16, experts_per_token=4, expert_ffn=192,
+                  normalises_experts=True)  # fmt: skip
 
 
-def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1) -> ActorPlan:
-    layout = Layout(tp, pp, cp=cp)
+def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1, ep=1) -> ActorPlan:
+    layout = Layout(tp, pp, cp=cp, ep=ep)
     return ActorPlan(architecture, layout, dp=2, num_tokens=2048, recompute=recompute, device=device)
 
 
@@ -55,6 +57,7 @@ def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> Trace
         recompute=plan.recompute,
         transformer=transformer,
         on_cuda=plan.device.mixed,
+        lora=plan.lora,
     )
 
 

@@ -18,6 +18,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.publish_plan import engine_shards
 from hacpo_mega.models.segments import stage_slots
@@ -34,9 +35,10 @@ PROMPT_LENGTHS = (150, 3, 9, 9, 20, 1)
 
 
 def build_actor(folder: Path, tp: int, pp: int) -> Actor:
+    ep = tp if Architecture.from_folder(folder).has_experts else 1
     return Actor(
         folder,
-        layout=Layout(tp, pp),
+        layout=Layout(tp, pp, ep=ep),
         optimizer=OptimizerConfig(lr=3e-3),
         total_updates=NUM_UPDATES,
         max_tokens_per_microbatch=256,

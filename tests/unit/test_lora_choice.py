@@ -8,6 +8,7 @@ import pytest
 from hacpo_mega.config.agents import AgentConfig, LoraConfig
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory, trained_parts
+from hacpo_mega.memory.adapter_numbers import num_merged
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
@@ -86,6 +87,7 @@ def test_the_bytes_of_an_adapted_actor():
     adapted = LAYERS * (4 * H + Q * D // 2 * 4 + 4 * F // 2 + H * 4)
     plan = ActorPlan(model("llama"), layout, 2, 1024, device=CUDA, lora=lora)
     assert trained_parts(plan) == (adapted, 0)
+    assert num_merged(model("llama"), layout, 0, lora) == LAYERS * (Q * D * H + H * F) // 2
     memory, held = actor_memory(plan), num_weights(model("llama"), layout)
     assert memory.weights == 2 * (held + adapted)
     assert (memory.gradients, memory.main_weights, memory.moments) == (4 * adapted, 2 * adapted, 4 * adapted)

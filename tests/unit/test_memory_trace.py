@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_benchmark import (
+    EXPERTS,
     GEMMA3,
     GLM4,
     LLAMA,
@@ -26,6 +27,7 @@ from paper_models import make_paper_workplace
 
 from hacpo_mega.lab.memory_trace import TracedMemory
 from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
+from hacpo_mega.models.lora import ALL_LINEAR, Lora, chosen_targets
 
 # Of the six pairs, every model in every layout that it has there.
 PAPER = [
@@ -57,6 +59,9 @@ OTHER_CHOICES = [
     plan_of(tp=2, device=CPU),
     *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
     *OTHER_NORMS,
+    plan_of(EXPERTS),
+    plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
+    plan_of(EXPERTS, tp=2, ep=2, device=CPU),
 ]
 
 
@@ -133,6 +138,15 @@ def test_every_layer_takes_the_same():
     ),
 )
 def test_every_choice(plan):
+    check(plan, traced(plan))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("targets", "recompute"), [(ALL_LINEAR, "none"), (("q_proj", "v_proj"), "mlp")])
+def test_adapters(targets, recompute):
+    """The base takes two bytes a weight; a matrix without an adapter keeps nothing of what it read."""
+    plan = plan_of(tp=2, recompute=recompute)
+    plan = replace(plan, lora=Lora(16, 32.0, chosen_targets(plan.architecture, targets)))
     check(plan, traced(plan))
 
 

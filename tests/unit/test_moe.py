@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from actor_cases import one_rank
+from expert_products import COUNTS, compare_products
 from tiny_models import make_model
 
 from hacpo_mega.megatron import moe
 from hacpo_mega.megatron.expert_load import expert_load
 from hacpo_mega.megatron.model import transformer_config
-from hacpo_mega.megatron.moe import expert_layer, grouped_product, looped_product
+from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.records import ExpertLoad
 
-COUNTS = {"uneven": [7, 0, 12, 1], "one has all": [0, 0, 20, 0], "none": [0, 0, 0, 0]}
 CASES = {"normalised": (True, 2), "as they are": (False, 3), "one expert": (False, 1)}
 AGREED = 2e-6
 
@@ -35,23 +35,6 @@ def world() -> Iterator[None]:
 def test_the_grouped_product_is_the_loop(counts, dtype):
     """torch's kernel for CUDA has a form for the CPU."""
     compare_products(COUNTS[counts], dtype, "cpu")
-
-
-def compare_products(counts: list[int], dtype: torch.dtype, device: str) -> None:
-    """Outputs and both gradients, experts without rows among them."""
-    generator = torch.Generator().manual_seed(3)
-    sizes = torch.tensor(counts, device=device)
-    shapes = ((sum(counts), 16), (4, 24, 16), (sum(counts), 24))
-    rows, weight, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    found = []
-    for product in (looped_product, grouped_product):
-        leaves = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
-        output = product(*leaves, sizes)
-        output.backward(grad)
-        found.append((output.detach(), *(leaf.grad for leaf in leaves)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
-    assert not found[0][2][sizes == 0].any()
 
 
 def make_layer(folder, case: str) -> torch.nn.Module:

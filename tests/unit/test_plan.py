@@ -29,10 +29,11 @@ SCALE, CLUSTERS = ROOT / "configs" / "scale", ROOT / "configs" / "clusters"
 PAIR, LARGE = SCALE / "qwen-8b_llama-8b.toml", SCALE / "qwen-32b_llama-70b.toml"
 EXPERTS, LARGE_EXPERTS = SCALE / "qwen-30b-a3b_qwen-8b.toml", SCALE / "qwen-235b-a22b_qwen-32b.toml"
 SMALL, WIDE = CLUSTERS / "h100-2x8.toml", CLUSTERS / "h100-32x8.toml"
-ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE}
+ADAPTED = SCALE / "qwen-32b-lora_qwen-4b.toml"
+ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE, ADAPTED: SMALL}
 # What an agent waits in a step. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them; one of
-# the larger pair answers longer, the other learns longer.
-WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.62, LARGE_EXPERTS: 0.38}
+# the larger pair answers longer, the other learns longer; a 4B on as many devices as a 32B waits for it.
+WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.62, LARGE_EXPERTS: 0.38, ADAPTED: 0.8}
 # Parameters that the Hub shows for the weights of each.
 PARAMETERS = {
     "Qwen/Qwen3-1.7B": 1_720_574_976,

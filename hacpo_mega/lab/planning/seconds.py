@@ -15,6 +15,7 @@ from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.traffic import Message, Spread, learn_batches, messages_of, publication_of, score_batches
 from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, trained_parts
+from hacpo_mega.memory.adapter_numbers import num_merged
 from hacpo_mega.memory.budget import Budget, cache_per_token, engine_experts, engine_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import feed_forward_parameters, forward_flops, learning_flops, touched_experts
@@ -25,6 +26,8 @@ PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
 STEP_PASSES = 4 + 2 * 4 + 2 * 8
 # What is copied is read and written.
 COPY_PASSES = 2
+# Of a number that an adapter is merged into, for each of its rank: a product written, it and a sum read, that written.
+MERGE_PASSES = 4
 
 Terms = Mapping[str, float]
 
@@ -159,6 +162,9 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
 def _publish(demand: Demand, cluster: Cluster) -> dict[str, float]:
     actor, moved = demand.budget.actor, publication_of(demand.budget)
     passed = COPY_PASSES * (max(moved.written) + max(moved.received)) * actor.device.number
+    if actor.lora is not None:
+        merged = num_merged(actor.architecture, actor.layout, demand.budget.stage, actor.lora)
+        passed += MERGE_PASSES * FLOAT32 * actor.lora.rank * merged
     host_s = cluster.rates.publish_s + cluster.rates.tensor_s * _num_tensors(actor.architecture)
     return {"memory": passed / cluster.memory_bytes_per_s(), "host": host_s}
 

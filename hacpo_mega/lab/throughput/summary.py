@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from hacpo_mega.lab.throughput.flops import phase_flops
 from hacpo_mega.lab.throughput.measure import MeasuredStep, mean_phases, means, percentile
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,11 @@ def summarize(
     rounds: Sequence[Sequence[MeasuredStep]],
     models: Mapping[str, Architecture],
     *,
+    adapters: Mapping[str, Lora | None] = MappingProxyType({}),
     takes_turns: bool = False,
 ) -> Summary:
-    """All measured steps of a schedule. `models` are the agents', by name; `takes_turns`: they share devices."""
+    """All measured steps of a schedule. `models` are the agents', by name, and `adapters` of those that have some;
+    `takes_turns`: they share devices."""
     steps = [step for block in rounds for step in block]
     walls = [step.wall_s for step in steps]
     return Summary(
@@ -80,11 +84,15 @@ def summarize(
         p95_s=percentile(walls, 0.95),
         by_round_s=tuple(fmean(step.wall_s for step in block) for block in rounds),
         together=None if takes_turns else sum(step.one_after_the_other_s for step in steps) / sum(walls),
-        agents={agent: _of_agent(agent, steps, model, takes_turns) for agent, model in models.items()},
+        agents={
+            agent: _of_agent(agent, steps, model, adapters.get(agent), takes_turns) for agent, model in models.items()
+        },
     )
 
 
-def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture, takes_turns: bool) -> AgentSummary:
+def _of_agent(
+    agent: str, steps: Sequence[MeasuredStep], model: Architecture, lora: Lora | None, takes_turns: bool
+) -> AgentSummary:
     wall_s = fmean(step.wall_s for step in steps)
     mine = [step.agents[agent] for step in steps]
     answers, trained = fmean(step.answers for step in mine), fmean(step.trained_answers for step in mine)
@@ -96,6 +104,7 @@ def _of_agent(agent: str, steps: Sequence[MeasuredStep], model: Architecture, ta
         num_scored=fmean(step.scored_answers for step in mine),
         num_trained=trained,
         length=mine[0].prompt_tokens + tokens / answers,
+        lora=lora,
     )
     working_s = phases_s | {"roll_out": phases_s.get("roll_out", 0.0) + fmean(step.hidden_s for step in mine)}
     return AgentSummary(
