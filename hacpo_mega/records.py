@@ -5,7 +5,6 @@ Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses
 A TokenSequence is what a model reads and what of it counts; a Sample adds what learning needs.
 """
 
-import dataclasses
 import enum
 import math
 import operator
@@ -267,28 +266,30 @@ class ViewCounts:
     token_ratio_sum: float = 0.0
 
     def __add__(self, other: "ViewCounts") -> "ViewCounts":
-        return ViewCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return ViewCounts(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Sequences packed end to end (THD, no padding between them), as tensors on the CPU.
 
-    T tokens, B sequences, R trained rows (tokens whose log-prob counts).
+    T tokens in S segments (sequences; prompts that several share; answers to these), B sequences, R trained rows.
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
-    cu_seqlens                   int32 [B + 1, or B + 2 with the tail], starts of the packed sequences, ends at T
+    cu_seqlens, prefixes_S2      int32: starts of segments, and T [S + 1]; start, length of what each sees first [S, 2]
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
     row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
-    sequences                    the sequences, in packed order
+    sequences, num_tokens        the sequences, in packed order; T without the tail
     """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     cu_seqlens: torch.Tensor
+    prefixes_S2: torch.Tensor
     rows_R: torch.Tensor
     targets_R: torch.Tensor
     row_cu_seqlens_B: torch.Tensor
     sequences: tuple[TokenSequence, ...]
+    num_tokens: int
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-        pack_by=config.training.pack_by,
+        share_prompts=config.training.share_prompts,
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,

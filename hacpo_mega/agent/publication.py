@@ -11,9 +11,8 @@ Not here: when that is, and who is on the devices then (devices.py).
 """
 
 import json
-import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -24,15 +23,15 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.tree import broadcast
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
-from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan
+from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan, said_whole
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine_weights import Receiver
 from hacpo_mega.rollout.held_weights import HeldPart
 
 # Of a piece: its checksum, and whether all of its numbers are finite.
 SUM = struct.Struct("<q?")
 BLOCK = 1 << 22
-LAYER_NUMBER = re.compile(r"\.\d+\.")
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
@@ -52,9 +51,13 @@ class Publication:
         self._own = self._shards()
         self._parts = None if engine is None else engine.weights(self._own.published)
         self.left_over: dict[str, str] = {}
-        mine = {} if self._parts is None else dict(self._parts.left_over)
-        for payload in place.gather_cell(json.dumps(mine).encode()):
-            self.left_over |= json.loads(payload)
+        # Those whose numbers an engine makes others of, so that only it can be asked what it should hold.
+        self._converted: set[str] = set()
+        mine = [{}, []] if self._parts is None else [dict(self._parts.left_over), sorted(self._parts.quantized)]
+        for payload in place.gather_cell(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
+            left_over, quantized, quantizes = json.loads(payload)
+            self.left_over |= left_over
+            self._converted |= {*quantized, *left_over} if quantizes else set()
         if self._parts is not None:
             self._parts.leave(self.left_over)
         self.plan = self._plan([] if self._parts is None else [part.shard for part in self._parts.parts])
@@ -80,12 +83,8 @@ class Publication:
 
     @property
     def said(self) -> str:
-        """The same in a line, for people, with a star for the number of a layer; empty where there is none."""
-        names: dict[str, dict[str, None]] = {}
-        for name, reason in sorted(self.left_over.items()):
-            names.setdefault(reason, {})[LAYER_NUMBER.sub(".*.", name)] = None
-        whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
-        return whole and f"{len(self.left_over)} tensors are published whole to every rank: {whole}"
+        """The same in a line, for people; empty where there is none."""
+        return said_whole(self.left_over)
 
     def publish(self, step: int = 0) -> None:
         """The engine, awake or with its weights alone, has the actor's weights, those after `step`, afterwards."""
@@ -104,14 +103,22 @@ class Publication:
                 lambda piece: receiver.view(piece.written, piece.what, own.dtype),
                 wrote,
                 spans.sent,
+                self._settled(receiver),
             )
             if self.left_over and receiver is not None:
-                receiver.load(self._whole())
+                receiver.load(self._whole(self.left_over))
             elif self.left_over:
-                for _ in self._whole():
+                for _ in self._whole(self.left_over):
                     pass
             self._require_all_done(step)
         self.step = step
+
+    def _settled(self, receiver: Receiver | None) -> Callable[[int], None]:
+        def settled(bucket: int) -> None:
+            if receiver is not None:
+                receiver.settled(self.plan.last_of_bucket[bucket])
+
+        return settled
 
     def _require_all_done(self, step: int) -> None:
         """Where ranks wait for each other here alone: RuntimeError, on all of them, unless all have come to `step`."""
@@ -121,13 +128,13 @@ class Publication:
         if len(set(steps)) > 1:
             raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """What is left over, which the leader tells the ranks that only answer."""
+    def _whole(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, on every rank of the cell; the leader tells them the ranks that only answer."""
         place, published = self._place, self._own.published
         if self._actor is not None:
-            given = self._actor.weights(only=self.left_over)
+            given = self._actor.weights(only=wanted)
         else:
-            names = (name for name in published if name in self.left_over)
+            names = (name for name in published if name in wanted)
             given = ((name, torch.empty(published[name], dtype=self._own.dtype, device=place.device)) for name in names)
         for name, tensor in given:
             place.progress()
@@ -141,21 +148,45 @@ class Publication:
     def differences(self) -> list[str]:
         """A line for every piece of which this rank's engine holds other numbers than the actor would publish now.
 
-        A layer that quantizes is left out: it has other numbers on purpose.
+        Of a layer that quantizes, and has other numbers on purpose: for every tensor that is not what vLLM makes of the
+        actor's full tensors, which the engine has afterwards.
         """
         self._own.settle()
         with nullcontext([]) if self._engine is None else self._engine.held() as held:
-            if self._engine is not None and self._engine.quantizes:
-                held = [part for part in held if part.name not in self.left_over]
+            if self._converted:
+                held = [part for part in held if part.name in self._own.published.keys() - self._converted]
             if self._verified is None:
                 if self._engine is not None:
                     self._require_same_tensors(held)
                 self._verified = self._plan([part.shard(self._own.published[part.name]) for part in held])
-            return list(self._compared(self._verified, held))
+            found = list(self._compared(self._verified, held))
+        return found + (self._loaded_afresh() if self._converted else [])
+
+    def _loaded_afresh(self) -> list[str]:
+        """Of numbers, scales and whatever else a layer keeps, those that are not the same bytes afterwards."""
+        before, whole = self._converted_sums(), self._whole(self._own.published)
+        if self._engine is not None:
+            self._engine.load(whole)
+        else:
+            for _ in whole:
+                pass
+        after = self._converted_sums()
+        return [
+            f"{name}: not what a fresh load of the actor's weights makes"
+            for name in after
+            if before[name] != after[name]
+        ]
+
+    def _converted_sums(self) -> dict[str, int]:
+        if self._engine is None:
+            return {}
+        with self._engine.held():
+            tensors = dict(self._parts.converted_tensors())
+            sums = _checksums(tensor.contiguous().view(torch.uint8) for tensor in tensors.values())
+        return {name: number for name, (number, _) in zip(tensors, sums, strict=True)}
 
     def _require_same_tensors(self, held: Sequence[HeldPart]) -> None:
-        quantized = self.left_over if self._engine.quantizes else {}
-        published, names = self._own.published.keys() - quantized, {part.name for part in held}
+        published, names = self._own.published.keys() - self._converted, {part.name for part in held}
         if lost := sorted(published ^ names):
             raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")
 
@@ -196,7 +227,8 @@ def _checksums(tensors: Iterable[Tensor]) -> list[tuple[int, bool]]:
 
 def _checksum(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Modulo 2^64; every number's bits times an odd number of its own, so that no single change is lost."""
-    values = tensor.add(0.0).reshape(-1)  # of zeros a product shows no sign
+    # of zeros a product shows no sign; of bytes all say something
+    values = tensor.reshape(-1) if tensor.dtype is torch.uint8 else tensor.add(0.0).reshape(-1)
     bits = values.view(INTEGERS[values.itemsize])
     total, finite = bits.new_zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool, device=bits.device)
     for start in range(0, len(bits), BLOCK):

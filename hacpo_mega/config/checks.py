@@ -15,6 +15,7 @@ from hacpo_mega.config.device_memory import memory_problems
 from hacpo_mega.config.input_checks import input_problems
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
+from hacpo_mega.config.quantization import quantization_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
@@ -38,7 +39,10 @@ def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
         found = list(_agent(agent, longest, try_templates, config.data.tools_field))
         if found and (model := HubModel.of_snapshot(agent.model)):
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
-        found = found or memory_problems(config, agent, architecture_of(agent))
+        found = found or [
+            *quantization_problems(config, agent),
+            *memory_problems(config, agent, architecture_of(agent)),
+        ]
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
     return problems
 

@@ -14,6 +14,7 @@ from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.schema import Config
 from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
 from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.quantized import quantization_of
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.flops import active_experts, learning_flops
@@ -198,6 +199,7 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
         cache_bytes=cache or 0,
         keeps_graphs=not options.get("enforce_eager", False),
         stays_awake=config.rollout.one_step_off or config.placement == "apart",
+        quantization=quantization_of(options),
     )
 
 

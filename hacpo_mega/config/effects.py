@@ -24,7 +24,7 @@ NONE = (
 ROUNDING = (
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.ep", "agents.*.pp"),
     *("agents.*.engine_tp", "agents.*.rollout_gpus"),
-    *("training.pack_by", "agents.*.transformer", "agents.*.optimizer.kernels", "agents.*.data_parallel"),
+    *("training.share_prompts", "agents.*.transformer", "agents.*.optimizer.kernels", "agents.*.data_parallel"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
 )
 

@@ -152,9 +152,9 @@ class TrainingConfig(Section):
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
     """Tokens that a process runs forward and backward at once; a multiple of every tp x cp."""
-    pack_by: Literal["tokens", "flops", "pipeline"] = "tokens"
-    """Whether answers fill as few micro-batches as hold their tokens, or these are evened by FLOPs, in which attention
-    counts, or stay as few with those of the fewest FLOPs at both ends of an update; changes results by rounding."""
+    share_prompts: Flag = True
+    """Whether a prompt is read once for all its answers in a micro-batch, instead of once for each; changes results by
+    rounding. With cp, experts or TransformerEngine's layers each answer reads it anyway."""
     score_in_first_update: FlagOrAuto = "auto"
     """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
     for the same results to the last bit; auto: where nothing waits for them (shared answers, engine_correction)."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -248,7 +248,7 @@ class Judge:
 
     def _in_process(self, task: Task) -> Outcome:
         start = time.process_time()
-        (reply,) = self._grader.grade([asked_of(*astuple(task)[:-1])])
+        (reply,) = self._grader.grade([asked_of(task.prompt, task.answer, task.gold, task.row, task.agent, task.group)])
         if task.is_explained:
             explainer = self._kind.explainer
             reply["explanation"] = explain(self._grader.grader, explainer, self.kind, task.answer, task.gold)

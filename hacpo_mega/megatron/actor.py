@@ -52,7 +52,6 @@ from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
 from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.flops import forward_flops
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
@@ -75,7 +74,7 @@ class Actor:
         total_updates: int,
         max_tokens_per_microbatch: int,
         max_positions: int | None = None,
-        pack_by: str = "tokens",
+        share_prompts: bool = True,
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
@@ -92,9 +91,9 @@ class Actor:
     ) -> None:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
-        `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked. `pack_by` is
-        what micro-batches are made by: tokens, as few as hold them; flops, as even; pipeline, as few, the cheap ones at
-        both ends. `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
+        `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked.
+        `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1, dense).
+        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
         `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
         (optimizer.py), with `lora` adapters alone are trained (lora.py), `transformer` is whose layers it has (auto,
         local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
@@ -104,10 +103,6 @@ class Actor:
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.layout, self.temperature = Path(folder), layout, temperature
-        cost = partial(forward_flops, self.architecture, 1)
-        evened, ordered = (cost if pack_by == way else None for way in ("flops", "pipeline"))
-        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, multiple=layout.tp * layout.cp, cost=evened)
-        self._pack_update = partial(pack_update, **self._pack.keywords, order=ordered)
         self._spans = spans or Spans()
         self._on_progress, self._reports = on_progress, reports
         cuda = torch.cuda.is_available()
@@ -120,6 +115,11 @@ class Actor:
             on_cuda=cuda,
             version=VERSION,
         )
+        # With cp rows must rise, TransformerEngine knows no such segments, and experts count the tokens they are given.
+        can_share = layout.cp == 1 and self.transformer == "local" and not self.architecture.has_experts
+        how = {"multiple": layout.tp * layout.cp, "shares_prompts": share_prompts and can_share}
+        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
+        self._pack_update = partial(pack_update, **self._pack.keywords)
         ep = layout.ep if self.architecture.has_experts else None
         initialize_parallel(layout.tp, layout.pp, seed, timeout_s, cp=layout.cp, ep=ep)
         with megatron_platform():

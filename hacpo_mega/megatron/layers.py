@@ -8,7 +8,6 @@ import inspect
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -22,6 +21,7 @@ from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequenc
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
+from hacpo_mega.megatron.shared_prompts import PackedSegments, Run, gather_tokens
 from hacpo_mega.models.architecture import Architecture
 
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
@@ -56,7 +56,7 @@ class PackedAttention(torch.nn.Module):
         value_tKD: torch.Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSegments,
         **_megatron_options: object,
     ) -> torch.Tensor:
         """Return the attention output of this rank's tokens [t, N, D]."""
@@ -72,20 +72,21 @@ def _attend_flash(
     query_TND: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: PackedSegments,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    if packed.key_places is not None:  # the kernel lets the last query of a segment see all of its keys
+        key_TKD, value_TKD = (gather_tokens(tensor, packed.key_places) for tensor in (key_TKD, value_TKD))
     return varlen_attn(
         query_TND,
         key_TKD,
         # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
         value_TKD.contiguous(),
-        starts,
-        starts,
-        longest,
-        longest,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_HEADS,
@@ -96,32 +97,24 @@ def _attend_in_groups(
     query_TND: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: PackedSegments,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Neighbouring sequences of similar length attend as one padded batch: a call for each costs more than its work.
+    """Neighbouring segments of similar length attend as one padded batch: a call for each costs more than its work.
 
-    The padding comes after a sequence, where causality hides it from every token of the sequence.
+    The padding comes after a segment, where causality hides it from every token of the segment.
     """
-    groups = similar_lengths(packed.cu_seqlens_q.diff().tolist())
-    sizes = [sum(lengths) for lengths in groups]
-    parts = zip(groups, *(tensor.split(sizes) for tensor in (query_TND, key_TKD, value_TKD)), strict=True)
-    return torch.cat([_attend_padded(lengths, *tensors, scale, window) for lengths, *tensors in parts])
-
-
-def similar_lengths(lengths: list[int]) -> list[list[int]]:
-    """Cut `lengths` into runs whose longest is at most half again as long as their shortest."""
-    groups: list[list[int]] = []
-    shortest = longest = 0
-    for length in lengths:
-        shortest, longest = min(shortest, length), max(longest, length)
-        if groups and 2 * longest <= 3 * shortest:
-            groups[-1].append(length)
+    parts, first = [], 0
+    for run in packed.runs:
+        query_GND = query_TND[first : first + sum(run.lengths)]
+        if run.key_BM is None:
+            meets = slice(first, first + sum(run.lengths))
+            parts.append(_attend_padded(run.lengths, query_GND, key_TKD[meets], value_TKD[meets], scale, window))
         else:
-            groups.append([length])
-            shortest = longest = length
-    return groups
+            parts.append(_attend_prefixed(run, query_GND, key_TKD, value_TKD, scale, window))
+        first += sum(run.lengths)
+    return torch.cat(parts)
 
 
 def _attend_padded(
@@ -149,6 +142,23 @@ def _attend_padded(
         *map(pad, (query_TND, key_TKD, value_TKD)), sees_LL, is_causal=sees_all, scale=scale, enable_gqa=True
     )
     return output.transpose(1, 2).flatten(0, 1)[places_T]
+
+
+def _attend_prefixed(
+    run: Run,
+    query_GND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Segments that meet the keys of a prompt before their own."""
+    back_BQM = run.back_BQM
+    sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
+    tensors = ((query_GND, run.query_BQ), (key_TKD, run.key_BM), (value_TKD, run.key_BM))
+    padded = (gather_tokens(tensor, of).transpose(1, 2) for tensor, of in tensors)
+    output = scaled_dot_product_attention(*padded, sees_BQM[:, None], scale=scale, enable_gqa=True)
+    return output.transpose(1, 2)[run.is_query_BQ]
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

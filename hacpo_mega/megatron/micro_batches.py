@@ -61,7 +61,7 @@ def update_stats(
         skipped=not step.applied,
         num_microbatches=len(batches),
         num_samples=sum(len(batch.sequences) for batch in batches),
-        num_tokens=sum(int(batch.cu_seqlens[len(batch.sequences)]) for batch in batches),
+        num_tokens=sum(batch.num_tokens for batch in batches),
         num_trained=sum(len(batch.rows_R) for batch in batches),
         experts=experts,
     )

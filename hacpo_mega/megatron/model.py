@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -22,6 +21,7 @@ from hacpo_mega.megatron.context_parallel import own_tokens
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
+from hacpo_mega.megatron.shared_prompts import packed_segments
 from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
@@ -168,12 +168,16 @@ def transformer_config(
 
 
 def forward_packed(
-    model: torch.nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, cu_seqlens: torch.Tensor
+    model: torch.nn.Module,
+    tokens_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    prefixes_S2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One forward of this rank's stage over sequences packed end to end; usable in a Megatron forward step.
+    """One forward of this rank's stage over segments packed end to end; usable in a Megatron forward step.
 
-    tokens_T, positions_T: int64; positions restart in every sequence. cu_seqlens: int32 [B + 1], on the CPU so that
-    reading its longest sequence does not wait for the device. T must be a multiple of tp * cp. Returns hidden states of
+    As records.MicroBatch has them, on the CPU so that reading the longest segment does not wait for the device; without
+    `prefixes_S2` none sees another. T must be a multiple of tp * cp. Returns hidden states of
     this rank's tokens, after the final norm [t, H] on the last stage; on the others, Megatron's [t/tp, 1, H]. Every
     stage but the first gets its input by set_input_tensor.
     """
@@ -184,14 +188,7 @@ def forward_packed(
     num_own = own.stop - own.start
     assert num_own % tp == 0, (num_tokens, num_own, tp)
     device = unwrapped(model).rope_P.device
-    starts, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    packed = packed_segments(cu_seqlens, prefixes_S2, device)
     tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
     with megatron_platform():
         return model(input_ids=tokens_1T, position_ids=positions_1T, attention_mask=None, packed_seq_params=packed)

@@ -127,18 +127,25 @@ class Exchange:
         write: View,
         wrote: Callable[[Piece], None],
         sent: Callable[[str, int], None] = lambda *_: None,
+        settled: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Moves every number once. `wrote` is told of each piece; `sent` what this rank gives to others of its cell."""
+        """Moves every number once. `wrote` is told of each piece; `sent` what this rank gives to others of its cell.
+
+        `settled` is told of every bucket, by number, of which this rank has its part: all ranks of the cell are, or can
+        be without this one, so that they may meet there.
+        """
         arriving: _Arrivals | None = None
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             starting = self._start(bucket, read, sent)
             own = bucket.kept
             _copy([write(piece) for piece in own], [read(piece) for piece in own], wrote, own)
             if arriving is not None:
                 arriving.unpack(write, wrote)
+                settled(number - 1)
             arriving = starting
         if arriving is not None:
             arriving.unpack(write, wrote)
+            settled(len(self._buckets) - 1)
 
     def _start(self, bucket: _Bucket, read: View, sent: Callable[[str, int], None]) -> "_Arrivals":
         messages = {peer: torch.cat([read(p).reshape(-1) for p in pieces]) for peer, pieces in bucket.sent.items()}

@@ -98,7 +98,7 @@ def accumulate_gradients(
 
 
 def _forward(model: DistributedDataParallel, batch: MicroBatch) -> torch.Tensor:
-    return forward_packed(model, batch.tokens_T, batch.positions_T, batch.cu_seqlens)
+    return forward_packed(model, batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
 
 
 def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:

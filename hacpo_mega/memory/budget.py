@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
+from hacpo_mega.memory.quantized import largest_matrix, saved_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
@@ -66,6 +67,7 @@ class EnginePlan:
     keeps_graphs   whether it captures CUDA graphs
     stays_awake    whether it answers while the actor learns, so that it never sleeps
     beside         bytes that other agents leave on the device while it is not their turn
+    quantization   how it makes less of its weights (quantized.py); None: it does not
     """
 
     tp: int
@@ -75,6 +77,7 @@ class EnginePlan:
     keeps_graphs: bool = True
     stays_awake: bool = False
     beside: int = 0
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Budget:
             "engine cache": max(0, awake - weights - (WARM_UP if cuda else 0)),
             "engine awake": awake,
             "engine asleep": asleep,
-            "buckets": bucket_bytes(self.actor),
+            "buckets": bucket_bytes(self.actor) + waiting_bytes(self.actor, self.engine),
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
             "experts at worst": of_actor.worst_experts,
@@ -203,12 +206,22 @@ def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
     """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
     whole = Layout(tp=engine.tp)
     dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
-    return dense * actor.device.number + engine_experts(actor, engine)
+    plain = dense * actor.device.number + engine_experts(actor, engine)
+    if engine.quantization is None:
+        return plain
+    return plain - saved_bytes(actor.architecture, engine.tp, engine.quantization, actor.device.number)
 
 
 def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
     """What of them is experts, of all of which every rank has a part."""
     return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
+
+
+def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
+    """What arrives to be quantized waits until all ranks have theirs: two buckets; and a matrix is copied for it."""
+    if engine.quantization is None:
+        return 0
+    return bucket_bytes(actor) // 2 + 2 * largest_matrix(actor.architecture, engine.tp) * actor.device.number
 
 
 def cache_per_token(budget: Budget) -> int:

@@ -9,6 +9,7 @@ before it. Imports no torch; not here: the exchange itself (megatron/publish.py)
 import hashlib
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import Cut, Rectangle, Slot, padded_vocab_size, rectangles, shard_shape
 
 BUCKET_BYTES = 1 << 28
+NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,15 @@ class PublishPlan:
     def pieces(self) -> Iterator[Piece]:
         """All of them, in order."""
         return (piece for bucket in self.buckets for piece in bucket)
+
+    @cached_property
+    def last_of_bucket(self) -> tuple[frozenset[str], ...]:
+        """Of every bucket, the tensors of which no rank gets anything in a later one."""
+        last = {piece.what.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
+        return tuple(
+            frozenset(piece.what.name for piece in bucket if last[piece.what.name] == number)
+            for number, bucket in enumerate(self.buckets)
+        )
 
     def sent_bytes(self) -> list[int]:
         """What each rank sends to others."""
@@ -177,6 +188,18 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
         sent[piece.source] += crossing
     if bucket:
         yield tuple(bucket)
+
+
+def said_whole(reasons: Mapping[str, str]) -> str:
+    """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
+
+    The number of a layer, or of an expert in it, is a star there.
+    """
+    names: dict[str, dict[str, None]] = {}
+    for name, reason in sorted(reasons.items()):
+        names.setdefault(reason, {})[NUMBER.sub(".*", name)] = None
+    whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
+    return whole and f"{len(reasons)} tensors are published whole to every rank: {whole}"
 
 
 def actor_shards(

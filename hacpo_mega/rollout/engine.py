@@ -26,12 +26,14 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import logger
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing, logger
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -44,6 +46,7 @@ from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
 from hacpo_mega.rollout.expert_weights import converts_experts, pack_at_every_load
+from hacpo_mega.rollout.flat_logprobs import written_at_once
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
@@ -54,11 +57,14 @@ from hacpo_mega.rollout.host_process import (
     require_process,
     without_message_queue,
 )
+from hacpo_mega.rollout.quantized_weights import Quantizing
 from hacpo_mega.rollout.row_noise import RowNoise
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
-RELOADING = Reloading(initialize_layerwise_reload, finalize_layerwise_reload, PLAIN, logger)
+BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
+QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
+RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
 # Where torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
@@ -340,3 +346,4 @@ def _adapt_to_cpu(runner: Any) -> None:
 # For good, since it also runs when an engine that nobody closed is collected.
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
 parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
+LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)

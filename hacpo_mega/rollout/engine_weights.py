@@ -2,8 +2,8 @@
 
 On CUDA a parameter is what was loaded: its parts are written in place. On the CPU vLLM packs the weight of a linear
 layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start;
-experts are packed when both of their tensors are there (expert_weights.py). What was not followed (parts.py) goes
-through vLLM's own loaders, from full tensors.
+experts are packed when both of their tensors are there (expert_weights.py). A layer that quantizes is given its shard,
+too (quantized_weights.py). What was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
 It gets vLLM's model and functions handed in; only engine.py imports vllm.
 """
 
@@ -23,6 +23,7 @@ from hacpo_mega.rollout.expert_weights import experts_problem, packs_experts, ta
 from hacpo_mega.rollout.held_weights import EMBEDDING
 from hacpo_mega.rollout.host_process import quiet
 from hacpo_mega.rollout.parts import Part, Recording, record
+from hacpo_mega.rollout.quantized_weights import Quantizing
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class Reloading:
     begin, end   puts parameters on the meta device in the form in which they are loaded, and takes them back
     plain        how layers hold weights that are what they load, but for the CPU's packing
     logger       who would warn of layers that were not loaded
+    quantizing   how other layers make their weights of what they load
     """
 
     begin: Callable[[nn.Module], None]
     end: Callable[[nn.Module, Any], None]
     plain: tuple[type, ...]
     logger: logging.Logger
+    quantizing: Quantizing
 
 
 class EngineWeights:
@@ -54,16 +57,13 @@ class EngineWeights:
                 recording = record(model, published, config.dtype, model.load_weights)
             finally:
                 reloading.end(model, config)
-        return cls(model, recording, reloading.plain)
+        return cls(model, recording, config, reloading)
 
-    def __init__(self, model: nn.Module, recording: Recording, plain: tuple[type, ...]) -> None:
-        """`plain` as of `Reloading`.
-
-        What other layers load is left over in `recording`, each by name.
-        """
+    def __init__(self, model: nn.Module, recording: Recording, config: Any, reloading: Reloading) -> None:
+        """What layers load that hold it in a form that is not known is left over in `recording`, each by name."""
         self._modules = dict(model.named_modules())
         self._shapes = recording.shapes
-        self._plain = plain
+        self._plain, self._quantizing, self._config = reloading.plain, reloading.quantizing, config
         self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts that are not complete
         for path, parts in _by_path(recording.parts).items():
             if reason := self._problem(path, parts):
@@ -81,6 +81,19 @@ class EngineWeights:
         """Published tensors that are not written part by part, and why."""
         return self._recording.left_over
 
+    @property
+    def quantized(self) -> Set[str]:
+        """Published tensors of which layers make other numbers."""
+        return {part.shard.name for part in self.parts if self.quantizes(part.path)}
+
+    def converted_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(vLLM's name, tensor) of what these layers hold, and such as keep what they load in a form of their own."""
+        for path, module in self._modules.items():
+            method = getattr(module, "quant_method", None)
+            if method is not None and (not isinstance(method, self._plain) or experts_problem(method)):
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{path}.{name}", parameter.detach()
+
     def leave(self, reasons: Mapping[str, str]) -> None:
         """Leaves these over, too, and what is loaded into the same layers."""
         for name, reason in reasons.items():
@@ -90,11 +103,12 @@ class EngineWeights:
         """Why a parameter cannot be written part by part; None where it can."""
         module, shape = self._modules[path[0]], self._shapes[path]
         method, live = getattr(module, "quant_method", None), getattr(module, path[1])
-        if method is not None and not isinstance(method, self._plain):
+        quantizes = self.quantizes(path)
+        if method is not None and not isinstance(method, (*self._plain, *self._quantizing.methods)):
             return f"its layer may hold it in another form ({type(method).__name__})"
         if problem := experts_problem(method):
             return problem
-        if not _is_packed(module, live) and (live.shape != shape or not live.is_contiguous()):
+        if not (_is_packed(module, live) or quantizes) and (live.shape != shape or not live.is_contiguous()):
             return f"its layer holds it as {tuple(live.shape)}, and loads it as {tuple(shape)}"
         end = 0
         for part in sorted(parts, key=lambda part: part.offset):
@@ -105,18 +119,28 @@ class EngineWeights:
         # Of a vocabulary rows are left, which stand for no token.
         return None if end == shape.numel() or hasattr(module, "shard_indices") else "its loader leaves gaps"
 
+    def quantizes(self, path: tuple[str, str]) -> bool:
+        """Whether a layer makes other numbers of what it loads into this parameter."""
+        return self._quantizing.takes(self._modules[path[0]], path[1])
+
     def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
         """What the parts of a parameter are written into, and whether that is new."""
         live = getattr(self._modules[path[0]], path[1])
-        if not _is_packed(self._modules[path[0]], live):
+        if not (_is_packed(self._modules[path[0]], live) or self.quantizes(path)):
             return live.detach(), False
         return torch.empty(self._shapes[path], dtype=dtype, device=live.device), True
 
     def finish(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
-        """All numbers of a parameter are in `tensor`: the first `num_written`, and zeros behind them."""
+        """All numbers of a parameter are in `tensor`: the first `num_written`, and zeros behind them.
+
+        Collective over the engine where the layer quantizes.
+        """
         layer, parameter = path
-        tensor.view(-1)[num_written:].zero_()
         module = self._modules[layer]
+        if self.quantizes(path):
+            self._quantizing.take(module, tensor, self._config)
+            return
+        tensor.view(-1)[num_written:].zero_()
         if packs_experts(module):
             both = self._unpacked[layer]
             both[parameter] = tensor
@@ -140,6 +164,11 @@ class Receiver:
         for part in weights.parts:
             self._left[part.path] += part.shard.size
         self._sizes = dict(self._left)
+        # Of those whose layers quantize, in an order that all ranks of the engine have: what they still wait for.
+        self._unsettled: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for part in weights.parts:
+            if weights.quantizes(part.path):
+                self._unsettled[part.path].add(part.shard.name)
         self._open: dict[tuple[str, str], tuple[Tensor, bool]] = {}
 
     def view(self, number: int, what: Shard, dtype: torch.dtype) -> Tensor:
@@ -150,18 +179,32 @@ class Receiver:
         return part.view(self._open[part.path][0], what)
 
     def wrote(self, number: int, size: int) -> None:
-        """So many numbers of that part are there; with the last one of a parameter its layer takes it."""
+        """So many numbers of that part are there; with the last one of a parameter its layer takes it.
+
+        One that quantizes takes it when the ranks of the cell have theirs: `settled`.
+        """
         path = self._weights.parts[number].path
         self._left[path] -= size
         assert self._left[path] >= 0, f"{path} was written twice"
-        if self._left[path] == 0:
-            tensor, is_new = self._open.pop(path)
-            self._weights.finish(path, tensor, self._sizes[path], is_new=is_new)
+        if self._left[path] == 0 and path not in self._unsettled:
+            self._finish(path)
+
+    def settled(self, names: Set[str]) -> None:
+        """All ranks of the cell have all that they need of these tensors. Collective over the engine."""
+        for path, waits_for in list(self._unsettled.items()):
+            waits_for -= names
+            if not waits_for:
+                del self._unsettled[path]
+                self._finish(path)
+
+    def _finish(self, path: tuple[str, str]) -> None:
+        tensor, is_new = self._open.pop(path)
+        self._weights.finish(path, tensor, self._sizes[path], is_new=is_new)
 
     @property
     def missing(self) -> list[str]:
         """Parameters of which parts were not written."""
-        return [".".join(path) for path, left in self._left.items() if left]
+        return [".".join(path) for path, left in self._left.items() if left or path in self._unsettled]
 
 
 def _is_packed(module: nn.Module, live: Tensor) -> bool:

@@ -1,15 +1,14 @@
 """Samples -> optimizer updates -> packed micro-batches. Pure functions, no communication.
 
 Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, and there is no rectangle to pad.
-A cost of each sequence (its FLOPs: attention grows with the square of a length) can even the micro-batches or order
-them: the stages of a pipeline wait for what stands at both ends of an update.
+Answers to one prompt can share it: it is read once, and each of them sees it before its own tokens.
 It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
 loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
 height), hence one rule: in an update own samples are packed by themselves, so that scoring them before the update and
 learning from them repeat the same micro-batches, and the first update's own ratio is exactly 1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,9 +16,6 @@ import torch
 from hacpo_mega.records import MicroBatch, Sample, TokenSequence
 
 PADDING_TOKEN = 0
-
-# tokens that a model reads of a sequence -> what it costs, in any unit
-Cost = Callable[[int], float]
 
 
 def plan_updates(
@@ -58,36 +54,23 @@ def input_length(sequence: TokenSequence) -> int:
 
 
 def pack_update(
-    samples: Sequence[Sample],
-    max_tokens: int,
-    *,
-    multiple: int = 1,
-    cost: Cost | None = None,
-    order: Cost | None = None,
+    samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1, shares_prompts: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'.
-
-    With `order`, a cost too, the cheap ones stand at both ends and the dearest in the middle.
-    """
-    own = [sample for sample in samples if sample.is_self]
-    cross = [sample for sample in samples if not sample.is_self]
-    batches = [batch for part in (own, cross) for batch in pack(part, max_tokens, multiple=multiple, cost=cost)]
-    if order is None:
-        return batches
-    rising = sorted(batches, key=lambda batch: sum(order(input_length(sequence)) for sequence in batch.sequences))
-    return [*rising[::2], *reversed(rising[1::2])]
+    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'."""
+    parts = ([sample for sample in samples if sample.is_self is own] for own in (True, False))
+    how = {"multiple": multiple, "shares_prompts": shares_prompts}
+    return [batch for part in parts for batch in pack(part, max_tokens, **how)]
 
 
 def pack(
-    sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int = 1, cost: Cost | None = None
+    sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int = 1, shares_prompts: bool = False
 ) -> list[MicroBatch]:
     """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
     First-fit decreasing over lengths (ties in the given order): deterministic, within 11/9 of the fewest micro-batches,
-    and neighbours have similar lengths, which evens out attention. With `cost` as many, or more where their tokens do
-    not fit otherwise, and each sequence, longest first, in the one that has cost least so far. `multiple` (tp x
-    cp, the ranks that share the tokens) rounds T up and must divide `max_tokens`. Sequences without trained
-    tokens are left out.
+    and neighbours have similar lengths, which evens out attention. With `shares_prompts` the sequences of one prompt
+    stay together, as many as fit, and read it once. `multiple` (tp x cp, the ranks that share the tokens) rounds T up
+    and must divide `max_tokens`. Sequences without trained tokens are left out.
 
     Raises ValueError when a sequence alone is longer than `max_tokens`.
     """
@@ -96,21 +79,44 @@ def pack(
             f"max_tokens_per_microbatch ({max_tokens}) must be a multiple of tp x cp ({multiple}). "
             f"Nearest: {max_tokens // multiple * multiple}."
         )
-    trained = [sequence for sequence in sequences if sequence.num_trained > 0]
-    bins = _first_fit_decreasing(trained, max_tokens)
-    if cost is not None:
-        bins = _evened(trained, max_tokens, len(bins), cost)
-    return [microbatch(members, multiple) for members in bins]
+    groups = [[sequence] for sequence in sequences if sequence.num_trained > 0]
+    if shares_prompts:
+        groups = [part for group in _by_prompt(groups) for part in _that_fit(group, max_tokens)]
+    return [microbatch(members, multiple) for members in _first_fit_decreasing(groups, max_tokens)]
 
 
-def _first_fit_decreasing(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[TokenSequence]]:
-    lengths = np.array([input_length(sequence) for sequence in sequences], dtype=np.int64)
-    bins: list[list[TokenSequence]] = []
+def _by_prompt(groups: Iterable[Sequence[TokenSequence]]) -> list[list[TokenSequence]]:
+    """Groups of equal prompts, in the order in which they first come."""
+    found: dict[bytes, list[TokenSequence]] = {}
+    for group in groups:
+        found.setdefault(group[0].prompt_ids.tobytes(), []).extend(group)
+    return list(found.values())
+
+
+def _that_fit(group: Sequence[TokenSequence], max_tokens: int) -> Iterator[list[TokenSequence]]:
+    """Neighbours of a group, as many as fit together; one that does not fit by itself comes alone."""
+    part: list[TokenSequence] = []
+    for sequence in group:
+        if part and _length([*part, sequence]) > max_tokens:
+            yield part
+            part = []
+        part.append(sequence)
+    yield part
+
+
+def _length(group: Sequence[TokenSequence]) -> int:
+    """Tokens that are read of sequences of one prompt."""
+    return len(group[0].prompt_ids) + sum(sequence.num_trained - 1 for sequence in group)
+
+
+def _first_fit_decreasing(groups: Sequence[list[TokenSequence]], max_tokens: int) -> list[list[list[TokenSequence]]]:
+    lengths = np.array([_length(group) for group in groups], dtype=np.int64)
+    bins: list[list[list[TokenSequence]]] = []
     room = np.zeros(0, dtype=np.int64)
     for place in np.argsort(-lengths, kind="stable"):
         if lengths[place] > max_tokens:
             raise ValueError(
-                f"{len(sequences[place].prompt_ids)} prompt tokens with their answer are {lengths[place]}, more than "
+                f"{len(groups[place][0].prompt_ids)} prompt tokens with their answer are {lengths[place]}, more than "
                 f"max_tokens_per_microbatch ({max_tokens}). Raise it to max_prompt_tokens + max_answer_tokens or more."
             )
         fits = np.flatnonzero(room >= lengths[place])
@@ -118,58 +124,58 @@ def _first_fit_decreasing(sequences: Sequence[TokenSequence], max_tokens: int) -
             bins.append([])
             room = np.append(room, max_tokens)
             fits = [len(bins) - 1]
-        bins[fits[0]].append(sequences[place])
+        bins[fits[0]].append(groups[place])
         room[fits[0]] -= lengths[place]
     return bins
 
 
-def _evened(
-    sequences: Sequence[TokenSequence], max_tokens: int, num_bins: int, cost: Cost
-) -> list[list[TokenSequence]]:
-    """Longest first into the bin of least cost that has room (Graham 1969, LPT): at least `num_bins` of them."""
-    lengths = np.array([input_length(sequence) for sequence in sequences], dtype=np.int64)
-    bins: list[list[TokenSequence]] = [[] for _ in range(num_bins)]
-    room, spent = np.full(num_bins, max_tokens), np.zeros(num_bins)
-    for place in np.argsort(-lengths, kind="stable"):
-        fits = np.flatnonzero(room >= lengths[place])
-        if len(fits) == 0:
-            return _evened(sequences, max_tokens, num_bins + 1, cost)
-        chosen = fits[np.argmin(spent[fits])]
-        bins[chosen].append(sequences[place])
-        room[chosen] -= lengths[place]
-        spent[chosen] += cost(int(lengths[place]))
-    return bins
+def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> MicroBatch:
+    """Lay groups of sequences, each of one prompt, end to end (see records.MicroBatch); every one has a trained token.
 
-
-def microbatch(sequences: Sequence[TokenSequence], multiple: int = 1) -> MicroBatch:
-    """Lay `sequences` end to end (see records.MicroBatch). Every one must have a trained token.
-
+    Of a group of several the prompt is a segment, which come first, the longest at the front; then follow the sequences
+    of groups of one, and the answers of the others, the longest first: neighbours attend together (layers.py).
     Row i of a sequence reads position len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of
     its own, rounds T up to `multiple`; nothing of it is trained and no sequence attends to it.
     """
-    assert sequences, "an empty micro-batch"
+    assert groups and all(groups), "an empty micro-batch"
+    shared = sorted((group for group in groups if len(group) > 1), key=lambda group: -len(group[0].prompt_ids))
+    prompts = [group[0].prompt_ids for group in shared]
+    alone = [group[0] for group in groups if len(group) == 1]
+    places = [(place, sequence) for place, group in enumerate(shared) for sequence in group]
+    places.sort(key=lambda found: (-found[1].num_trained, found[0]))
+    sequences = [*alone, *(sequence for _, sequence in places)]
     assert all(sequence.num_trained > 0 for sequence in sequences), "a sequence with nothing to train"
-    lengths = np.array([input_length(sequence) for sequence in sequences])
-    trained = np.array([sequence.num_trained for sequence in sequences])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    row_starts = np.concatenate([[0], np.cumsum(trained)])
-    padding = -starts[-1] % multiple
 
-    tokens = [part for s in sequences for part in (s.prompt_ids, s.answer_ids[: s.num_trained - 1])]
-    tokens_T = np.concatenate([*tokens, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
-    positions_T = np.concatenate([_counting(lengths), np.arange(padding)])
-    # a sequence's rows are its last num_trained positions: the first reads the prompt's end
-    rows_R = np.repeat(starts[1:] - trained, trained) + _counting(trained)
-    targets_R = np.concatenate([s.answer_ids[: s.num_trained] for s in sequences]).astype(np.int64)
-    ends = starts if padding == 0 else np.append(starts, starts[-1] + padding)
+    trained = np.array([sequence.num_trained for sequence in sequences])
+    prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    prompt_ends, of_prompt = np.cumsum(prompt_lengths), np.array([place for place, _ in places], dtype=np.int64)
+    own = [input_length(sequence) for sequence in alone] + [sequence.num_trained - 1 for _, sequence in places]
+    padding = -(prompt_lengths.sum() + sum(own)) % multiple
+    lengths = np.concatenate([prompt_lengths, own, [padding]]).astype(np.int64)
+    seen = np.zeros((len(lengths), 2), dtype=np.int64)
+    first_answer = len(prompts) + len(alone)
+    seen[first_answer:-1, 1] = prompt_lengths[of_prompt]
+    seen[first_answer:-1, 0] = prompt_ends[of_prompt] - prompt_lengths[of_prompt]
+    ends = np.cumsum(lengths)
+
+    row_starts = np.concatenate([[0], np.cumsum(trained)])
+    # A sequence's rows are its last num_trained positions: the first reads the prompt's end, wherever that is.
+    rows_R = np.repeat(ends[len(prompts) : -1] - trained, trained) + _counting(trained)
+    rows_R[row_starts[len(alone) : -1]] = prompt_ends[of_prompt] - 1
+    answers = [sequence.answer_ids[: sequence.num_trained - 1] for sequence in sequences]
+    texts = [part for s, answer in zip(alone, answers) for part in (s.prompt_ids, answer)] + answers[len(alone) :]
+    tokens_T = np.concatenate([*prompts, *texts, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
+    is_segment = lengths > 0
     return MicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
-        positions_T=torch.from_numpy(positions_T),
-        cu_seqlens=torch.from_numpy(ends.astype(np.int32)),
+        positions_T=torch.from_numpy(_counting(lengths) + np.repeat(seen[:, 1], lengths)),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends[is_segment]]).astype(np.int32)),
+        prefixes_S2=torch.from_numpy(seen[is_segment].astype(np.int32)),
         rows_R=torch.from_numpy(rows_R),
-        targets_R=torch.from_numpy(targets_R),
+        targets_R=torch.from_numpy(np.concatenate([s.answer_ids[: s.num_trained] for s in sequences]).astype(np.int64)),
         row_cu_seqlens_B=torch.from_numpy(row_starts.astype(np.int32)),
         sequences=tuple(sequences),
+        num_tokens=len(tokens_T) - int(padding),
     )
 
 

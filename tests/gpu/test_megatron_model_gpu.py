@@ -60,3 +60,26 @@ def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtyp
     torch.testing.assert_close(logits_TV, expected_TV, atol=tolerance, rtol=0.03 if dtype is torch.bfloat16 else 0)
     hidden_TH.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.06), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_answers_see_the_prompt_that_they_share(
+    tmp_path: Path, window: int | None, dtype: torch.dtype, tolerance: float
+):
+    sizes = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "dtype": dtype}
+    folder = make_model(tmp_path, "mistral", window=window, **sizes)
+    model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=256)
+    load_hf_weights(model, folder)
+    prompt, long, short = torch.arange(sum(LENGTHS[:3])).mul(7).remainder(131).split(LENGTHS[:3])
+    starts = torch.tensor([0, *LENGTHS[:3]]).cumsum(0).int()
+    seen = torch.tensor([[0, 0], [0, 17], [0, 17]], dtype=torch.int32)
+    positions = torch.cat([torch.arange(17), torch.arange(17, 17 + 64), torch.arange(17, 17 + 3)])
+    shared_TH = forward_packed(model, torch.cat([prompt, long, short]), positions, starts, seen)
+    wholes = torch.cat([prompt, long, prompt, short])
+    positions = torch.cat([torch.arange(17 + 64), torch.arange(17 + 3)])
+    apart_TH = forward_packed(model, wholes, positions, torch.tensor([0, 81, 101], dtype=torch.int32))
+    expected_TH = torch.cat([apart_TH[:81], apart_TH[98:]])
+    torch.testing.assert_close(shared_TH, expected_TH, atol=tolerance, rtol=0.03 if dtype is torch.bfloat16 else 0)
+    shared_TH.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

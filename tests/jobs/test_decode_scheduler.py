@@ -58,3 +58,8 @@ def test_the_short_way_was_taken(seen):
         tokens = sum(len(ids) for ids, _, _ in seen["ours"][case]["answers"])
         assert sum(seen["ours"][case]["passed on"]) < 0.75 * sum(seen["vllm"][case]["passed on"]), case
         assert np.isclose(sum(seen["vllm"][case]["passed on"]), tokens, rtol=0.1), case
+
+
+def test_the_record_of_many_logprobs_is_that_of_one_after_the_other(seen):
+    ours, vllms = seen["written"]
+    assert ours == vllms and len(ours[0]["logprobs"]) == 9

@@ -26,7 +26,7 @@ def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family, ffn in FFN.items():
         for seed, name in enumerate(("first", "other"), 1):
-            sizes = {"head_dim": 32, "ffn_size": ffn, "num_experts": EXPERTS, "tied": False}
+            sizes = {"head_dim": 32, "ffn_size": ffn, "num_experts": EXPERTS, "tied": False, "vocab_size": 256}
             make_model(folder / family / name, family, seed=seed, **sizes)
     return folder
 

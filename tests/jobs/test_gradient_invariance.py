@@ -149,27 +149,27 @@ def check_products(found, gradients) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, max_tokens, order, pack_by, num_microbatches",
+    "name, max_tokens, order, share_prompts, num_microbatches, num_tokens",
     [
         pytest.param(name, *way, marks=[] if name == "qwen3-tied" else [pytest.mark.nightly])
         for name in MODELS
         for way in (
-            (28, 1, "tokens", 7),
-            (60, -1, "tokens", 4),
-            (60, 1, "tokens", 4),
-            (60, 1, "flops", 4),
-            (28, 1, "pipeline", 7),
-            (10_000, 1, "tokens", 2),
+            (28, 1, False, 7, 188),
+            (28, 1, True, 8, 168),
+            (60, -1, False, 4, 188),
+            (60, 1, True, 4, 162),
+            (60, -1, True, 4, 162),
+            (10_000, 1, True, 2, 162),
         )
     ],
 )
 def test_packing_does_not_change_the_gradient(
-    alone, folders, samples, policy_gradients, name, max_tokens, order, pack_by, num_microbatches
+    alone, folders, samples, policy_gradients, name, max_tokens, order, share_prompts, num_microbatches, num_tokens
 ):
     loss, expected = policy_gradients[name]
-    actor = make_actor(folders[name], max_tokens_per_microbatch=max_tokens, pack_by=pack_by)
+    actor = make_actor(folders[name], max_tokens_per_microbatch=max_tokens, share_prompts=share_prompts)
     found, stats = gradient_by_descent(actor, lambda: actor.learn(samples[name][::order], objective))
-    assert stats.num_microbatches == num_microbatches
+    assert (stats.num_microbatches, stats.num_tokens) == (num_microbatches, num_tokens)
     assert relative_error(found, expected) < GRADIENT_ERROR
     assert stats.loss == loss
     assert stats.grad_norm == pytest.approx(norm(expected), rel=GRADIENT_ERROR)

@@ -31,7 +31,6 @@ MODELS = {
     "dense tied": {"family": "qwen3", "tied": True},
     "dense untied": {"family": "llama", "tied": False, "vocab_size": 256},
     "one key/value head": {"family": "llama", "tied": False, "num_kv_heads": 1, "attention_bias": True},
-    "biases": {"family": "qwen2", "tied": True},
     "experts": {"family": "qwen3_moe", "tied": False, "ffn_size": 32, "num_experts": 8},
 }
 SIZES = (1, 2, 4)

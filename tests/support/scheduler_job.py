@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from job import TIMEOUT_S
+from vllm.logprobs import FlatLogprobs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
@@ -135,6 +138,22 @@ def seen_by(models: Path, **options) -> dict:
     return seen
 
 
+def written() -> list[tuple]:
+    """Log-probs of three, one and five tokens as they are written down: by the project, and by vLLM token by token."""
+    rng, records = np.random.default_rng(4), []
+    found = [
+        LogprobsLists(rng.integers(0, 99, (n, 1)), -rng.random((n, 1), np.float32), rng.integers(1, 9, n))
+        for n in (3, 1, 5)
+    ]
+    for write in (LogprobsProcessor._update_sample_logprobs, LogprobsProcessor._update_sample_logprobs.__wrapped__):
+        processor = LogprobsProcessor(None, FlatLogprobs(), None, 0.0, 0, None)
+        for lists in found:
+            write(processor, lists)
+        records.append((vars(processor.logprobs), processor.cumulative_logprob))
+    return records
+
+
 def main(models: Path, out: Path) -> None:
     with Place.join(RankMap(lanes=1, agents=(AgentShape("qwen3"),)), TIMEOUT_S):
-        torch.save({"vllm": seen_by(models, scheduler_cls=VLLMS), "ours": seen_by(models)}, out / "seen.pt")
+        seen = {"vllm": seen_by(models, scheduler_cls=VLLMS), "ours": seen_by(models), "written": written()}
+        torch.save(seen, out / "seen.pt")

@@ -108,7 +108,7 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path):
 def test_keys_that_are_newer_than_a_checkpoint_are_no_change_at_their_defaults():
     config = config_in(Path("run"), "rollout.temperature=0.9")
     now, before = plain(config), plain(config)
-    del before["rollout"]["temperature"], before["training"]["pack_by"], before["agents"][0]["offload"]
+    del before["rollout"]["temperature"], before["training"]["share_prompts"], before["agents"][0]["offload"]
     assert [str(change) for change in changes(completed(before), now)] == ["rollout.temperature was 1.0, is 0.9"]
     assert completed(now) == now
     gone = plain(config) | {"a_key_of_before": 1}

@@ -105,13 +105,13 @@ def build(name: str, tp: int = 1, pp: int = 1) -> HiddenStateModel:
     return model.requires_grad_(False)  # Megatron adds residuals under enable_grad, whatever stands around it
 
 
-def forward(model: HiddenStateModel, tp: int = 1) -> torch.Tensor:
+def forward(model: HiddenStateModel, tp: int = 1, prefixes_S2: torch.Tensor | None = None) -> torch.Tensor:
     if not model.pre_process:
         model.set_input_tensor(torch.empty(sum(LENGTHS) // tp, 1, 256, dtype=torch.bfloat16, device=GPU))
     positions = torch.tensor([place for length in LENGTHS for place in range(length)])
     starts = torch.tensor([0, 17, 18, 64], dtype=torch.int32)
     with torch.no_grad():
-        return forward_packed(model, torch.tensor(range(64)), positions, starts)
+        return forward_packed(model, torch.tensor(range(64)), positions, starts, prefixes_S2)
 
 
 @pytest.mark.parametrize("tp, pp, pp_rank", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (2, 2, 1)])
@@ -127,6 +127,18 @@ def test_everything_is_on_the_device(name, tp, pp, pp_rank, monkeypatch):
     assert (hidden.device, hidden.dtype) == (GPU, torch.bfloat16)
     assert hidden.shape == ((64, 256) if model.post_process else (64 // tp, 1, 256))
     assert attended == [GPU] * (2 // pp)
+
+
+def test_prompts_that_answers_share_are_gathered_on_the_device(monkeypatch):
+    """The kernel is handed the keys of 17, 17 + 1 and 17 + 46 tokens."""
+    met, kernel = [], layers.varlen_attn
+    monkeypatch.setattr(
+        layers, "varlen_attn", lambda *given, **how: met.append(given[1].shape) or kernel(*given, **how)
+    )
+    with on_fake_cuda(1, 1, 0, monkeypatch):
+        hidden = forward(build("qwen3"), prefixes_S2=torch.tensor([[0, 0], [0, 17], [0, 17]], dtype=torch.int32))
+    assert (hidden.device, hidden.shape) == (GPU, (64, 256))
+    assert [shape[0] for shape in met] == [17 + 18 + 63] * 2
 
 
 @pytest.mark.parametrize(

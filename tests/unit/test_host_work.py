@@ -41,7 +41,8 @@ def test_a_layer_asks_for_no_more_than_it_needs(asked):
     for part in ("score: layers", "learn: layers"):
         few, many = (asked[depth][part] for depth in (1, 3))
         assert many.launches - few.launches == 2 * LAUNCHES_OF_A_LAYER, many.names
-        assert (few.names["cos"], many.names["cos"], many.uploads) == (1, 1, 3)
+        assert (few.names["cos"], many.names["cos"]) == (1, 1)
+        assert few.uploads == many.uploads <= 5
 
 
 def test_the_optimizer_asks_once_for_all_parameters(asked):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from hacpo_mega.megatron.layers import PackedAttention, similar_lengths
+from hacpo_mega.megatron.layers import PackedAttention
+from hacpo_mega.megatron.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 # What float32 may be off, relative to the largest value: four standard deviations of the roundings of three sums, over
@@ -27,10 +27,55 @@ def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale, window):
     return torch.cat(parts)
 
 
+def attended(inputs, starts, prefixes, window):
+    """What the attention of this project makes of queries, keys and values in segments."""
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
+    packed = packed_segments(starts, prefixes, starts.device)
+    alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))
+    attention = PackedAttention(config, alone, softmax_scale=0.3, window=window)
+    return attention(*inputs, None, packed_seq_params=packed)
+
+
+def require_close(found_TND, expected_TND, inputs, expected_inputs) -> None:
+    atol = ROUNDING * float(inputs[2].abs().max())
+    torch.testing.assert_close(found_TND.double(), expected_TND, rtol=0, atol=atol)
+    for tensor, expected in zip(inputs, expected_inputs, strict=True):
+        atol = 2 * ROUNDING * float(expected.grad.abs().max())
+        torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=0, atol=atol)
+
+
+# prompts, then the prompt of each answer and the answer's tokens
+SHARED = [([5, 3], [(0, 4), (0, 4), (1, 4), (1, 3), (0, 1)]), ([7], [(0, 5), (0, 2)]), ([1, 2], [(1, 9), (0, 8)])]
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+@pytest.mark.parametrize("prompts, answers", SHARED)
+def test_answers_attend_to_the_prompt_they_share(prompts, answers, window):
+    """As if each had read it by itself, whose gradients add up at the prompt."""
+    lengths = [*prompts, *(length for _, length in answers)]
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    *inputs, direction_TND = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    expected_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    segments = torch.arange(sum(lengths)).split(lengths)
+    wholes = [torch.cat([segments[prompt], own]) for (prompt, _), own in zip(answers, segments[len(prompts) :])]
+    places, sizes = torch.cat([*segments[: len(prompts)], *wholes]), [*prompts, *map(len, wholes)]
+    read = attention_by_hand(*(tensor[places] for tensor in expected_inputs), sizes, scale=0.3, window=window)
+    parts = [part[-length:] for part, length in zip(read.split(sizes), lengths)]
+    expected_TND = torch.cat(parts)
+    (expected_TND * direction_TND).sum().backward()
+
+    inputs = [tensor.float().requires_grad_() for tensor in inputs]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    seen = [(0, 0) for _ in prompts] + [(int(starts[prompt]), prompts[prompt]) for prompt, _ in answers]
+    found_TND = attended(inputs, starts, torch.tensor(seen, dtype=torch.int32), window)
+    (found_TND * direction_TND).sum().backward()
+    require_close(found_TND, expected_TND, inputs, expected_inputs)
+
+
 @pytest.mark.parametrize("window", [None, 2, 4])
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 8, 7, 3, 1], [1, 1, 12, 2, 11, 10, 4]])
 def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths, window):
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
     generator = torch.Generator().manual_seed(sum(lengths))
     shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *inputs, direction_TND = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -40,20 +85,20 @@ def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths,
 
     inputs = [tensor.float().requires_grad_() for tensor in inputs]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
-    alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))
-    found_TND = PackedAttention(config, alone, softmax_scale=0.3, window=window)(
-        *inputs, None, packed_seq_params=packed
-    )
+    found_TND = attended(inputs, starts, None, window)
     (found_TND * direction_TND).sum().backward()
-    atol = ROUNDING * float(inputs[2].abs().max())
-    torch.testing.assert_close(found_TND.double(), expected_TND, rtol=0, atol=atol)
-    for tensor, expected in zip(inputs, expected_inputs, strict=True):
-        atol = 2 * ROUNDING * float(expected.grad.abs().max())
-        torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=0, atol=atol)
+    require_close(found_TND, expected_TND, inputs, expected_inputs)
 
 
 def test_a_group_pads_at_most_by_half():
-    assert similar_lengths([30, 21, 20, 19, 9, 6, 4, 1, 1]) == [[30, 21, 20], [19], [9, 6], [4], [1, 1]]
-    assert similar_lengths([4, 6, 7, 5]) == [[4, 6], [7, 5]]
-    assert similar_lengths([]) == []
+    def cut(lengths, keys):
+        return [[list(segment) for segment in group] for group in similar_lengths(lengths, keys)]
+
+    def alone(lengths):
+        return [[length for length, _ in group] for group in cut(lengths, lengths)]
+
+    assert alone([30, 21, 20, 19, 9, 6, 4, 1, 1]) == [[30, 21, 20], [19], [9, 6], [4], [1, 1]]
+    assert alone([4, 6, 7, 5]) == [[4, 6], [7, 5]]
+    assert alone([]) == []
+    assert cut([4, 4, 4, 5], [4, 4, 5, 6]) == [[[4, 4], [4, 4]], [[4, 5], [5, 6]]]  # whole ones apart from others
+    assert cut([4, 4, 4], [6, 9, 10]) == [[[4, 6], [4, 9]], [[4, 10]]]

@@ -86,10 +86,12 @@ def micro_batch(lengths, is_self, advantage, source, divisors=None) -> MicroBatc
         tokens_T=none,
         positions_T=none,
         cu_seqlens=starts,
+        prefixes_S2=none,
         rows_R=none,
         targets_R=none,
         row_cu_seqlens_B=starts,
         sequences=tuple(samples),
+        num_tokens=0,
     )
 
 

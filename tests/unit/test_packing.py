@@ -1,5 +1,7 @@
 """Packing and update planning: nothing lost, nothing mixed, every row predicts the token it is said to predict."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,7 @@ def identity(sample: Sample) -> tuple[int, int, int]:
 def test_layout_of_two_sequences_and_a_tail_by_hand():
     first = TokenSequence(np.int32([5, 6]), np.int32([7, 8, 9]), num_trained=2)  # final token untrained
     second = TokenSequence(np.int32([3]), np.int32([4]), num_trained=1)
-    batch = microbatch([first, second], multiple=3)
+    batch = microbatch([[first], [second]], multiple=3)
     # first is read as 5 6 7: 6 predicts 7, 7 predicts 8. second is read as 3, which predicts 4. Two tokens of tail.
     assert batch.tokens_T.tolist() == [5, 6, 7, 3, 0, 0]
     assert batch.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
@@ -56,6 +58,46 @@ def test_layout_of_two_sequences_and_a_tail_by_hand():
     assert batch.targets_R.tolist() == [7, 8, 4]
     assert batch.row_cu_seqlens_B.tolist() == [0, 2, 3]
     assert batch.sequences == (first, second)
+
+
+def test_layout_of_a_shared_prompt_by_hand():
+    """5 6 is read once for 7 8 and for 9, which trains one token and so reads none; 3 4 is read with 8, then a tail."""
+    long, short = (TokenSequence(np.int32([5, 6]), np.int32(answer), len(answer)) for answer in ([7, 8, 1], [9]))
+    alone = TokenSequence(np.int32([3, 4]), np.int32([8, 2]), num_trained=2)
+    batch = microbatch([[short, long], [alone]], multiple=4)
+    assert batch.tokens_T.tolist() == [5, 6, 3, 4, 8, 7, 8, 0]
+    assert batch.positions_T.tolist() == [0, 1, 0, 1, 2, 2, 3, 0]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 7, 8]
+    assert batch.prefixes_S2.tolist() == [[0, 0], [0, 0], [0, 2], [0, 0]]
+    assert batch.sequences == (alone, long, short)
+    assert batch.rows_R.tolist() == [3, 4, 1, 5, 6, 1]
+    assert batch.targets_R.tolist() == [8, 2, 7, 8, 1, 9]
+    assert batch.row_cu_seqlens_B.tolist() == [0, 2, 5, 6]
+    assert batch.num_tokens == 7
+
+
+@pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
+def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple):
+    samples = random_samples(num_prompts=6, seed=1)
+    prompts = {sample.prompt_index: sample.prompt_ids for sample in samples}
+    samples = [dataclasses.replace(sample, prompt_ids=prompts[sample.prompt_index]) for sample in samples]
+    batches = pack_update(samples, max_tokens, multiple=multiple, shares_prompts=True)
+    assert sorted(identity(s) for b in batches for s in b.sequences) == sorted(identity(s) for s in samples)
+    plain = sum(batch.num_tokens for batch in pack_update(samples, max_tokens, multiple=multiple))
+    assert sum(batch.num_tokens for batch in batches) < plain
+    for batch in batches:
+        assert batch.num_tokens <= len(batch.tokens_T) <= max_tokens and len(batch.tokens_T) % multiple == 0
+        starts = batch.cu_seqlens.tolist()
+        for place, sample in enumerate(batch.sequences):
+            text = np.concatenate([sample.prompt_ids, sample.answer_ids])
+            for number, row in enumerate(range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1])):
+                position = int(batch.rows_R[row])
+                segment = np.searchsorted(starts, position, side="right") - 1
+                first, length = batch.prefixes_S2[segment].tolist()
+                seen = [*range(first, first + length), *range(starts[segment], position + 1)]
+                assert batch.tokens_T[seen].tolist() == text[: len(sample.prompt_ids) + number].tolist()
+                assert batch.positions_T[seen].tolist() == list(range(len(seen)))
+                assert batch.targets_R[row] == text[len(seen)]
 
 
 def test_the_objective_gets_the_numbers_of_the_samples_in_packed_order():
@@ -107,57 +149,6 @@ def test_first_fit_decreasing_by_hand():
     samples = [make_sample(i, 0, 0, lengths=(1, length)) for i, length in enumerate(lengths)]
     assert [input_length(s) for s in samples] == lengths
     assert [[input_length(s) for s in b.sequences] for b in pack(samples, 10)] == [[8, 2], [4, 4, 1, 1]]
-
-
-def with_attention(length: int) -> float:
-    """FLOPs of a model whose attention costs as much as its matrices at 64 tokens."""
-    return length + length**2 / 64
-
-
-def costs(batches) -> list[float]:
-    return [sum(with_attention(input_length(sequence)) for sequence in batch.sequences) for batch in batches]
-
-
-def test_evened_by_hand():
-    """The same bins of 10 cost 8 + 2 and 4 + 4 + 1 + 1 by squares 68 and 34; where tokens do not fit, one bin more."""
-    samples = [make_sample(i, 0, 0, lengths=(1, length)) for i, length in enumerate([4, 8, 1, 4, 2, 1])]
-    evened = pack(samples, 12, cost=lambda length: length**2)
-    assert [[input_length(s) for s in b.sequences] for b in evened] == [[8], [4, 4, 2, 1, 1]]
-    tight = [make_sample(i, 0, 0, lengths=(1, length)) for i, length in enumerate([5, 5, 4, 3, 3])]
-    assert len(pack(tight, 10)) == 2
-    evened = pack(tight, 10, cost=float)
-    assert [[input_length(s) for s in b.sequences] for b in evened] == [[5, 3], [5], [4, 3]]
-
-
-def test_micro_batches_of_long_tailed_answers_are_even_in_flops():
-    """Answers of log-normal lengths: no more micro-batches, none of more tokens, and the dearest is nearer the mean."""
-    rng = np.random.default_rng(6)
-    lengths = np.clip(rng.lognormal(3.0, 1.0, 400).astype(int), 1, 250)
-    samples = [make_sample(i, i % 2, 0, lengths=(5, int(length))) for i, length in enumerate(lengths)]
-    own = [sample for sample in samples if sample.is_self]
-    by_tokens, by_flops = pack(own, 1024), pack(own, 1024, cost=with_attention)
-    assert len(by_flops) == len(by_tokens) > 4
-    assert sorted(identity(s) for b in by_flops for s in b.sequences) == sorted(identity(s) for s in own)
-    assert all(len(batch.tokens_T) <= 1024 for batch in by_flops)
-    dearest, before = (max(costs(batches)) / np.mean(costs(batches)) for batches in (by_flops, by_tokens))
-    assert dearest < 1.05 and before > 1.5
-    with_cross = pack_update(samples, 1024, cost=with_attention)
-    alone = [[identity(s) for s in b.sequences] for b in by_flops]
-    assert [[identity(s) for s in b.sequences] for b in with_cross if b.sequences[0].is_self] == alone
-
-
-def test_cheap_micro_batches_stand_at_both_ends():
-    """The same micro-batches as without, own ones among the others', the dearest in the middle; ties as they came."""
-    lengths = {0: [9, 3, 2], 1: [5, 1]}
-    samples = [
-        make_sample(i, j, 0, lengths=(1, n)) for j, of_source in lengths.items() for i, n in enumerate(of_source)
-    ]
-    plain = pack_update(samples, 9)
-    assert [[input_length(s) for s in b.sequences] for b in plain] == [[9], [3, 2], [5, 1]]
-    ordered = pack_update(samples, 9, order=with_attention)
-    assert [[input_length(s) for s in b.sequences] for b in ordered] == [[3, 2], [9], [5, 1]]
-    many = pack_update([make_sample(i, 0, 0, lengths=(1, n)) for i, n in enumerate([5, 9, 1, 7, 2])], 9, order=float)
-    assert [[input_length(s) for s in b.sequences] for b in many] == [[5, 1], [7, 2], [9]]
 
 
 def test_samples_without_trained_tokens_are_left_out():

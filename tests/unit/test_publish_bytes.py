@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hacpo_mega.cli.app import app
 from hacpo_mega.lab.planning.publication import published
-from hacpo_mega.lab.planning.publish_bytes import least_received
+from hacpo_mega.lab.planning.publish_bytes import least_received, whole_tensors
 from hacpo_mega.models.layout import Layout, stage_layers
 from hacpo_mega.models.public import public_architecture
 
@@ -59,9 +59,25 @@ def test_the_command_prints_what_each_rank_moves_beside_the_least(tmp_path):
     first, second = 4 * (matrices + norms + rows), 4 * (matrices + norms + rows + last_norm)
     expected = {"sent": [first, second], "received": [second, first]}
     expected |= {"least": expected["received"], "copied": expected["sent"]}
-    assert json.loads(out.read_text())["agents"]["a"]["publish"] == expected
+    assert json.loads(out.read_text())["agents"]["a"]["publish"] == expected | {"whole": {}}
     lines = [re.split("  +", line) for line in result.output.splitlines()]
     heading = lines.index(["bytes of a publish by rank of a cell", "ranks", *MEGABYTES])
     by_rank = zip(*expected.values(), strict=True)
     rows = [[f"{rank}", *(f"{size / 1e6:.1f}" for size in sizes)] for rank, sizes in enumerate(by_rank)]
     assert lines[heading + 1 :][:4] == [[agent, *row] for agent in "ab" for row in rows]
+
+
+def test_the_command_names_what_goes_as_full_tensors(tmp_path):
+    """None of a kind that vLLM makes of plain numbers; of another every matrix that may be kept in another form."""
+    job, cluster = write_small_job(tmp_path, vllm={"quantization": "torchao"}), write_cluster(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(job), "--cluster", str(cluster)])
+    assert result.exception is None, result.exception
+    (line,) = [line for line in result.output.splitlines() if line.startswith("a: ")]
+    names = [f"model.layers.*.{name}" for name in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj")]
+    names += [f"model.layers.*.self_attn.{letter}_proj" for letter in "koqv"]
+    assert line == (
+        f"a: 14 tensors are published whole to every rank: {', '.join(f'{name}.weight' for name in names)}: "
+        "its layer may hold it in another form (vllm.quantization = 'torchao')"
+    )
+    model = public_architecture("meta-llama/Llama-3.1-8B")
+    assert whole_tensors(model, {"quantization": "fp8"}) == whole_tensors(model, {}) == {}

@@ -1,19 +1,22 @@
-"""What each rank of a cell moves in a publication, in bytes, beside the least that any publication could move.
+"""What each rank of a cell moves in a publication, in bytes, beside the least that any publication could move; and
+what goes as full tensors instead, beyond these bytes.
 
 The least is counted without a plan: of the numbers that a rank's engine holds, those that its own actor does not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from hacpo_mega.lab.planning.publication import Published
 from hacpo_mega.lab.planning.traffic import publication_of
 from hacpo_mega.memory.budget import Budget
+from hacpo_mega.memory.quantized import KINDS
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
 from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
-from hacpo_mega.models.segments import Slot, stage_slots
+from hacpo_mega.models.segments import Cut, Slot, stage_slots
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,25 @@ def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -
         }
         found.append(total[place] - sum(shard.size for shard in both))
     return tuple(found)
+
+
+def whole_tensors(architecture: Architecture, vllm: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors that a publication gives to every rank whole, and why: with a `quantization` that changes their form.
+
+    Those of a layer that quantizes plain numbers are not among them, but for experts.
+    """
+    kind, found = vllm.get("quantization"), {}
+    if kind is not None:
+        for slot in stage_slots(architecture, (architecture.num_layers,), 0):
+            if slot.cut is Cut.EXPERTS or (kind not in KINDS and _is_in_a_layer(slot)):
+                reason = f"its layer may hold it in another form (vllm.quantization = {kind!r})"
+                found |= dict.fromkeys((source.name for source in slot.sources), reason)
+    return found
+
+
+def _is_in_a_layer(slot: Slot) -> bool:
+    """Whether a parameter is a matrix that may be quantized, or a bias beside it."""
+    return slot.cut in (Cut.QKV, Cut.COLUMNS, Cut.GATE_UP) or slot.parameter.endswith("linear_proj.bias")
 
 
 def _held_by_engine(slots: Iterable[Slot], architecture: Architecture, tp: int, rank: int) -> dict[str, list[Shard]]:

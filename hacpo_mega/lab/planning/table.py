@@ -7,10 +7,11 @@ from typing import Any
 from hacpo_mega.config.device_memory import memory_table
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.plan import AgentPlan, Plan
-from hacpo_mega.lab.planning.publish_bytes import PublishBytes
+from hacpo_mega.lab.planning.publish_bytes import PublishBytes, whole_tensors
 from hacpo_mega.lab.planning.search import Ways
 from hacpo_mega.lab.planning.seconds import PHASES
 from hacpo_mega.lab.planning.store_cost import job_cost
+from hacpo_mega.models.publish_plan import said_whole
 
 Rows = Sequence[Sequence[str]]
 MB, GB = 1e6, 1e9
@@ -23,7 +24,9 @@ def shown(plan: Plan, ways: Ways) -> str:
     """Everything, part by part."""
     budgets = {agent.name: agent.budget for agent in plan.agents}
     parts = [_cluster_lines(plan), plan.ranks.table(), memory_table(budgets), aligned(_seconds(plan))]
-    parts += [aligned(list(rows)) for rows in (_terms(plan), _messages(plan), _publications(plan), _ways(ways))]
+    parts += [aligned(list(rows)) for rows in (_terms(plan), _messages(plan), _publications(plan))]
+    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := said_whole(_whole(agent)))]
+    parts.append(aligned(list(_ways(ways))))
     return "\n\n".join(parts)
 
 
@@ -90,6 +93,10 @@ def _publications(plan: Plan) -> Iterator[list[str]]:
             yield [agent.name, _spans(alike), *(f"{size / MB:.1f}" for size in sizes)]
 
 
+def _whole(agent: AgentPlan) -> dict[str, str]:
+    return whole_tensors(agent.budget.actor.architecture, agent.agent.vllm)
+
+
 def _spans(ranks: Sequence[int]) -> str:
     """[0, 1, 2, 5] as "0-2, 5"."""
     firsts = [rank for rank in ranks if rank - 1 not in ranks]
@@ -130,7 +137,8 @@ def _agent_table(plan: Plan, agent: AgentPlan, cluster: Cluster) -> dict[str, An
         "terms_s": {phase: dict(terms) for phase, terms in agent.phases.items()},
         "busy_s": agent.busy_s,
         "idle_share": plan.idle_share(agent),
-        "publish": {what: getattr(PublishBytes(agent.budget), what) for what in PUBLISHED},
+        "publish": {what: getattr(PublishBytes(agent.budget), what) for what in PUBLISHED}
+        | {"whole": _whole(agent)},
         "messages": [
             {"phase": m.phase, "what": m.what, "inside": m.inside, "bytes": m.num_bytes, "count": m.count,
              "seconds": m.seconds(cluster)} for m in agent.messages

@@ -1,0 +1,34 @@
+"""Engines that hold coarser numbers than are published: what cannot run, and what `hacpo-mega check` suggests."""
+
+from collections.abc import Iterator
+
+from hacpo_mega.config.agents import AgentConfig
+from hacpo_mega.config.device_memory import capacity
+from hacpo_mega.config.schema import Config
+
+
+def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
+    """A line where the engine would refuse what its `vllm.quantization` asks for."""
+    kind = agent.vllm.get("quantization")
+    if kind is not None and capacity(config) is None:
+        yield (
+            f"vllm.quantization: {kind!r} is of bf16 weights, and engines on the CPU hold float32. Nearest: without it"
+        )
+
+
+def suggestions(config: Config) -> Iterator[str]:
+    """A line for each agent whose answers are drawn from another policy than the one that is trained.
+
+    Where answers are of one step before, the ratio is to the engine's own log-probs already.
+    """
+    if config.rollout.engine_correction != "none" or config.rollout.one_step_off:
+        return
+    for agent in config.agents:
+        kind, cache = agent.vllm.get("quantization"), agent.vllm.get("kv_cache_dtype")
+        named = {"quantization": kind, "kv_cache_dtype": cache if str(cache).startswith("fp8") else None}
+        for key, value in named.items():
+            if value is not None:
+                yield (
+                    f"agents.{agent.name}.vllm.{key} = {value!r}: its answers are drawn from a coarser policy than the "
+                    "one that is trained; rollout.engine_correction = 'token' weighs every token by how much"
+                )

@@ -1,0 +1,122 @@
+"""Prompts that several answers share: read once in a micro-batch, seen by each of the answers.
+
+A segment of a pack (records.MicroBatch) may see the tokens of another one before its own. Keys and values are gathered
+for it, prompt and answer end to end; queries stay as they are. So the matrices of a layer work on a prompt once for all
+of its answers, and attention on its queries, too. The gradient of a key that several segments have met is their sum.
+Not here: which answers share a prompt (samples/packing.py), and attention itself (layers.py).
+Shapes: T tokens in S segments, M keys of all segments, K key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.nn.functional import embedding
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring segments of similar length, which attend as one padded batch.
+
+    B segments, Q queries and M keys of the longest.
+
+    lengths       tokens of each segment
+    query_BQ      places of their queries among those of the run, key_BM of their keys in the pack: int64. Where a
+                  segment has no more of them, its last one, which causality hides from all others
+    is_query_BQ   bool, which of the queries are a segment's own
+    back_BQM      int64, how many places before a query a key is; negative behind it
+    The tensors are None where segments meet no other keys than their own.
+    """
+
+    lengths: list[int]
+    query_BQ: torch.Tensor | None = None
+    key_BM: torch.Tensor | None = None
+    is_query_BQ: torch.Tensor | None = None
+    back_BQM: torch.Tensor | None = None
+
+    @staticmethod
+    def prefixed(lengths: list[int], key_lengths: list[int], places: torch.Tensor) -> "Run":
+        """Of segments whose last `lengths` keys, of `key_lengths` at `places`, are their own."""
+        own_B, keys_B = (torch.tensor(of_B, device=places.device) for of_B in (lengths, key_lengths))
+        counting_Q, counting_M = (torch.arange(max(of_B), device=places.device) for of_B in (lengths, key_lengths))
+        key_BM = (keys_B.cumsum(0) - keys_B)[:, None] + torch.minimum(counting_M, keys_B[:, None] - 1)
+        return Run(
+            lengths,
+            query_BQ=(own_B.cumsum(0) - own_B)[:, None] + torch.minimum(counting_Q, own_B[:, None] - 1),
+            key_BM=places[key_BM],
+            is_query_BQ=counting_Q < own_B[:, None],
+            back_BQM=counting_Q[:, None] + (keys_B - own_B)[:, None, None] - counting_M,
+        )
+
+
+@dataclass
+class PackedSegments(PackedSeqParams):
+    """Megatron's description of a pack whose segments may meet more keys than they have queries.
+
+    key_places    int64 [M] on the device, the tokens whose keys they meet, segment after segment; None: their own
+    """
+
+    key_places: torch.Tensor | None = None
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All segments, in order; the same for every layer, so they are made once."""
+        lengths, key_lengths = (starts.diff().tolist() for starts in (self.cu_seqlens_q, self.cu_seqlens_kv))
+        runs, first_key = [], 0
+        for group in similar_lengths(lengths, key_lengths):
+            own, keys = [length for length, _ in group], [length for _, length in group]
+            places = None if own == keys else self.key_places[first_key : first_key + sum(keys)]
+            runs.append(Run(own) if places is None else Run.prefixed(own, keys, places))
+            first_key += sum(keys)
+        return runs
+
+
+def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tuple[int, int]]]:
+    """Cut segments, of so many tokens and so many keys, into runs: the longest at most half again the shortest in both;
+    those that meet other keys than their own apart.
+    """
+    runs: list[list[tuple[int, int]]] = []
+    low = high = low_key = high_key = 0
+    for own, keys in zip(lengths, key_lengths, strict=True):
+        low, high = min(low, own), max(high, own)
+        low_key, high_key = min(low_key, keys), max(high_key, keys)
+        alike = runs and (own == keys) == (runs[-1][0][0] == runs[-1][0][1])
+        if alike and 2 * high <= 3 * low and 2 * high_key <= 3 * low_key:
+            runs[-1].append((own, keys))
+        else:
+            runs.append([(own, keys)])
+            low, high, low_key, high_key = own, own, keys, keys
+    return runs
+
+
+def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, device: torch.device) -> PackedSegments:
+    """How attention is told of the segments of a micro-batch; int32 on the CPU."""
+    lengths_S = cu_seqlens.diff()
+    keys_S, key_starts, places = lengths_S, cu_seqlens, None
+    if prefixes_S2 is not None and bool(prefixes_S2.any()):
+        places = _key_places(cu_seqlens, prefixes_S2).to(device, non_blocking=True)
+        keys_S = lengths_S + prefixes_S2[:, 1]
+        key_starts = torch.cat([keys_S.new_zeros(1), keys_S.cumsum(0).int()])
+    return PackedSegments(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens.to(device, non_blocking=True),
+        cu_seqlens_kv=key_starts.to(device, non_blocking=True),
+        max_seqlen_q=int(lengths_S.max()),
+        max_seqlen_kv=int(keys_S.max()),
+        key_places=places,
+    )
+
+
+def _key_places(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor) -> torch.Tensor:
+    """[M]: of every segment the tokens before its own, then its own."""
+    starts = torch.stack([prefixes_S2[:, 0], cu_seqlens[:-1]], dim=1).flatten().long()
+    lengths = torch.stack([prefixes_S2[:, 1], cu_seqlens.diff()], dim=1).flatten().long()
+    ends = lengths.cumsum(0)
+    return torch.arange(int(ends[-1])) + (starts - ends + lengths).repeat_interleave(lengths)
+
+
+def gather_tokens(tensor_TKD: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The rows `places`, of any shape, of a tensor [T, K, D]: [*places, K, D]. Gradients of equal places add up."""
+    # embedding: what index_select's gradient does on the CPU takes a call for every row.
+    return embedding(places, tensor_TKD.flatten(1)).unflatten(-1, tensor_TKD.shape[1:])

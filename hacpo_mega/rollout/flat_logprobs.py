@@ -1,0 +1,33 @@
+"""vLLM's record of an answer's log-probs, written for all tokens that come at once: by itself it goes token by token.
+
+It gets vLLM handed in; only engine.py imports that. Who brings many tokens at once: decode_scheduler.py.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+def written_at_once(one_by_one: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """In place of LogprobsProcessor's `_update_sample_logprobs`, which does what is not the one plain case.
+
+    That is: the log-prob of the drawn token alone, in flat lists, and nobody who reads tokens as text.
+    """
+
+    @wraps(one_by_one)
+    def update(processor: Any, found: Any) -> None:
+        record = processor.logprobs
+        if processor.num_logprobs != 0 or processor.tokenizer is not None or isinstance(record, list):
+            one_by_one(processor, found)
+            return
+        values, start = found.logprobs[:, 0].tolist(), len(record.logprobs)
+        record.start_indices += range(start, start + len(values))
+        record.end_indices += range(start + 1, start + len(values) + 1)
+        record.token_ids += found.logprob_token_ids[:, 0].tolist()
+        record.logprobs += values
+        record.ranks += found.sampled_token_ranks.tolist()
+        record.decoded_tokens += [None] * len(values)
+        for value in values:  # in this order, as rounding has it
+            processor.cumulative_logprob += value
+
+    return update

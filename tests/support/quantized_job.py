@@ -1,0 +1,108 @@
+"""What jobs/test_publish_quantized.py runs: a bf16 actor and a live vLLM that quantizes, in the same two processes.
+
+What the engine must hold is worked out here from full tensors by the definition of an fp8 matrix with a scale for each
+row (448 is the largest finite number of float8_e4m3fn), and cut for the engine's rank.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from job import TIMEOUT_S
+from megatron.core import parallel_state
+from publish_job import MAX_MODEL_LEN, answer
+
+from hacpo_mega.agent import publication as publication_module
+from hacpo_mega.agent.publication import Publication
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.publish_plan import publish_plan
+from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine_door import worker_of
+
+LARGEST = 448.0
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+
+
+def by_definition(full: dict[str, torch.Tensor], layer: int, name: str, tp: int, rank: int) -> dict[str, torch.Tensor]:
+    """Weight [in, out] and scale [out, 1] of a fused matrix at a rank of an engine."""
+    cut_rows = len(FUSED[name]) > 1
+    parts = [full[f"model.layers.{layer}.{part}.weight"].double() for part in FUSED[name]]
+    scales = [(part.abs().amax(1, keepdim=True) / LARGEST).clamp_min(1 / (LARGEST * 512)).float() for part in parts]
+    if cut_rows:
+        parts, scales = ([tensor.chunk(tp)[rank] for tensor in tensors] for tensors in (parts, scales))
+    else:
+        parts = [part.chunk(tp, dim=1)[rank] for part in parts]
+    weight, scale = torch.cat(parts), torch.cat(scales)
+    numbers = (weight.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return {"weight": numbers.T, "weight_scale": scale}
+
+
+def differing(engine: Engine, actor, tp: int, rank: int) -> list[str]:
+    """Tensors of the engine that are not, in every bit, what they are by definition."""
+    full = {name: tensor.clone() for name, tensor in actor.weights()}
+    found = []
+    with engine._door.open() as llm:
+        held = dict(worker_of(llm).get_model().named_parameters())
+    for layer in range(actor.architecture.num_layers):
+        for name in FUSED:
+            for kind, tensor in by_definition(full, layer, name, tp, rank).items():
+                own = held[f"model.layers.{layer}.{name}.{kind}"]
+                if own.dtype != tensor.dtype or not torch.equal(own.contiguous().view(torch.uint8),
+                                                                tensor.contiguous().view(torch.uint8)):  # fmt: skip
+                    found.append(f"{layer}.{name}.{kind}")
+    return found
+
+
+def flip_a_bit(engine: Engine) -> str:
+    """In the last scale of the model, whose name is returned."""
+    with engine._door.open() as llm, torch.inference_mode():
+        scales = [(n, t) for n, t in worker_of(llm).get_model().named_parameters() if "weight_scale" in n]
+        name, tensor = scales[-1]
+        tensor.view(torch.uint8).view(-1)[-1:].bitwise_xor_(1)
+    return name
+
+
+def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp: int) -> None:
+    """Writes what this rank saw to OUT/<rank>.pt."""
+    with Place.join(RankMap(1, (AgentShape("one", tp=tp, pp=pp, engine_tp=engine_tp),)), TIMEOUT_S) as place:
+        sizes = {"max_tokens_per_microbatch": 256, "max_positions": MAX_MODEL_LEN, "dtype": torch.bfloat16}
+        actor = Actor(folder, layout=Layout(tp=tp, pp=pp), optimizer=OptimizerConfig(lr=3e-3), total_updates=3, **sizes)
+        rank = place.coordinate.engine_rank
+        engine = Engine(
+            folder, max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, tensor_parallel_size=engine_tp, eos_ids=[7],
+            random_weights=True, options={"quantization": quantization, "kv_cache_memory_bytes": 64 << 20},
+        )  # fmt: skip
+        # Small buckets: a layer's tensors come in several.
+        publication_module.publish_plan = partial(publish_plan, bucket_bytes=8_192)
+        publication = Publication(place, actor, engine)
+        seen = {"left over": publication.left_over, "differing": [], "differences": [], "gaps": []}
+        seen["buckets"] = len(publication.plan.buckets)
+        for step in range(2):
+            place.spans.take_sent()
+            publication.publish()
+            sent = place.spans.take_sent().get(("", "cell"), 0)
+            seen["sent"] = (sent, publication.plan.sent_bytes()[place.coordinate.cell_rank])
+            if not torch.cuda.is_available():  # where kernels keep matrices in forms of their own
+                seen["differing"].append(differing(engine, actor, engine_tp, rank))
+            seen["differences"].append(publication.differences())
+            samples, sampled = answer(engine, step, 0)
+            scored = actor.token_logprobs(samples)
+            seen["gaps"].append([float(np.abs(a - b).mean()) for a, b in zip(sampled, scored, strict=True)])
+            actor.learn_supervised(samples, num_trained_tokens=100)
+        seen["behind"] = publication.differences()
+        seen["mended"] = publication.differences()
+        flipped = flip_a_bit(engine) if place.coordinate.agent_rank == tp * pp - 1 else None
+        seen["flipped"] = flipped, publication.differences()
+        torch.save(seen, out / f"{place.coordinate.agent_rank}.pt")
+        engine.close()
+        parallel_state.destroy_model_parallel()
