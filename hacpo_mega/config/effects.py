@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE
+from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL
 
 Effect = Literal["none", "rounding", "results"]
 
@@ -25,7 +25,7 @@ ROUNDING = (
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.ep", "agents.*.pp"),
     *("agents.*.engine_tp", "agents.*.rollout_gpus"),
     *("training.share_prompts", "agents.*.transformer", "agents.*.optimizer.kernels", "agents.*.data_parallel"),
-    *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE)),
+    *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE, VIRTUAL)),
 )
 
 

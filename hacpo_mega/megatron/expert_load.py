@@ -18,7 +18,7 @@ class ExpertCounts:
 
     def __init__(self, model: HiddenStateModel) -> None:
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
-        first = sum(model.stages[: model.pg_collection.pp.rank()])
+        first = sum(model.chunks[: model.pg_collection.pp.rank()])
         self._layers, self._num_layers = slice(first, first + len(self._routers)), model.architecture.num_layers
 
     def begin(self) -> None:

@@ -107,7 +107,7 @@ def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     )
     model.requires_grad_(False)
     model.lora = lora
-    for adapter in adapters(model.architecture, model.stages, model.pg_collection.pp.rank(), lora):
+    for adapter in adapters(model.architecture, model.chunks, model.pg_collection.pp.rank(), lora):
         layer = model.get_submodule(adapter.module)
         layer.adapter = _layer_adapter(adapter, model, lora, seed)
         layer.register_forward_hook(_add_adapter)
@@ -178,7 +178,7 @@ class HeldWeights:
         found = (
             []
             if model.lora is None
-            else adapters(model.architecture, model.stages, model.pg_collection.pp.rank(), model.lora)
+            else adapters(model.architecture, model.chunks, model.pg_collection.pp.rank(), model.lora)
         )
         for slot, held in self._shards([slot for each in found for slot in (each.down, each.up)]):
             self._factors.setdefault(held.source.name, []).append((slot, held))

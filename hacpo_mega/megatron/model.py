@@ -6,6 +6,7 @@ pairs of a head's numbers that turn with the position.
 Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_m
 from hacpo_mega.megatron.shared_prompts import packed_segments
 from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, layout_problems, stage_layers
+from hacpo_mega.models.layout import Layout, chunk_layers, layout_problems
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.megatron_fields import decided_fields
 from hacpo_mega.models.segments import padded_vocab_size
@@ -34,15 +35,42 @@ class HiddenStateModel(GPTModel):
     """GPTModel over packed sequences: turned by explicit positions, hidden states instead of logits."""
 
     def __init__(
-        self, architecture: Architecture, stages: tuple[int, ...], *, fuses_norms: bool = False, **options: Any
+        self,
+        architecture: Architecture,
+        chunks: tuple[int, ...],
+        *,
+        fuses_norms: bool = False,
+        later: Sequence["HiddenStateModel"] = (),
+        **options: Any,
     ) -> None:
-        """`stages` has the layers of every pipeline stage; `fuses_norms` says that a norm is a part of what follows."""
+        """`chunks` has the layers of all chunks of the pipeline; `fuses_norms`: a norm is a part of what follows.
+
+        `later` are the chunks of this rank after this one, its first; each is forwarded by itself (schedule.py), but
+        they have their parameters, gradients and state together.
+        """
         super().__init__(position_embedding_type="none", **options)
-        self.architecture, self.stages, self.fuses_norms = architecture, stages, fuses_norms
+        self.architecture, self.chunks, self.fuses_norms = architecture, chunks, fuses_norms
         self.lora: Lora | None = None  # megatron/lora.py
+        if later:
+            self.later = torch.nn.ModuleList(later)
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
+
+    @property
+    def own_chunks(self) -> list["HiddenStateModel"]:
+        """This chunk and the rank's later ones."""
+        return [self, *getattr(self, "later", ())]
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """As Megatron asks a rank for it: its head is of its last chunk."""
+        last = self.own_chunks[-1]
+        return super().shared_embedding_or_output_weight() if last is self or self.pre_process else last.head_weight
+
+    @property
+    def head_weight(self) -> torch.nn.Parameter:
+        """Of a last chunk that is not the first one, too."""
+        return self.output_layer.weight
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
@@ -106,8 +134,8 @@ def build_model(
             "installed here: build apex (launch/image/Dockerfile), or leave it out"
         )
     model = stage_model(architecture, config, max_positions=max_positions, transformer=transformer)
-    # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by stage_layers.
-    assert model.stages == stage_layers(architecture.num_layers, layout), (model.stages, layout)
+    # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by chunk_layers.
+    assert model.chunks == chunk_layers(architecture.num_layers, layout), (model.chunks, layout)
     return model
 
 
@@ -115,23 +143,32 @@ def stage_model(
     architecture: Architecture, config: TransformerConfig, *, max_positions: int, transformer: str = "local"
 ) -> HiddenStateModel:
     """What Megatron makes of this rank's place in its groups, whether or not the layout makes sense."""
-    stages = tuple(get_num_layers_to_build(config, pp_rank=r) for r in range(config.pipeline_model_parallel_size))
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    first = sum(stages[:stage])
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)  # by which Megatron chooses its schedule
+    rounds = [None] if vpp is None else range(vpp)
+    chunks = tuple(get_num_layers_to_build(config, vp_stage=v, pp_rank=r) for v in rounds for r in range(pp))
     spec_of = {"local": decoder_spec, "te": te_decoder_spec}[transformer]
-    with megatron_platform():
+
+    def chunk(vp_stage: int | None, later: Sequence[HiddenStateModel] = ()) -> HiddenStateModel:
+        number = (vp_stage or 0) * pp + parallel_state.get_pipeline_model_parallel_rank()
+        first = sum(chunks[:number])
         return HiddenStateModel(
             architecture,
-            stages,
+            chunks,
             fuses_norms=transformer == "te",
+            later=later,
             config=config,
-            transformer_layer_spec=spec_of(architecture, config, range(first, first + stages[stage])),
+            transformer_layer_spec=spec_of(architecture, config, range(first, first + chunks[number])),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=number == 0,
+            post_process=number == len(chunks) - 1,
             share_embeddings_and_output_weights=architecture.tied,
+            vp_stage=vp_stage,
         )
+
+    with megatron_platform():
+        return chunk(rounds[0], later=[chunk(vp_stage) for vp_stage in rounds[1:]])
 
 
 def transformer_config(
@@ -164,6 +201,7 @@ def transformer_config(
     config = TransformerConfig(
         **{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)}
     )
+    config.variable_seq_lengths = layout.vpp == 1  # schedule.py says why
     return config
 
 
@@ -196,10 +234,10 @@ def forward_packed(
 
 def lm_head_weight(model: torch.nn.Module) -> torch.nn.Parameter:
     """This rank's shard of the head [padded V / tp, H], on the last stage; tied models share the embedding."""
-    bare = unwrapped(model)
+    bare = unwrapped(model).own_chunks[-1]
     assert bare.post_process, "only the last pipeline stage holds the head"
     tied_on_one_stage = bare.pre_process and bare.share_embeddings_and_output_weights
-    return bare.shared_embedding_or_output_weight() if tied_on_one_stage else bare.output_layer.weight
+    return bare.shared_embedding_or_output_weight() if tied_on_one_stage else bare.head_weight
 
 
 def vocab_start(model: torch.nn.Module) -> int:

@@ -10,7 +10,7 @@ import torch
 from hacpo_mega.megatron.model import HiddenStateModel
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.lora import adapter_slots
-from hacpo_mega.models.segments import Slot, Source, all_sources, segments, stage_slots
+from hacpo_mega.models.segments import Slot, Source, rank_slots, segments
 
 # A norm of the local layers -> where TransformerEngine's have its weight.
 FUSED_NORMS = {
@@ -21,7 +21,7 @@ FUSED_NORMS = {
 
 def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
     """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
-    slots = stage_slots(model.architecture, model.stages, pp_rank)
+    slots = rank_slots(model.architecture, model.chunks, model.config.pipeline_model_parallel_size, pp_rank)
     return tuple(map(_fused, slots)) if model.fuses_norms else slots
 
 
@@ -37,12 +37,14 @@ def trained_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
     """The same of what is trained: under LoRA the factors of its adapters, else all."""
     if model.lora is None:
         return slots_of(model, pp_rank)
-    return adapter_slots(model.architecture, model.stages, pp_rank, model.lora)
+    return adapter_slots(model.architecture, model.chunks, pp_rank, model.lora)
 
 
 def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
     """Every Hugging Face tensor of the whole model, stage by stage, each once."""
-    return tuple(all_sources(model.architecture, model.stages))
+    stages = range(model.config.pipeline_model_parallel_size)
+    slots = (slot for stage in stages for slot in slots_of(model, stage))
+    return tuple(dict.fromkeys(source for slot in slots for source in slot.sources))
 
 
 def place_of(model: HiddenStateModel) -> dict[str, int]:

@@ -14,6 +14,7 @@ Megatron's own defaults divide twice (by num_microbatches in the schedule, by th
 count is withheld here. tests/jobs/test_gradient_invariance.py holds the law against Hugging Face.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,14 +23,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.nn.functional import pad
 
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import as_tensor
 from hacpo_mega.config import DataParallelConfig
-from hacpo_mega.megatron.model import HiddenStateModel, forward_packed
+from hacpo_mega.megatron.model import HiddenStateModel, forward_packed, unwrapped
 from hacpo_mega.megatron.overlap import buffers_of, reduction_inside_backward, wait_before_use
 from hacpo_mega.megatron.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
+from hacpo_mega.samples.packing import empty_microbatch
 
 # (hidden states of the last stage, micro-batch) -> anything; with gradients (scalar loss, NO_TOKEN_COUNT, anything)
 LastStage = Callable[[torch.Tensor, MicroBatch], Any]
@@ -64,14 +67,16 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
     if not batches:
         return []
 
+    longest, run = _longest(batches), get_forward_backward_func()
+
     def step(batches_left, model):
         batch = next(batches_left)
-        return _forward(model, batch), lambda hidden_TH, non_loss_data: last_stage(hidden_TH, batch)
+        answer = last_stage if batch.sequences else lambda hidden_TH, batch: None
+        return _forward(model, batch, longest), lambda hidden_TH, non_loss_data: answer(hidden_TH, batch)
 
     with torch.no_grad():
-        return get_forward_backward_func()(
-            forward_step_func=step, forward_only=True, collect_non_loss_data=True, **_pipeline(model, batches)
-        )
+        pipeline = _pipeline(model, batches)
+        return run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)[: len(batches)]
 
 
 def accumulate_gradients(
@@ -85,30 +90,65 @@ def accumulate_gradients(
     if not all(buffer.grad_data.numel() for buffer in buffers_of(model)):
         raise RuntimeError("the gradient buffers have left the device: learning is for a turn that was begun to learn")
     model.zero_grad_buffer()
+    longest, run = _longest(batches), get_forward_backward_func()
 
     def step(batches_left, model):
         batch = next(batches_left)
-        return _forward(model, batch), partial(last_stage, batch=batch)
+        return _forward(model, batch, longest), partial(last_stage, batch=batch) if batch.sequences else _nothing
 
     with reduction_inside_backward(model, has_samples=bool(batches)):
         if batches:
-            return get_forward_backward_func()(forward_step_func=step, forward_only=False, **_pipeline(model, batches))
+            return run(forward_step_func=step, forward_only=False, **_pipeline(model, batches))[: len(batches)]
         model.config.finalize_model_grads_func([model])
         return []
 
 
-def _forward(model: DistributedDataParallel, batch: MicroBatch) -> torch.Tensor:
-    return forward_packed(model, batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
+def _longest(batches: Sequence[MicroBatch]) -> int:
+    """Tokens of the longest micro-batch. By number: whoever iterates over them takes them (micro_batches.py)."""
+    return max((len(batches[number].tokens_T) for number in range(len(batches))), default=0)
+
+
+def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.Tensor:
+    """The forward of a stage, or of a chunk of it.
+
+    Between chunks all messages are as long as those of the `longest` micro-batch. Megatron's exchange of true shapes
+    locks up there: a rank that sends forward and backward at once waits for the shapes of both, while its neighbour
+    sends one after the other, and waits for the first tensor before it tells the second's shape.
+    """
+    bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
+    if bare.config.variable_seq_lengths:
+        return forward_packed(model, *pack)
+    ranks = bare.config.tensor_model_parallel_size * parallel_state.get_context_parallel_world_size()
+    own = len(batch.tokens_T) // ranks
+    if not bare.pre_process:
+        bare.decoder.input_tensor = bare.decoder.input_tensor[:own]
+    hidden = forward_packed(model, *pack)
+    return hidden if bare.post_process else pad(hidden, (0, 0, 0, 0, 0, longest // ranks - own))
+
+
+def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """What an empty micro-batch adds."""
+    return 0.0 * hidden_TH.sum(), NO_TOKEN_COUNT, None
 
 
 def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    """What Megatron's schedules are told of the micro-batches, with or without gradients."""
+    """What Megatron's schedules are told of the micro-batches, with or without gradients.
+
+    Where stages have several chunks, every chunk takes them once, in rounds of pp: the last is filled with empty ones.
+    """
+    chunks = unwrapped(model).own_chunks
+    config, missing = model.config, 0
+    if len(chunks) > 1:
+        missing = -len(batches) % config.pipeline_model_parallel_size
+    cp = parallel_state.get_context_parallel_world_size()
+    empty = [empty_microbatch(config.tensor_model_parallel_size * cp)] * missing
+    iterators = [itertools.chain(batches, empty) for _ in chunks]
     return {
-        "data_iterator": iter(batches),
-        "model": [model],
-        "num_microbatches": len(batches),
-        # Micro-batches differ in length: the true shape travels with every tensor (variable_seq_lengths).
-        "seq_length": 1,
+        "data_iterator": iterators if len(chunks) > 1 else iterators[0],
+        "model": [model, *chunks[1:]],
+        "num_microbatches": len(batches) + missing,
+        # Micro-batches differ in length: the true shape travels with every tensor (variable_seq_lengths), or this does.
+        "seq_length": _longest(batches),
         "micro_batch_size": 1,
     }
 
@@ -118,7 +158,7 @@ def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | No
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     first = torch.distributed.get_process_group_ranks(group)[0]
     with spans.span("reduce gradients", "collective", f"gradients/{spans.owner}/{first}"):
-        finalize_model_grads(models, None, **groups)
+        finalize_model_grads(models[:1], None, **groups)  # with the gradients of all chunks
 
 
 def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:

@@ -16,7 +16,7 @@ from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.layout import Layout, chunk_layers, chunks_in_flight
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import padded_vocab_size
 
@@ -123,7 +123,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
     share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
     layer = _Layer.of(plan)
-    layers = stage_layers(plan.architecture.num_layers, plan.layout)[stage]
+    layers = chunk_layers(plan.architecture.num_layers, plan.layout)[stage]
     is_last = stage == plan.layout.pp - 1
     return ActorMemory(
         weights=(held if plan.lora is None else held + numbers) * plan.device.number,
@@ -131,8 +131,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        # One forward, one backward: a stage is as many micro-batches ahead as there are stages from it to the end.
-        kept=(plan.layout.pp - stage)
+        kept=chunks_in_flight(plan.layout, stage)
         * (_kept(plan, layer, layers, is_first=stage == 0, is_last=is_last) + _masks(plan, stage)),
         working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
@@ -274,12 +273,12 @@ def _turns(plan: ActorPlan) -> int:
 
 
 def _masks(plan: ActorPlan, stage: int) -> int:
-    """What the masks of layers with a window keep for backward."""
+    """What the masks of layers with a window keep for backward, in the chunk where they keep the most."""
     if plan.recompute == "full":
         return 0
-    stages = stage_layers(plan.architecture.num_layers, plan.layout)
-    first = sum(stages[:stage])
-    return sum(_mask(plan, layer) for layer in range(first, first + stages[stage]))
+    chunks = chunk_layers(plan.architecture.num_layers, plan.layout)
+    firsts = {number: sum(chunks[:number]) for number in range(stage, len(chunks), plan.layout.pp)}
+    return max(sum(_mask(plan, first + n) for n in range(chunks[number])) for number, first in firsts.items())
 
 
 def _mask(plan: ActorPlan, layer: int) -> int:

@@ -15,6 +15,8 @@ from hacpo_mega.models.architecture import Architecture
 
 # Megatron's names for the layers of the first and the last pipeline stage.
 FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+# And for the chunks of every pipeline stage (a virtual pipeline).
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 # What the CPU's kernel of vLLM's experts takes multiples of (its `output_alignment`).
 CPU_EXPERTS = 32
@@ -25,6 +27,7 @@ class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
     engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
+    vpp: chunks of a stage, which are no neighbours.
     """
 
     tp: int = 1
@@ -35,6 +38,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     rollout: int | None = None
+    vpp: int = 1
 
     @classmethod
     def of(
@@ -48,10 +52,11 @@ class Layout:
         rollout: int | None = None,
     ) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
-        for key in (FIRST_STAGE, LAST_STAGE):
+        for key in (FIRST_STAGE, LAST_STAGE, VIRTUAL):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout)
+        vpp = 1 if megatron.get(VIRTUAL) is None else megatron[VIRTUAL]
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout, vpp)
 
     @property
     def cell_size(self) -> int:
@@ -79,7 +84,8 @@ def layout_problems(
     """
     problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
     problems += _expert_problems(architecture, layout)
-    problems += _pipeline_problems(architecture.num_layers, layout)
+    of_pipeline = list(_pipeline_problems(architecture.num_layers, layout))
+    problems += of_pipeline or _chunk_problems(architecture.num_layers, layout)
     if layout.engine_tp is not None:
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
     if max_positions is not None and max_positions > architecture.max_positions:
@@ -98,6 +104,22 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
     first = each if layout.first_layers is None else layout.first_layers
     last = each if layout.last_layers is None else layout.last_layers
     return (num_layers,) if layout.pp == 1 else (first, *[each] * (layout.pp - 2), last)
+
+
+def chunk_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Layers of every chunk, in the order of the model: number n is of stage n % pp. Without vpp a stage is one."""
+    stages = stage_layers(num_layers, layout)
+    return stages if layout.vpp == 1 else (stages[0] // layout.vpp,) * (layout.pp * layout.vpp)
+
+
+def chunks_in_flight(layout: Layout, stage: int) -> int:
+    """Forwards of a chunk that a pipeline stage has done before its first backward, and one more: what it keeps.
+
+    Of micro-batches: as many as there are stages from it to the end. Of chunks: two for each stage after it, and before
+    these a round of the pipeline for every chunk but the last (arXiv 2104.04473; Megatron's get_pp_rank_microbatches).
+    """
+    later = layout.pp - stage - 1
+    return later + 1 if layout.vpp == 1 else 2 * later + (layout.vpp - 1) * layout.pp + 1
 
 
 def head_size_problem(head_dim: int, known: Collection[int]) -> str:
@@ -214,6 +236,25 @@ def _pipeline_problems(num_layers: int, layout: Layout) -> Iterator[str]:
         yield (
             f"pp ({pp}) must divide the model's {num_layers} layers, unless megatron.{FIRST_STAGE} or {LAST_STAGE} "
             f"says how many a stage has. Nearest: pp = {nearest}"
+        )
+
+
+def _chunk_problems(num_layers: int, layout: Layout) -> Iterator[str]:
+    """Why the stages cannot be of several chunks; the pipeline itself must be one that the model can have."""
+    pp, vpp = layout.pp, layout.vpp
+    if vpp == 1:
+        return
+    if layout.first_layers is not None or layout.last_layers is not None:
+        yield f"megatron.{VIRTUAL} ({vpp}) deals equal chunks to equal stages: remove {FIRST_STAGE} and {LAST_STAGE}"
+    elif pp < 3:
+        why = ": of two stages each is before and after the other, and Megatron would cross their messages"
+        found = f"found {pp}{why if pp == 2 else ''}"
+        yield f"megatron.{VIRTUAL} ({vpp}) needs pp >= 3, {found}. Nearest: {VIRTUAL} = 1"
+    elif vpp < 1 or (num_layers // pp) % vpp:
+        valid = [n for n in range(1, num_layers // pp + 1) if (num_layers // pp) % n == 0]
+        yield (
+            f"megatron.{VIRTUAL} ({vpp}) must divide the {num_layers // pp} layers of a stage. "
+            f"Nearest: {VIRTUAL} = {_nearest(vpp, valid)}"
         )
 
 

@@ -66,7 +66,6 @@ FIXED: dict[str, Any] = {
     "num_moe_experts": None,
     "heterogeneous_block_specs": False,
     # One chunk of dense layers per stage, as decoder_spec builds them; uneven stages are told by their layers.
-    "virtual_pipeline_model_parallel_size": None,
     "pipeline_model_parallel_layout": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,

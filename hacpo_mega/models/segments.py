@@ -92,6 +92,20 @@ def stage_slots(architecture: Architecture, stages: tuple[int, ...], pp_rank: in
     return tuple(slots)
 
 
+def rank_slots(architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int) -> tuple[Slot, ...]:
+    """The slots of a pipeline rank that has every pp-th of the chunks (chunk_layers), in a fixed order.
+
+    Its first chunk holds the others as `later` (megatron/model.py), and so their parameters.
+    """
+    own = range(pp_rank, len(chunks), pp)
+    prefixes = ["", *(f"later.{number}." for number in range(len(own) - 1))]
+    return tuple(
+        replace(slot, parameter=f"{prefix}{slot.parameter}")
+        for prefix, chunk in zip(prefixes, own, strict=True)
+        for slot in stage_slots(architecture, chunks, chunk)
+    )
+
+
 def all_sources(architecture: Architecture, stages: tuple[int, ...] | None = None) -> Iterator[Source]:
     """Every Hugging Face tensor of the whole model, stage by stage, each once; without `stages`, as of one stage."""
     stages = stages or (architecture.num_layers,)

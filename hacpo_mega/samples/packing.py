@@ -179,6 +179,22 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     )
 
 
+def empty_microbatch(multiple: int) -> MicroBatch:
+    """`multiple` tokens of padding and nothing trained: for a schedule that wants more micro-batches than there are."""
+    none = torch.empty(0, dtype=torch.int64)
+    return MicroBatch(
+        tokens_T=torch.full((multiple,), PADDING_TOKEN),
+        positions_T=torch.arange(multiple),
+        cu_seqlens=torch.tensor([0, multiple], dtype=torch.int32),
+        prefixes_S2=torch.zeros((1, 2), dtype=torch.int32),
+        rows_R=none,
+        targets_R=none,
+        row_cu_seqlens_B=torch.zeros(1, dtype=torch.int32),
+        sequences=(),
+        num_tokens=0,
+    )
+
+
 def _counting(lengths: np.ndarray) -> np.ndarray:
     """0 .. n-1 for every n of `lengths`, end to end."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -28,6 +28,7 @@ SIZES = {
         "num_layers": 6, "hidden_size": 384, "num_heads": 12, "num_kv_heads": 4, "head_dim": 32, "ffn_size": 1024,
     },
 }  # fmt: skip
+PROMPTS = {"quickstart": 64, "10M": 8}  # of a step, eight answers each
 WARM_UP = 2
 ONE_CORE_EACH = ((0,), (1,))
 WAYS = {
@@ -57,7 +58,11 @@ def config_of(folder: Path, size: str, num_steps: int) -> Path:
         num_steps=num_steps,
         algorithm={"method": "gspo"},
         rollout={"rollouts_per_prompt": 8, "max_prompt_tokens": 8, "max_answer_tokens": 24, "one_step_off": True},
-        training={"prompts_per_step": 64, "prompts_per_update": 16, "max_tokens_per_microbatch": 8192},
+        training={
+            "prompts_per_step": PROMPTS[size],
+            "prompts_per_update": PROMPTS[size] // 4,
+            "max_tokens_per_microbatch": 8192,
+        },
         evaluation={"num_prompts": 8},
         checkpoint={"every_steps": 0},
     )

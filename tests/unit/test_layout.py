@@ -194,7 +194,7 @@ def megatron_builds_it(case: Case, architecture: Architecture, world: FakeWorld)
                 model = stage_model(architecture, config, max_positions=case.num_tokens)
             except (AssertionError, ValueError, RuntimeError):
                 return False
-            for slot in stage_slots(architecture, model.stages, pp_rank):
+            for slot in stage_slots(architecture, model.chunks, pp_rank):
                 parameter = model.get_parameter(slot.parameter)
                 assert shard_shape(slot, architecture, tp=case.tp) == parameter.shape, (slot, case)
         numbers += [layer.layer_number for layer in model.decoder.layers] or [0]

@@ -14,9 +14,9 @@ from hacpo_mega.lab.planning.traffic import publication_of
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.memory.quantized import KINDS
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.layout import Layout, chunk_layers
 from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
-from hacpo_mega.models.segments import Cut, Slot, stage_slots
+from hacpo_mega.models.segments import Cut, Slot, rank_slots, stage_slots
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PublishBytes:
 
 def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -> tuple[int, ...]:
     """Numbers, by rank of a cell, that engines over `engine_tp` ranks hold there and the actor does not."""
-    stages = stage_layers(architecture.num_layers, layout)
+    chunks = chunk_layers(architecture.num_layers, layout)
     whole = stage_slots(architecture, (architecture.num_layers,), 0)
     needed = [_held_by_engine(whole, architecture, engine_tp, rank) for rank in range(engine_tp)]
     total = [sum(shard.size for shards in of_rank.values() for shard in shards) for of_rank in needed]
@@ -65,7 +65,7 @@ def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -
     for rank in range(layout.cell_size):
         stage, place = rank // (layout.tp * layout.cp), rank % engine_tp
         shares = {"tp": layout.tp, "tp_rank": rank % layout.tp, "ep": layout.ep, "ep_rank": rank % layout.ep}
-        slots = stage_slots(architecture, stages, stage)
+        slots = rank_slots(architecture, chunks, layout.pp, stage)
         both = {
             overlap
             for _, rectangle in actor_shards(slots, architecture, **shares)

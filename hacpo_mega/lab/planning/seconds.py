@@ -89,8 +89,9 @@ def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
         terms[phase][link] = terms[phase].get(link, 0.0) + seconds
         if message.piped:
             piped_s[phase] += seconds
-    # How long a stage has nothing yet, or nothing any more, over its work: pp - 1 micro-batches of every update.
-    waits = demand.budget.actor.layout.pp - 1
+    # How long a stage has nothing yet, or nothing any more, over its work: pp - 1 chunks of every update.
+    layout = demand.budget.actor.layout
+    waits = (layout.pp - 1) / layout.vpp
     for phase, batches in (("score", score_batches), ("learn", learn_batches)):
         terms[phase]["bubble"] = piped_s[phase] * waits / batches(demand.budget, demand.work)
     return {phase: {term: s for term, s in terms[phase].items() if s > 0.0} for phase in PHASES}

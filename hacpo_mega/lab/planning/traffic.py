@@ -153,7 +153,8 @@ def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int
         size = collectives * (layout.tp - 1) / layout.tp * tokens * row
         yield Message(phase, "gathers and scatters of tp", spread.tp, size, collectives * batches, piped=True)
     if layout.pp > 1:
-        yield Message(phase, "sends of pp", spread.pp, ways * tokens / layout.tp * row, ways * batches, piped=True)
+        sends = ways * layout.vpp
+        yield Message(phase, "sends of pp", spread.pp, sends * tokens / layout.tp * row, sends * batches, piped=True)
 
 
 def _gathers(phase: str, budget: Budget) -> int:
