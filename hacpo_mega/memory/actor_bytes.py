@@ -340,13 +340,11 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     inside = 4 * layer.residual + (layer.experts.forward or 3 * layer.ffn) + _turns(plan)
     if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
-    # A mask is made of truth values, a byte each.
-    inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4
+    inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4  # made of truth values
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     head = 2 * layer.gathered
     if not plan.device.triton_head:
         rows = min(tokens, logit_rows(columns, triton=False))
         head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
-        # Weights and the chunk's hidden states in float32.
-        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0
+        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0  # weights, hidden states
     return max(inside, head if is_last else 0)
