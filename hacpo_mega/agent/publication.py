@@ -21,12 +21,14 @@ from torch import Tensor
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.tree import broadcast
+from hacpo_mega.logbook.provenance import installed_versions
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
-from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan, said_whole
+from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_weights import Receiver
 from hacpo_mega.rollout.held_weights import HeldPart
+from hacpo_mega.rollout.parts import loaders_said
 
 # Of a piece: its checksum, and whether all of its numbers are finite.
 SUM = struct.Struct("<q?")
@@ -83,8 +85,8 @@ class Publication:
 
     @property
     def said(self) -> str:
-        """The same in a line, for people; empty where there is none."""
-        return said_whole(self.left_over)
+        """The same in a line, for people, with vLLM's version if it is not that of the locks; empty if neither."""
+        return loaders_said(self.left_over, installed_versions())
 
     def publish(self, step: int = 0) -> None:
         """The engine, awake or with its weights alone, has the actor's weights, those after `step`, afterwards."""

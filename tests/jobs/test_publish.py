@@ -152,6 +152,8 @@ def test_what_cannot_be_followed_is_published_whole_and_said_by_name(saw, model,
             expected["model.embed_tokens.weight"] = "its loader asks for numbers (RuntimeError)"
         assert found["left over"] == expected
         assert found["said"].startswith(f"{len(expected)} tensors are published whole to every rank: ")
+        another = "vLLM 9 of vllm is installed, and the locks have 0.32.0: "
+        assert found["said of another"] == another + found["said"]
         assert "up_proj.weight: its loader computes something from it" in found["said"]
         assert f"model.layers.*.mlp.{'experts.*.' * (model == 'experts')}gate" in found["said"]
         assert found["said"] == saw(model, layout)[1]["followed in part"]["said"] or layout == (1, 1, 1)

@@ -5,8 +5,10 @@ process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sa
 first publish, after the publish that follows every optimizer update, and between an update and its publish.
 """
 
+import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -129,8 +131,11 @@ def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
     publication.publish()
     sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
     del model.load_weights
+    with patch.object(importlib.metadata, "version", lambda name: f"9 of {name}"):
+        said_of_another = publication.said
     return {
         "left over": publication.left_over, "said": publication.said, "behind": behind,
+        "said of another": said_of_another,
         "differences": publication.differences(), "sent": sent,
         "planned": publication.plan.sent_bytes()[place.coordinate.cell_rank],
     }  # fmt: skip
