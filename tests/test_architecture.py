@@ -240,6 +240,8 @@ import importlib, sys
 for module in {modules}:
     importlib.import_module(module)
     assert not {heavy} & set(sys.modules), (module, {heavy} & set(sys.modules))
+import hacpo_mega.report
+assert {heavy} & set(sys.modules) == {{"matplotlib"}}, {heavy} & set(sys.modules)
 print("all light")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hacpo_mega.config.schema import Config
 
-CONFIG, STARTS, METRICS = "config.toml", "starts.jsonl", "metrics.jsonl"
+CONFIG, STARTS, METRICS, TRACES = "config.toml", "starts.jsonl", "metrics.jsonl", "trace"
 LOCK = ".lock"  # inside the folder of whoever writes it (logbook/run_lock.py)
 # What a job writes there before its ranks begin, what locks it, and what mkfs makes: no run, and nobody's work.
 NO_CONTENT = frozenset({"slurm", "logs", LOCK, "lost+found"})

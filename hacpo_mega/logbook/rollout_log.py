@@ -19,15 +19,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.json_lines import json_lines
 from hacpo_mega.logbook.metrics import json_number
-from hacpo_mega.records import Pool, Trajectory
+
+if TYPE_CHECKING:  # a report reads what is written here, without torch
+    from torch import Tensor
+
+    from hacpo_mega.records import Pool, Trajectory
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,9 @@ class RolloutLog:
     def write(
         self,
         step: int,
-        pool: Pool,
-        advantages_PNG: Tensor,
-        ratios_PNG: Tensor | None = None,
+        pool: "Pool",
+        advantages_PNG: "Tensor",
+        ratios_PNG: "Tensor | None" = None,
         prompts_seen: Sequence[str] | None = None,
         tokens: Sequence[AnswerTokens] = (),
         mean_logprobs: Sequence[tuple[int, int, float]] = (),
@@ -128,7 +131,7 @@ class RolloutLog:
             text = "".join(f"{line}\n" for line in lines)
             self._backlog.replace(path, text.encode(errors="backslashreplace"))
 
-    def _lines(self, step: int, pool: Pool, views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, pool: "Pool", views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         tokens, scored = (
             {(v["learner"], *place): answer for v in views for *place, answer in v[kind]}
             for kind in ("tokens", "mean_logprob")
@@ -171,7 +174,7 @@ def _place_of(path: Path) -> tuple[int, int]:
     return int(step), int(lane)
 
 
-def _describe(trajectory: Trajectory, agent: str) -> dict[str, Any]:
+def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
     return {
         "agent": agent,
         "rollout": trajectory.rollout.rollout_index,

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.spans import Span
+from hacpo_mega.config.run_dirs import TRACES
 
-FOLDER = "trace"
 MICROSECONDS = 1e6
 
 
@@ -98,7 +98,7 @@ class StepTrace:
 
 def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
     """Writes a trace, whole or not at all; what was in the way where it could not."""
-    path = run_dir / FOLDER / f"step_{step:06d}.json.gz"
+    path = run_dir / TRACES / f"step_{step:06d}.json.gz"
     content, fresh = gzip.compress(json.dumps(table).encode(), mtime=0), path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)

@@ -23,8 +23,6 @@ Shapes: T tokens of a micro-batch and t = T / cp of them on a rank, N query and 
 head size, R trained rows.
 """
 
-import copy
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -167,19 +165,3 @@ def whole_sequences(
         all_to_all_heads(tensor, group, gathers_tokens=True) for tensor in (query_tND, key_tKD, value_tKD)
     )
     return query_TND, key_TKD, value_TKD
-
-
-class _Alone:
-    """A cp group as Megatron's rotary embedding asks it: of this rank alone, which has the angles of its own tokens."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-def rotate_by_given_angles(attention: torch.nn.Module) -> None:
-    """Lets an attention of Megatron turn the tokens of this rank by the angles it is handed; else it cuts a zigzag."""
-    attention.pg_collection = copy.copy(attention.pg_collection)
-    attention.pg_collection.cp = _Alone()

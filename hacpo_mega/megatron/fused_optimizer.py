@@ -27,6 +27,22 @@ class Kernels(NamedTuple):
     scale: Callable[..., Any]
 
 
+def _norm_of_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], _of_each: bool) -> tuple:
+    """As Megatron's, which has the host wait for the norm of every tensor: to the last bit, and it waits for none."""
+    norms = torch.stack(torch._foreach_norm(lists[0]))
+    return torch.linalg.vector_norm(norms)[None], None
+
+
+def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
+    """As Megatron's, in a few launches for all tensors instead of two for each."""
+    read, written = lists
+    if not written:
+        return
+    if any(a is not b for a, b in zip(read, written, strict=True)):
+        torch._foreach_copy_(written, read)
+    torch._foreach_mul_(written, scale)
+
+
 # What is there, in the order in which "auto" takes it. installed.py has refused what is there in part.
 THERE: dict[str, Kernels] = {}
 try:
@@ -43,12 +59,7 @@ except ImportError:
     pass
 else:
     THERE["apex"] = Kernels(FusedAdam, multi_tensor_applier, amp_C.multi_tensor_l2norm, amp_C.multi_tensor_scale)
-THERE["torch"] = Kernels(
-    torch.optim.AdamW,
-    local.local_multi_tensor_applier,
-    local.local_multi_tensor_l2_norm,
-    local.local_multi_tensor_scale,
-)
+THERE["torch"] = Kernels(torch.optim.AdamW, local.local_multi_tensor_applier, _norm_of_all, _scale_all)
 
 
 def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(THERE)) -> str:

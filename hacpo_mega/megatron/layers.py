@@ -4,7 +4,6 @@ With them one layer spec serves the CPU and any GPU without TransformerEngine. S
 t = T / cp of them on a rank, N query heads and K key/value heads of this rank, D head size.
 """
 
-import copy
 import inspect
 
 import torch
@@ -22,7 +21,6 @@ from hacpo_mega.megatron.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
-from hacpo_mega.megatron.rope import MAGNITUDE_FIELDS
 from hacpo_mega.megatron.shared_prompts import PackedSegments, Run, gather_tokens
 from hacpo_mega.models.architecture import Architecture
 
@@ -171,20 +169,16 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class TwoRopes(SelfAttention):
-    """Megatron's self-attention where layers with a window have angles of their own, which come after the others."""
+    """Megatron's self-attention where layers with a window turn by angles of their own, which come after the others."""
 
-    def __init__(self, config: TransformerConfig, *place: object, has_window: bool, **options: object) -> None:
-        if has_window:
-            config = copy.copy(config)
-            for name in MAGNITUDE_FIELDS:  # these layers' angles have no scaling
-                vars(config).pop(name, None)
-        super().__init__(config, *place, **options)
+    def __init__(self, *place: object, has_window: bool, **options: object) -> None:
+        super().__init__(*place, **options)
         self.place = 1 if has_window else 0
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's, with the angles of both kinds, [T, 1, 1, 4P]."""
+        """As Megatron's, with the cosines and sines of both kinds, [T, 1, 1, 8P]."""
         mine = rotary_pos_emb.chunk(2, dim=-1)[self.place]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
 

@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
 from hacpo_mega.config.pass_through import table_problems
-from hacpo_mega.megatron.context_parallel import own_tokens, redo_output, rotate_by_given_angles
+from hacpo_mega.megatron.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies, window_frequencies
+from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
 from hacpo_mega.megatron.shared_prompts import packed_segments
 from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
@@ -32,7 +32,7 @@ from hacpo_mega.models.segments import padded_vocab_size
 
 
 class HiddenStateModel(GPTModel):
-    """GPTModel over packed sequences: rotary angles from explicit positions, hidden states instead of logits."""
+    """GPTModel over packed sequences: turned by explicit positions, hidden states instead of logits."""
 
     def __init__(
         self,
@@ -57,7 +57,6 @@ class HiddenStateModel(GPTModel):
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
         for layer in self.decoder.layers:
-            rotate_by_given_angles(layer.self_attention)
             redo_output(layer.self_attention)
 
     @property
@@ -78,9 +77,9 @@ class HiddenStateModel(GPTModel):
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
     ) -> tuple:
-        """Embeddings (first stage only) and rotary angles [T, 1, 1, 2P] of the given positions.
+        """Embeddings (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
 
-        Where layers with a window have angles of their own, these come after the others (layers.py, TwoRopes).
+        Where layers with a window have frequencies of their own, theirs come after the others (layers.py, TwoRopes).
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if hidden is not None and self.architecture.kin.scaled_embedding:
@@ -90,13 +89,10 @@ class HiddenStateModel(GPTModel):
             # A layer that is computed again in backward has a gradient only where its input has one.
             hidden.requires_grad_()
         positions_T = position_ids[0].float()
-        angles = [self._angles(positions_T, rope_P) for rope_P in (self.rope_P, self.window_rope_P)]
-        return hidden, torch.cat(angles, dim=-1)[:, None, None, :], None, None, None, None
-
-    def _angles(self, positions_T: torch.Tensor, rope_P: torch.Tensor) -> torch.Tensor:
-        """[T, 2P]: both numbers of a pair turn by the same angle, neighbours or one from each half."""
-        angles_TP = torch.outer(positions_T, rope_P)
-        return angles_TP.repeat_interleave(2, dim=-1) if self.config.rotary_interleaved else angles_TP.repeat(1, 2)
+        turns = cosines_and_sines(positions_T, self.rope_P, rope_magnitude(self.architecture), self.config)
+        if len(self.window_rope_P):
+            turns = torch.cat([turns, cosines_and_sines(positions_T, self.window_rope_P, 1.0, self.config)], dim=-1)
+        return hidden, turns[:, None, None, :], None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
         """Between stages [t/tp, 1, H] as Megatron sends it; from the last [t, H], the same on every tensor rank."""
@@ -207,8 +203,6 @@ def transformer_config(
     config = TransformerConfig(
         **{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)}
     )
-    for name, value in magnitude_fields(architecture).items():
-        setattr(config, name, value)
     config.variable_seq_lengths = layout.vpp == 1  # schedule.py says why
     return config
 
@@ -234,10 +228,7 @@ def forward_packed(
     num_own = own.stop - own.start
     assert num_own % tp == 0, (num_tokens, num_own, tp)
     device = unwrapped(model).rope_P.device
-    # Angles come per token already: for the rotary embedding this rank's tokens are one sequence (cu_seqlens_*_padded
-    # is what Megatron reads there, and nothing else in this model does); on the CPU it costs no wait per layer.
-    whole = torch.tensor([0, num_own], dtype=torch.int32)
-    packed = packed_segments(cu_seqlens, prefixes_S2, whole, device)
+    packed = packed_segments(cu_seqlens, prefixes_S2, device)
     tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
     with megatron_platform():
         return model(input_ids=tokens_1T, position_ids=positions_1T, attention_mask=None, packed_seq_params=packed)

@@ -1,18 +1,20 @@
-"""Rotary frequencies of a model, and what its cosines and sines are multiplied with.
+"""Rotary positions: frequencies of a model, the cosines and sines of a micro-batch, and how attention turns by them.
 
-Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding. P pairs that turn.
+Cosines and sines are made once a micro-batch, and all layers turn queries and keys by the same. Megatron's own function
+would make them twice in every layer, and keep them for backward.
+Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding. T tokens, N heads of size D,
+P pairs that turn.
 Not here: which kinds there are, and their numbers (models/rope.py).
 """
 
 import math
-from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _rotate_half
+from megatron.core.transformer import TransformerConfig, attention
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.rope import LinearRope, Llama3Rope, YarnRope
-
-MAGNITUDE_FIELDS = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
 
 
 def rope_frequencies(architecture: Architecture) -> torch.Tensor:
@@ -41,16 +43,37 @@ def _plain(size: int, theta: float) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size))
 
 
-def magnitude_fields(architecture: Architecture) -> dict[str, Any]:
-    """Attributes of Megatron's configuration by which its attention multiplies cosines and sines.
+def rope_magnitude(architecture: Architecture) -> float:
+    """What cosines and sines are multiplied with; not those of layers that have frequencies of their own."""
+    return architecture.rope.attention_factor if isinstance(architecture.rope, YarnRope) else 1.0
 
-    Its concentration factor is (0.1 * mscale * ln(factor) + 1) over the same of mscale_all_dim, which are no fields of
-    TransformerConfig. With a factor of e and nothing below it can be any number.
+
+def cosines_and_sines(
+    positions_T: torch.Tensor, frequencies_P: torch.Tensor, magnitude: float, config: TransformerConfig
+) -> torch.Tensor:
+    """[T, 4P] in the dtype of the model, cosines first.
+
+    Both numbers of a pair turn by the same angle: neighbours, or one from each half.
     """
-    if not isinstance(architecture.rope, YarnRope):
-        return {}
-    mscale = 10.0 * (architecture.rope.attention_factor - 1.0)
-    return dict(zip(MAGNITUDE_FIELDS, (math.e, mscale, 0.0), strict=True))
+    angles_TP = torch.outer(positions_T, frequencies_P)
+    angles = angles_TP.repeat_interleave(2, dim=-1) if config.rotary_interleaved else angles_TP.repeat(1, 2)
+    both = ((function(angles) * magnitude).to(config.params_dtype) for function in (torch.cos, torch.sin))
+    return torch.cat([*both], dim=-1)
+
+
+def rotate(tensor_TND: torch.Tensor, turns: torch.Tensor, config: TransformerConfig, **_unused: object) -> torch.Tensor:
+    """Queries or keys, turned by `cosines_and_sines` [T, 1, 1, 4P] of their tokens; further numbers stay as they are.
+
+    As Megatron's apply_rotary_pos_emb with a token's own angle, to the last bit.
+    """
+    tensor = tensor_TND.unsqueeze(1)
+    cosines, sines = turns.chunk(2, dim=-1)
+    size = cosines.shape[-1]
+    turned = tensor if size == tensor.shape[-1] else tensor[..., :size]
+    turned = turned * cosines + _rotate_half(turned, config.rotary_interleaved) * sines
+    if size < tensor.shape[-1]:
+        turned = torch.cat((turned, tensor[..., size:]), dim=-1)
+    return turned.squeeze(1)
 
 
 def _llama3(frequencies_P: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
@@ -75,3 +98,7 @@ def _yarn(frequencies_P: torch.Tensor, rope: YarnRope, theta: float) -> torch.Te
     width = high - low if high != low else 0.001
     divide_P = ((torch.arange(num_pairs, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
     return frequencies_P / rope.factor * divide_P + frequencies_P * (1.0 - divide_P)
+
+
+# For good: no other model is made of Megatron's attention here.
+attention.apply_rotary_pos_emb = rotate

@@ -90,10 +90,8 @@ def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tup
     return runs
 
 
-def packed_segments(
-    cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, whole: torch.Tensor, device: torch.device
-) -> PackedSegments:
-    """How attention is told of the segments of a micro-batch; int32 on the CPU. `whole` is for the rotary embedding."""
+def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, device: torch.device) -> PackedSegments:
+    """How attention is told of the segments of a micro-batch; int32 on the CPU."""
     lengths_S = cu_seqlens.diff()
     keys_S, key_starts, places = lengths_S, cu_seqlens, None
     if prefixes_S2 is not None and bool(prefixes_S2.any()):
@@ -104,8 +102,6 @@ def packed_segments(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens.to(device, non_blocking=True),
         cu_seqlens_kv=key_starts.to(device, non_blocking=True),
-        cu_seqlens_q_padded=whole,
-        cu_seqlens_kv_padded=whole,
         max_seqlen_q=int(lengths_S.max()),
         max_seqlen_kv=int(keys_S.max()),
         key_places=places,

@@ -7,7 +7,6 @@ Written against TransformerEngine 2.9 to 2.11. Imports it nowhere: Megatron does
 """
 
 import copy
-from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -51,9 +50,8 @@ def chosen_transformer(
 class PackedTEAttention(torch.nn.Module):
     """TransformerEngine's attention over packed sequences.
 
-    What is padded between sequences is nothing here, and the field that says so is what the rotary embedding reads
-    (model.py); TransformerEngine would take it for the places of the sequences. With context parallelism it is told of
-    this rank's share of the heads alone, which it sees over all tokens (context_parallel.py).
+    With context parallelism it is told of this rank's share of the heads alone, which it sees over all tokens
+    (context_parallel.py).
     """
 
     def __init__(
@@ -78,9 +76,8 @@ class PackedTEAttention(torch.nn.Module):
         **megatron_options: object,
     ) -> torch.Tensor:
         """Return the attention output of this rank's tokens [t, N * D]."""
-        unpadded = replace(packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
-        output = self.attend(*whole, attention_mask, packed_seq_params=unpadded, **megatron_options)
+        output = self.attend(*whole, attention_mask, packed_seq_params=packed_seq_params, **megatron_options)
         return self.from_heads(output.unflatten(1, (-1, query_tND.shape[2]))).flatten(1)
 
 

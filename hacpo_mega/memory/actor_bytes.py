@@ -231,8 +231,8 @@ def _attention(plan: ActorPlan) -> int:
     head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values, of which each rank has a copy of its own
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
-    # Rotated queries and keys, values, the output, a float32 number per token and query head; cosine and sine of both.
-    kept = (q + 2 * met + q) * head + 4 * tokens * a.rotary_dim * number + rows * (q // cp) * FLOAT32
+    # Rotated queries and keys, values, the output, a float32 number per token and query head.
+    kept = (q + 2 * met + q) * head + rows * (q // cp) * FLOAT32
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
@@ -264,9 +264,12 @@ def _statistics_rows(tokens: int) -> int:
 
 
 def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
-    a, tokens = plan.architecture, plan.own_tokens
-    angles = tokens * a.angle_size * FLOAT32 if plan.recompute == "full" else 0
-    return layers * layer.kept(plan.recompute) + angles + (_end(layer) if is_last else layer.residual)
+    return layers * layer.kept(plan.recompute) + _turns(plan) + (_end(layer) if is_last else layer.residual)
+
+
+def _turns(plan: ActorPlan) -> int:
+    """Cosines and sines of the tokens' positions, the same for all layers."""
+    return 2 * plan.own_tokens * plan.architecture.angle_size * plan.device.number
 
 
 def _masks(plan: ActorPlan, stage: int) -> int:
@@ -333,17 +336,15 @@ def _waiting(plan: ActorPlan) -> int:
 def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
-    # Inputs of the stage, of the layer and of its second norm, that norm's output, the rotary angles.
-    inside = 4 * layer.residual + (layer.experts.forward or 3 * layer.ffn) + tokens * a.angle_size * FLOAT32
+    # Inputs of the stage, of the layer and of its second norm, that norm's output.
+    inside = 4 * layer.residual + (layer.experts.forward or 3 * layer.ffn) + _turns(plan)
     if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
-    # A mask is made of truth values, a byte each.
-    inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4
+    inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4  # made of truth values
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     head = 2 * layer.gathered
     if not plan.device.triton_head:
         rows = min(tokens, logit_rows(columns, triton=False))
         head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
-        # Weights and the chunk's hidden states in float32.
-        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0
+        head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0  # weights, hidden states
     return max(inside, head if is_last else 0)

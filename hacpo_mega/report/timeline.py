@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hacpo_mega.logbook.trace import FOLDER
+from hacpo_mega.config.run_dirs import TRACES
 from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json
 from hacpo_mega.report.canvas import FAINT, PAPER, legend
 from hacpo_mega.report.colours import PHASE_COLOURS, agent_colour, phase_colour
@@ -44,7 +44,7 @@ class Row:
 
 def draw_timeline(run: Run) -> Figure | None:
     """The newest traced step, or the run's last step by its phases; None where the run has neither."""
-    traces = sorted((run.folder / FOLDER).glob("step_*.json.gz"))
+    traces = sorted((run.folder / TRACES).glob("step_*.json.gz"))
     title, rows = _traced_step(traces[-1]) if traces else _measured_step(run)
     rows = [row for row in rows if row.agent in run.agents and row.bars]
     if not rows:

@@ -210,6 +210,9 @@ def test_a_method_that_needs_peers_is_refused_for_one_agent(method, tmp_path):
 def test_every_key_has_one_effect_and_every_pattern_a_key():
     """Whoever goes on with a run and whoever compares runs ask the same table."""
     asked = ["slurm.partition=gpu", "device_memory_gib=80.0", "agents.qwen.pp=2", "agents.qwen.engine_tp=1"]
+    asked += ["placement=apart", "agents.*.rollout_gpus=1"]
+    asked += ["agents.llama.pp=3", "agents.llama.init.num_layers=6"]
+    asked += ["agents.llama.megatron.virtual_pipeline_model_parallel_size=2"]
     asked += [f"agents.qwen.megatron.num_layers_in_{end}_pipeline_stage={n}" for end, n in (("first", 1), ("last", 2))]
     keys = dict(flat(load_config(QUICKSTART, asked).model_dump(mode="json")))
     for pattern in (*NONE, *ROUNDING):

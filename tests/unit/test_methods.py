@@ -217,7 +217,7 @@ def test_an_ablation_is_its_equation(options, num_agents):
 def micro_batch(samples: list[Sample]) -> MicroBatch:
     starts = torch.tensor([0, *(sample.num_trained for sample in samples)]).cumsum(0).int()
     none = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(none, none, starts, none, none, starts, tuple(samples))
+    return MicroBatch(none, none, starts, none, none, none, starts, tuple(samples), int(starts[-1]))
 
 
 @pytest.mark.parametrize("method", METHODS)

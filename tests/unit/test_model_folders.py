@@ -89,9 +89,9 @@ def edit_config(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM is not supported"),
+        ({"architectures": ["BloomForCausalLM"]}, "architecture BloomForCausalLM is not supported"),
         ({"architectures": None}, "architecture none given is not supported"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+        ({"model_type": "bloom"}, "model_type 'bloom' is not supported"),
         ({"model_type": "llama"}, "model_type 'llama' goes with architecture LlamaForCausalLM, found Qwen3ForCausalLM"),
         ({"num_attention_heads": "two"}, "num_attention_heads must be an integer of at least 1, found 'two'"),
         ({"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, found 0"),
@@ -237,7 +237,7 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
         ({"megatron": {"deterministic_mode": 1}}, "megatron.deterministic_mode must be bool, found 1"),
         ({"megatron": {"grad_scale_func": "f"}}, "megatron.grad_scale_func must be Optional[Callable], found 'f'"),
         ({"megatron": {"context_parallel_size": 2}}, "megatron.context_parallel_size is decided by this project"),
-        ({"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "is decided by this project"),
+        ({"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "needs pp >= 3, found 1"),
         ({"megatron": {"normalization": "LayerNorm"}}, "megatron.normalization is decided by this project"),
         ({"megatron": {"params_dtype": "bf16"}}, "megatron.params_dtype is decided by this project"),
         ({"vllm": {"max_num_seq": 4}}, "vLLM's EngineArgs has no such field; did you mean 'max_num_seqs'?"),

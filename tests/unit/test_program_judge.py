@@ -175,8 +175,8 @@ def test_files_of_the_machine_are_out_of_reach(isolated, tmp_path):
     assert "FileNotFoundError" in ran(isolated, f"print(open({str(secret)!r}).read())")[2]
     for place in ("/x", "/usr/x", f"{Path(os.__file__).parent}/x.py", "/dev/x", "/proc/sys/kernel/hostname"):
         assert any(e in ran(isolated, f"open({place!r}, 'w')")[2] for e in ("Read-only", "Permission", "FileNotFound"))
-    assert ran(isolated, "open('x', 'w').write('y'); print(open('/tmp/x').read())")[1] == "y\n"
-    assert not Path("/tmp/x").exists()
+    assert ran(isolated, "open('of_a_program', 'w').write('y'); print(open('/tmp/of_a_program').read())")[1] == "y\n"
+    assert not Path("/tmp/of_a_program").exists()
 
 
 def test_a_program_has_no_rights_and_sees_no_process(isolated):

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config as magnitude_of,
-)
 from tiny_models import LLAMA3_ROPE
 from transformers import AutoConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -17,7 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hacpo_mega.megatron.model import transformer_config
-from hacpo_mega.megatron.rope import magnitude_fields, rope_frequencies
+from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 
@@ -61,12 +58,12 @@ def read(folder: Path, config: dict) -> Architecture:
     return Architecture.from_folder(folder)
 
 
-def cosines_and_sines(architecture: Architecture) -> torch.Tensor:
-    """[positions, rotary_dim], as Megatron's attention multiplies with them."""
+def turns(architecture: Architecture) -> torch.Tensor:
+    """[positions, rotary_dim], a pair's cosines and then its sines, as attention multiplies with them."""
     config = transformer_config(architecture, Layout(), dtype=torch.float32, overrides={})
-    magnitude = magnitude_of(config)
-    angles = torch.outer(torch.arange(architecture.max_positions).float(), rope_frequencies(architecture))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude
+    positions, frequencies = torch.arange(architecture.max_positions).float(), rope_frequencies(architecture)
+    both = cosines_and_sines(positions, frequencies, rope_magnitude(architecture), config)
+    return torch.cat([half[:, : len(frequencies)] for half in both.chunk(2, dim=-1)], dim=-1)
 
 
 @pytest.mark.parametrize("old_way", OLD_WAY)
@@ -74,7 +71,7 @@ def cosines_and_sines(architecture: Architecture) -> torch.Tensor:
 def test_angles_are_those_of_transformers_and_of_vllm(tmp_path, kind, old_way):
     family, rope = KINDS[kind]
     config = config_json(family, rope, old_way)
-    ours = cosines_and_sines(read(tmp_path, config))
+    ours = turns(read(tmp_path, config))
     theirs = AutoConfig.for_model(**{name: value for name, value in config.items() if name != "architectures"})
 
     rotary = Phi3RotaryEmbedding  # as every family's, and it knows a part of a head
@@ -90,7 +87,7 @@ def test_angles_are_those_of_transformers_and_of_vllm(tmp_path, kind, old_way):
 
 def test_magnitudes_are_not_one_by_chance(tmp_path):
     found = {kind: read(tmp_path, config_json(family, rope)) for kind, (family, rope) in KINDS.items()}
-    assert [kind for kind in found if magnitude_fields(found[kind])] == [kind for kind in KINDS if "yarn" in kind]
+    assert [kind for kind in found if rope_magnitude(found[kind]) != 1.0] == [kind for kind in KINDS if "yarn" in kind]
     factors = {found[kind].rope.attention_factor for kind in KINDS if "yarn" in kind}
     assert len(factors) == 3 and 1.0 not in factors
 

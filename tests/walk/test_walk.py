@@ -24,6 +24,7 @@ from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.start_parts import PARTS
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
 NAMES = ("wide", "single")
@@ -49,7 +50,7 @@ def walk(tmp_path_factory) -> Path:
         | {"verify_weights_every": 1},
         checkpoint={"every_steps": 1, "keep_every": 1},
         logging={"trace": True, "trace_steps": [2], "rollout_tokens": True}
-        | {"metrics": [f"{OWN}:length_of", f"{OWN}:fails"], "trackers": [f"{OWN}:Notes"]},
+        | {"metrics": [f"{OWN}:{name}" for name in ("length_of", "fails", "threads")], "trackers": [f"{OWN}:Notes"]},
     )
     logs = folder / "logs"
     logs.mkdir()
@@ -140,6 +141,17 @@ def test_own_numbers_and_trackers_see_every_answer(walk, steps):
     assert sorted(table["spread"]) == sorted(f"agent/{n}/{w}" for n in NAMES for w in ("rewards", "answer_tokens"))
     (numbers,) = [told for step, told in notes if step == 3 and "table" not in told]
     assert numbers["agent/wide/reward_mean"] == steps[3].values["agent/wide/reward_mean"]
+
+
+def test_a_rank_has_few_threads_and_both_starts_say_where_their_seconds_went(steps):
+    """Threads that wait wake up all the same, a hundred times a second those of gloo."""
+    for name in NAMES:
+        assert 1 <= steps[3].values[f"agent/{name}/own/threads"] < 40
+    for first in (steps[0], steps[3]):
+        parts = {name: seconds for name, seconds in first.timing.items() if name.startswith("start/")}
+        assert parts.keys() == {f"start/{part}_s" for part in (*PARTS, "processor")}
+        assert all(seconds > 0.0 for seconds in parts.values())
+    assert not any(name.startswith("start/") for step in (1, 2) for name in steps[step].timing)
 
 
 def test_the_traced_step_and_the_report_are_there(walk, steps):
