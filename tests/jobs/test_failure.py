@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import failing_job
+import psutil
 import pytest
 from job import start_ranks
 from processes import descendants, is_running, listening
@@ -265,11 +266,10 @@ def test_env_sh_says_what_the_launcher_says(on_cuda, tmp_path):
     assert {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")} == expected
 
 
-def rank_of(pid: int) -> int | None:
-    """The rank torchrun gave a process, if it is one of the job's."""
-    variables = dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-    is_rank = "hacpo_mega.cli" in Path(f"/proc/{pid}/cmdline").read_text()
-    return int(variables["RANK"]) if is_rank and "RANK" in variables else None
+def ranks_among(pids: set[int]) -> list[int]:
+    """Those of the launcher's processes that are ranks, in the order in which it starts them: each leads a session."""
+    started = {pid: psutil.Process(pid).create_time() for pid in pids if os.getsid(pid) == pid}
+    return sorted(started, key=lambda pid: (started[pid], pid))
 
 
 def folders_of_job(temporary: Path) -> list[Path]:
@@ -317,7 +317,7 @@ def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
     before = read_metrics(metrics)
     family = descendants(job.pid)
     assert_nobody_is_let_in(family | {job.pid}, own)
-    victim = next(pid for pid in family if rank_of(pid) == 2)
+    victim = ranks_among(family)[2]
     os.kill(victim, signal.SIGKILL)
     assert job.wait(timeout=DEADLINE_S) != 0
     text = (tmp_path / "errors").read_text()
