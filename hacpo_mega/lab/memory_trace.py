@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron import layers, moe
+from hacpo_mega.megatron.context_parallel import resize
 from hacpo_mega.megatron.lora import attach_adapters
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.optimizer import ActorOptimizer
@@ -231,26 +232,28 @@ class _Count(TorchDispatchMode):
         """`known` are the tensors that were there before; they and their views are not counted."""
         super().__init__()
         self.now = self.peak = 0
-        self._seen = WeakIdKeyDictionary({tensor.untyped_storage(): 0 for tensor in known})
+        self._sizes = WeakIdKeyDictionary({tensor.untyped_storage(): [0] for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         answer = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(answer):
+        for leaf in tree_leaves(args[0] if func is resize.default else answer):
             if isinstance(leaf, FakeTensor):
-                self._see(leaf.untyped_storage())
+                self._see(leaf.untyped_storage(), is_resized=func is resize.default)
         return answer
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
+    def _see(self, storage: torch.UntypedStorage, *, is_resized: bool) -> None:
+        if storage in self._sizes and not is_resized:
             return
-        size = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
-        self._seen[storage] = size
-        self.now += size
+        if storage not in self._sizes:
+            self._sizes[storage] = [0]
+            weakref.finalize(storage, self._let_go, self._sizes[storage])
+        size, (before,) = -(-storage.nbytes() // ALLOCATION) * ALLOCATION, self._sizes[storage]
+        self._sizes[storage][0] = size
+        self.now += size - before
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._let_go, size)
 
-    def _let_go(self, size: int) -> None:
-        self.now -= size
+    def _let_go(self, size: list[int]) -> None:
+        self.now -= size[0]
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

@@ -4,7 +4,8 @@ Rank r of cp has the neighbouring tokens [r T / cp, (r + 1) T / cp) of a pack of
 layer works on a token by itself, but attention: before it an all-to-all turns [T / cp, N, D] into [T, N / cp, D], the
 kernel runs over whole sequences as it does without cp, and an all-to-all turns its output back (DeepSpeed-Ulysses,
 arXiv 2309.14509). So sequences need no padding and no zigzag, the work of attention is even whatever their lengths are,
-and a layer keeps 1 / cp of its activations.
+and a layer keeps 1 / cp of its activations, but for key/value heads that are fewer than ranks. The output is turned
+back once more in backward, or it would be kept twice (`FromHeads`).
 
 The law of gradients. With l_r the log-probs of the rows that rank r has, a loss L(l_1, ..., l_cp) is computed of all
 of them on every rank (`sum_rows`), so every rank holds L itself, not a share of it. For a weight w
@@ -25,6 +26,9 @@ head size, R trained rows.
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+# Gives the memory behind a tensor another size in bytes. An operation, so that who counts memory sees it.
+resize = torch.ops.inductor.resize_storage_bytes_
 
 
 def own_tokens(num_tokens: int) -> slice:
@@ -81,14 +85,63 @@ class _AllToAllHeads(torch.autograd.Function):
         return (_gather_heads if ctx.gathers_tokens else _gather_tokens)(gradient, ctx.group), None, None
 
 
+class FromHeads:
+    """An attention's output of heads, which it keeps for backward, as that of tokens, which nobody keeps: it is redone.
+
+    Whoever reads it, the projection behind it, would keep the same numbers once more, on other ranks. So they are let
+    go of once that has read them, and are there again when the gradient of what it answered is: a permutation has the
+    same bits. It costs one more all-to-all of four.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, heads_TND: torch.Tensor) -> torch.Tensor:
+        """From [T, N / cp, D] to [t, N, D]; differentiable."""
+        tokens_tND = all_to_all_heads(heads_TND, self._group, gathers_tokens=False)
+        is_kept = self._group.size() > 1 and tokens_tND.grad_fn is not None
+        # By `data`, which has no version: autograd would take numbers that are redone for others.
+        self._last = (heads_TND.detach(), tokens_tND.data) if is_kept else None
+        return tokens_tND
+
+    def let_go(self, answer: torch.Tensor) -> None:
+        """All who read the last output have, and `answer` is what was made of it."""
+        if self._last is None:
+            return
+        redoing, self._last = [self._last], None
+        tokens_tND = redoing[0][1]
+        size = tokens_tND.nbytes
+        resize(tokens_tND, 0)
+
+        def redo(_gradient: torch.Tensor) -> None:
+            if redoing:  # and keeps neither any longer
+                heads_TND, tokens_tND = redoing.pop()
+                resize(tokens_tND, size)
+                _gather_heads(heads_TND, self._group, out=tokens_tND)
+
+        answer.register_hook(redo)
+
+
+def redo_output(attention: torch.nn.Module) -> None:
+    """Lets an attention of Megatron keep no output of tokens; one whose projection is not trained keeps none anyway."""
+
+    def over(attention: torch.nn.Module, _given: tuple, answer: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        if any(parameter.requires_grad for parameter in attention.linear_proj.parameters()):
+            attention.core_attention.from_heads.let_go(answer[0])
+
+    attention.register_forward_hook(over)
+
+
 def _gather_tokens(tensor_tND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     by_rank = tensor_tND.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
     return _exchanged(by_rank, group).flatten(0, 1)
 
 
-def _gather_heads(tensor_TND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather_heads(tensor_TND: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
     by_rank = tensor_TND.contiguous().unflatten(0, (group.size(), -1))
-    return _exchanged(by_rank, group).transpose(0, 1).flatten(1, 2).contiguous()
+    gathered = _exchanged(by_rank, group).transpose(0, 1).flatten(1, 2)
+    return gathered.contiguous() if out is None else out.copy_(gathered)
 
 
 def _exchanged(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
+from hacpo_mega.megatron.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
@@ -48,6 +48,7 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         assert config.attention_dropout == 0.0, "dropout would make a score differ from the training forward"
         self.scale, self.window, self.cp = softmax_scale, window, pg_collection.cp
+        self.from_heads = FromHeads(self.cp)
 
     def forward(
         self,
@@ -64,8 +65,7 @@ class PackedAttention(torch.nn.Module):
         flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
         attend = _attend_flash if flash else _attend_in_groups
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
-        output_TND = attend(*whole, packed_seq_params, self.scale, self.window)
-        return all_to_all_heads(output_TND, self.cp, gathers_tokens=False)
+        return self.from_heads(attend(*whole, packed_seq_params, self.scale, self.window))
 
 
 def _attend_flash(

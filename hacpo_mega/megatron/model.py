@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
 from hacpo_mega.config.pass_through import table_problems
-from hacpo_mega.megatron.context_parallel import own_tokens
+from hacpo_mega.megatron.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.layers import decoder_spec
 from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
@@ -56,6 +56,8 @@ class HiddenStateModel(GPTModel):
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
+        for layer in self.decoder.layers:
+            redo_output(layer.self_attention)
 
     @property
     def own_chunks(self) -> list["HiddenStateModel"]:

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from hacpo_mega.megatron.context_parallel import all_to_all_heads, whole_sequences
+from hacpo_mega.megatron.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.models.architecture import Architecture
 
@@ -62,6 +62,7 @@ class PackedTEAttention(torch.nn.Module):
         share = copy.copy(config)
         share.num_attention_heads //= cp
         share.num_query_groups = max(share.num_query_groups, tp * cp) // cp
+        self.from_heads = FromHeads(self.cp)
         self.attend = attend(config=share, pg_collection=pg_collection, **place)
 
     def forward(
@@ -77,8 +78,7 @@ class PackedTEAttention(torch.nn.Module):
         """Return the attention output of this rank's tokens [t, N * D]."""
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         output = self.attend(*whole, attention_mask, packed_seq_params=packed_seq_params, **megatron_options)
-        heads = output.unflatten(1, (-1, query_tND.shape[2]))
-        return all_to_all_heads(heads, self.cp, gathers_tokens=False).flatten(1)
+        return self.from_heads(output.unflatten(1, (-1, query_tND.shape[2]))).flatten(1)
 
 
 class WithBias:

@@ -236,9 +236,9 @@ def _attention(plan: ActorPlan) -> int:
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
-    if cp > 1:
-        # The output of this rank's tokens beside that of its heads; the CPU keeps values beside their padded copy, too.
-        kept += q * head if plan.device.flash_attention else met * head
+    if cp > 1 and not plan.device.flash_attention:
+        # Values beside their padded copy.
+        kept += met * head
     if a.qk_norm and a.kin.offset_norms and plan.device.mixed:
         # The numbers in float32, and nothing of the projection.
         return kept + tokens * (a.head_dim + 1) * FLOAT32 * (q + k)

@@ -24,7 +24,6 @@ from actor_cases import (
 )
 from job import run_group
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from te_stand_in import DotProductAttention
 from tiny_models import make_model
@@ -34,6 +33,7 @@ from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.context_parallel import own_tokens
 from hacpo_mega.megatron.layers import PackedAttention
 from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.megatron.shared_prompts import packed_segments
 from hacpo_mega.megatron.te_layers import PackedTEAttention
 from hacpo_mega.records import Sample
 
@@ -182,7 +182,7 @@ def attend(tp, cp):
     )
     tokens, found = own_tokens(sum(LENGTHS)), []
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    packed = PackedSeqParams("thd", starts, starts, starts, starts, max(LENGTHS), max(LENGTHS))
+    packed = packed_segments(starts, None, torch.device("cpu"))
     for attention in (PackedTEAttention(Attend, config, groups), PackedAttention(config, groups)):
         query, key, value = (whole.chunk(tp, dim=1)[groups.tp.rank()][tokens] for whole in wholes())
         query.requires_grad_()

@@ -175,3 +175,12 @@ def test_the_stages_of_a_pipeline(stage, recompute):
     """The first is one micro-batch ahead of the last, which has the head, and a copy of a tied one."""
     plan = plan_of(LLAMA if recompute == "mlp" else SMALL, tp=2, pp=2, recompute=recompute)
     check(plan, traced(plan, stage), stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+@pytest.mark.parametrize("model", [SMALL, LLAMA], ids=["qwen3", "llama"])
+def test_a_rank_of_cp_keeps_its_share(model, recompute):
+    """Of two ranks that have a key/value head each: half, and no output of attention in two forms."""
+    whole, half = (traced(plan_of(model, cp=cp, recompute=recompute)).saved for cp in (1, 2))
+    assert 2 * half == pytest.approx(whole, rel=0.05)

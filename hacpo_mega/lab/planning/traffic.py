@@ -17,6 +17,7 @@ from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.publication import Published, published
 from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, trained_parts
+from hacpo_mega.memory.adapter_numbers import is_adapted
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.layout import stage_layers
 from hacpo_mega.rollout.wire import HEADER
@@ -177,14 +178,20 @@ def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread:
 
 
 def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
-    """What a rank of cp sends of its `tokens` around every attention, forward, backward and computed again."""
+    """What a rank of cp sends of its `tokens` around every attention, forward, backward and computed again.
+
+    And the output once more, for who learns of it (context_parallel.py: FromHeads).
+    """
     actor = budget.actor
     a, layout = actor.architecture, actor.layout
     ways = {"score": 1, "learn": 2 + (actor.recompute == "full")}[phase]
     q, k = a.num_heads // layout.tp, max(a.num_kv_heads // layout.tp, layout.cp)
-    attentions = ways * math.ceil(a.num_layers / layout.pp)
-    size = attentions * (layout.cp - 1) / layout.cp * tokens * 2 * (q + k) * a.head_dim * actor.device.number
-    return Message(phase, "heads of cp", spread.cp, size, attentions * EXCHANGES * batches, piped=True)
+    learns = actor.lora is None or is_adapted(a, actor.lora, "self_attention.linear_proj")
+    again, attentions = int(phase == "learn" and learns), math.ceil(a.num_layers / layout.pp)
+    heads = attentions * (ways * 2 * (q + k) + again * q)
+    size = (layout.cp - 1) / layout.cp * tokens * heads * a.head_dim * actor.device.number
+    count = attentions * (ways * EXCHANGES + again)
+    return Message(phase, "heads of cp", spread.cp, size, count * batches, piped=True)
 
 
 def _of_gradients(budget: Budget, work: Work, spread: Spread) -> Iterator[Message]:
