@@ -88,18 +88,19 @@ def learner_view(
     """
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     samples = []
+    trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # a tensor is slow to index one by one
     for p, prompt in enumerate(pool.prompts):
         prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
         for j, group in enumerate(pool.trajectories_PNG[p]):
             if j != learner and not rules.shares_answers:
                 continue
             for g, trajectory in enumerate(group):
-                if not trains_PNG[p, j, g]:
+                if not trains[p][j][g]:
                     tallies[j]["num_zero_advantage" if trajectory.is_judged else "num_unjudged"] += 1
                     continue
                 answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tallies[j])
                 if answer_ids is not None:
-                    advantage = float(advantages_PNG[p, j, g]) if trajectory.is_judged else 0.0
+                    advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
                     own = own_scores.get((prompt.index, trajectory.rollout.rollout_index)) if j == learner else None
                     is_self = j == learner
                     samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, own, rules))
