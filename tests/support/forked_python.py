@@ -111,7 +111,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = open(os.devnull)  # a thread of the server reads the other one, and holds its lock for ever here
+    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))  # the server's is read, and locked, by a thread
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.executable = os.path.abspath(__file__)
     _, module, *arguments = wanted["argv"]
