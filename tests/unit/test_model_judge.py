@@ -152,7 +152,7 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
     """Text without end, fast and slow, packed text of 256 MiB, another address, brackets a million deep."""
     monkeypatch.setenv("JUDGE_KEY", "secret")
     texts = ["endless", "drop by drop", "bomb", "elsewhere", "deep"]
-    with judge_of(server, attempts=1, api_key_env="JUDGE_KEY") as judge:
+    with judge_of(server, attempts=1, api_key_env="JUDGE_KEY", request_s=8.0) as judge:
         found = judge.judge(["p"] * 5, ["g"] * 5, texts, [Stop.EOS] * 5)
         errors = judge.take_report().errors
     assert all(math.isnan(judgement.reward) for judgement in found)
