@@ -210,7 +210,7 @@ class TextCodec:
         return self._plain_ids(text) + end
 
     def encode_answers(self, texts: Sequence[str]) -> list[tuple[int, ...] | None]:
-        """What `encode_answer` gives for each text that has not ended, in one call where it can; None where it raises."""
+        """What `encode_answer` gives for each text that has not ended, mostly in one call; None where it raises."""
         (anchor, start), *_ = (*self._anchors, ("", ()))
         try:
             found = self.tokenizer([anchor + text for text in texts], **PLAIN).input_ids if texts else []
