@@ -194,7 +194,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
     actor = Actor(
         spec.model,
-        layout=spec.layout,
+        layout=spec.layout(config.lanes),
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
         max_positions=config.rollout.max_prompt_tokens + config.longest_answer,

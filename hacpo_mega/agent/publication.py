@@ -1,7 +1,8 @@
 """How an agent's weights reach its engines, and whether they did.
 
 Every rank of a cell says once what its actor holds and what its engine needs of each tensor; of that all make the same
-plan. What an engine takes in no other form than vLLM's loaders follows as full tensors (`left_over`).
+plan. Where cells share experts it is one plan of this block of cells, and "cell" below means the block. What an engine
+takes in no other form than vLLM's loaders follows as full tensors (`left_over`).
 Where engines have ranks of their own, those that train need nothing and these hold nothing: the same plan, in which
 every piece crosses. Such an engine has the weights when all ranks of its cell have said that they are done, and of
 which step: until then, and after an error, it answers nothing.
@@ -56,7 +57,7 @@ class Publication:
         # Those whose numbers an engine makes others of, so that only it can be asked what it should hold.
         self._converted: set[str] = set()
         mine = [{}, []] if self._parts is None else [dict(self._parts.left_over), sorted(self._parts.quantized)]
-        for payload in place.gather_cell(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
+        for payload in place.gather_block(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
             left_over, quantized, quantizes = json.loads(payload)
             self.left_over |= left_over
             self._converted |= {*quantized, *left_over} if quantizes else set()
@@ -74,7 +75,7 @@ class Publication:
         if self._place.weights_group is None:
             return own
         said = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
-        published, dtype = json.loads(self._place.gather_cell(json.dumps(said).encode())[0])
+        published, dtype = json.loads(self._place.gather_block(json.dumps(said).encode())[0])
         return own or NoShards({name: tuple(shape) for name, shape in published}, getattr(torch, dtype))
 
     def require(self, step: int) -> None:
@@ -126,7 +127,7 @@ class Publication:
         """Where ranks wait for each other here alone: RuntimeError, on all of them, unless all have come to `step`."""
         if self._place.weights_group is None:
             return
-        steps = [int(said) for said in self._place.gather_cell(str(step).encode())]
+        steps = [int(said) for said in self._place.gather_block(str(step).encode())]
         if len(set(steps)) > 1:
             raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
 
@@ -141,7 +142,7 @@ class Publication:
         for name, tensor in given:
             place.progress()
             if place.weights_group is not None:
-                is_for_this_rank = place.is_leader or self._actor is None
+                is_for_this_rank = place.coordinate.block_rank == 0 or self._actor is None
                 broadcast(place.weights_group, tensor if is_for_this_rank else torch.empty_like(tensor))
             if self._engine is not None:
                 place.spans.sent("engine", tensor.nbytes)
@@ -193,10 +194,10 @@ class Publication:
             raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")
 
     def _compared(self, plan: PublishPlan, held: Sequence[HeldPart]) -> Iterator[str]:
-        rank, own = self._place.coordinate.cell_rank, self._own
+        rank, own = self._place.coordinate.block_rank, self._own
         sums = _checksums(own.view(piece.read, piece.what) for piece in plan.pieces if piece.source == rank)
         payload = b"".join(SUM.pack(*found) for found in sums)
-        said = [SUM.iter_unpack(found) for found in self._place.gather_cell(payload)]
+        said = [SUM.iter_unpack(found) for found in self._place.gather_block(payload)]
         wanted = [(piece, next(said[piece.source])) for piece in plan.pieces]
         mine = [(piece, found) for piece, found in wanted if piece.target == rank]
         views = (held[piece.written].view(piece.what).to(own.dtype) for piece, _ in mine)
@@ -208,9 +209,10 @@ class Publication:
     def _plan(self, needed: Sequence[Shard]) -> PublishPlan:
         """Collective over the cell."""
         mine = [[_said(shard) for shard in shards] for shards in (self._own.shards, needed)]
-        cell = [json.loads(payload) for payload in self._place.gather_cell(json.dumps(mine).encode())]
+        cell = [json.loads(payload) for payload in self._place.gather_block(json.dumps(mine).encode())]
         sources, targets = ([[_heard(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
-        return publish_plan(sources, targets, self._own.dtype.itemsize)
+        my, shapes = self._place.coordinate, self._place.rank_map.agents
+        return publish_plan(sources, targets, self._own.dtype.itemsize, cell_size=shapes[my.agent].cell_size)
 
 
 def _said(shard: Shard) -> list:

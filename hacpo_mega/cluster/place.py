@@ -8,8 +8,9 @@ All groups come from one job-wide store under prefixes of their own:
     lane            the leaders of my lane           the exchange of answers; order of RankMap.leaders. NCCL on CUDA
     cell            the ranks of my replica          what its leader received
                     that train
-    whole cell      all ranks of my replica          answers, weights for engines; another group than cell where some
-                                                     ranks only answer, and then NCCL on CUDA for weights
+    whole cell      all ranks of my replica          answers; another group than cell where some ranks only answer
+    block           all ranks of the cells that      what is said of weights for engines; mostly the same as whole cell.
+                    share experts with mine          Where some ranks only answer NCCL on CUDA for weights, too
     job             all ranks                        metrics, barriers; a tree (tree.py)
     row             my agent's leaders, by cell      numbers of whole steps (capability, band); a tree
 
@@ -43,7 +44,7 @@ from hacpo_mega.cluster.rendezvous import allow_connections, open_store
 from hacpo_mega.cluster.seat import Seat, is_on_one_machine
 from hacpo_mega.cluster.secret import Secret, forget_secret
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
-from hacpo_mega.cluster.tree import Tree, as_tensor, broadcast, join, share_bytes, split
+from hacpo_mega.cluster.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
 from hacpo_mega.cluster.watchdog import Watchdog
 
 
@@ -55,6 +56,7 @@ class Place:
     lane_group               None unless I am a leader
     cell_group               None unless I train
     whole_cell               on every rank; the same where nobody only answers
+    block_group              on every rank; the same where no other cell shares experts with mine
     weights_group            the same ranks, for tensors of their devices; None where nobody only answers
     spans                    what this process does when, recorded while a step is traced
     """
@@ -105,8 +107,12 @@ class Place:
         self.whole_cell = self.cell_group
         if shape.rollout:
             self.whole_cell = self._group(f"cell/{my.agent}/{my.cell}/whole", my.cell_rank, shape.cell_size)
-            name = f"cell/{my.agent}/{my.cell}/weights"
-            self.weights_group = self._lane_group(name, my.cell_rank, shape.cell_size) if on_cuda else self.whole_cell
+        self.block_group, name = self.whole_cell, f"block/{my.agent}/{my.block}"
+        if shape.block_cells > 1:
+            self.block_group = self._group(name, my.block_rank, shape.block_size)
+        if shape.rollout:
+            whole = (f"{name}/weights", my.block_rank, shape.block_size)
+            self.weights_group = self._lane_group(*whole) if on_cuda else self.block_group
         self._job = self._tree("job", rank, rank_map.world_size)
         self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
         self._has_one_clock = is_on_one_machine()
@@ -238,6 +244,11 @@ class Place:
         with self._waiting(f"the ranks of cell {self.coordinate.cell} of {self.coordinate.agent_name}"):
             return gather_bytes(self.whole_cell, payload)
 
+    def gather_block(self, payload: bytes) -> list[bytes]:
+        """The same of the cells that share experts with this one."""
+        with self._waiting(f"the ranks of block {self.coordinate.block} of {self.coordinate.agent_name}"):
+            return gather_bytes(self.block_group, payload)
+
     def gather_agent(self, payload: bytes) -> list[bytes]:
         """The payloads of the leaders of this agent's cells, in the order of the cells, on every rank of the agent."""
         message = None
@@ -289,7 +300,8 @@ class Place:
         for group in (self.lane_group, self.weights_group):
             if group is not None:
                 group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
-        self.lane_group = self.cell_group = self.whole_cell = self.weights_group = self._row = self._job = None
+        self.lane_group = self.cell_group = self.whole_cell = self.block_group = self.weights_group = None
+        self._row = self._job = None
         dist.destroy_process_group()
         self._sockets.remove()
 
@@ -328,18 +340,3 @@ class Place:
     def _group(self, name: str, rank: int, size: int) -> WatchedGroup:
         group = Gloo(dist.PrefixStore(name, self._store), rank, size, self._timeout)
         return WatchedGroup(group, name, self.spans)
-
-
-def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
-    """Everyone's payload, by rank in the group, on every rank: one round for the sizes, one for the bytes."""
-    # NCCL moves device memory, gloo host memory.
-    device = torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([len(payload)], device=device)]).wait()
-    counts = [int(size) for size in sizes]
-    # An all-gather moves equal sizes only, so everyone sends as many bytes as the longest payload has.
-    mine = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-    mine[: len(payload)] = as_tensor(payload).to(device)
-    rows = [torch.empty_like(mine) for _ in counts]
-    group.allgather([rows], [mine]).wait()
-    return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, counts)]

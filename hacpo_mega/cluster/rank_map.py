@@ -4,6 +4,7 @@
     agent rank  = cell * (tp * cp * pp) + (pp_rank * cp + cp_rank) * tp + tp_rank     cells are contiguous, tensor ranks
                                                                   are neighbours, then those of a sequence
     cell        = lane * cells_per_lane + cell_in_lane            a cell is one replica; its first rank is the leader
+    block       = cell // block_cells                             cells that share experts; mostly one
 
 With placement = "apart" a cell has ranks that only answer behind those that train: its engines are over these, in the
 order of ranks. Both kinds of an agent's ranks have a world of their own, in which they are counted without the others.
@@ -20,6 +21,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from hacpo_mega.config import Config
+from hacpo_mega.models.layout import block_cells
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class AgentShape:
 
     engine_tp   ranks of one vLLM engine
     rollout     ranks of a cell that only answer, behind those that train; 0: all ranks do both
+    ep          ranks that share experts, of one cell or of a block of neighbouring ones
     """
 
     name: str
@@ -37,6 +40,7 @@ class AgentShape:
     engine_tp: int = 1
     cp: int = 1
     rollout: int = 0
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if min(self.tp, self.cp, self.pp, self.cells_per_lane, self.engine_tp) < 1:
@@ -67,6 +71,16 @@ class AgentShape:
         return self.training + self.rollout
 
     @property
+    def block_cells(self) -> int:
+        """Cells of a block."""
+        return block_cells(self.ep, self.tp, self.cp)
+
+    @property
+    def block_size(self) -> int:
+        """All ranks of a block."""
+        return self.block_cells * self.cell_size
+
+    @property
     def product(self) -> str:
         """How the ranks of a cell come about, for tables and messages."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
@@ -85,6 +99,7 @@ class Coordinate:
     trains, answers   whether it has a part of the actor, of an engine; one that does not train has its pp, cp and tp
                       ranks 0, one that does not answer its engine and engine rank
     world_rank        among the ranks of its agent that do what it does
+    block, block_rank     which cells share experts with its own, and its rank among all of theirs
     """
 
     global_rank: int
@@ -103,6 +118,8 @@ class Coordinate:
     trains: bool = True
     answers: bool = True
     world_rank: int = 0
+    block: int = 0
+    block_rank: int = 0
 
     @property
     def is_leader(self) -> bool:
@@ -154,6 +171,7 @@ class RankMap:
                 agent.engine_tensor_parallel,
                 agent.cp,
                 agent.rollout_gpus or 0,
+                agent.ep,
             )
             for agent in config.agents
         )
@@ -212,6 +230,7 @@ class RankMap:
         shape = self.agents[agent]
         agent_rank = global_rank - self.first_ranks[agent]
         cell, cell_rank = divmod(agent_rank, shape.cell_size)
+        block, block_rank = divmod(agent_rank, shape.block_size)
         lane, cell_in_lane = divmod(cell, shape.cells_per_lane)
         trains = cell_rank < shape.training
         replica, tp_rank = divmod(cell_rank if trains else 0, shape.tp)
@@ -236,6 +255,8 @@ class RankMap:
             trains=trains,
             answers=answers,
             world_rank=cell * (shape.training if trains else shape.rollout) + of_engines,
+            block=block,
+            block_rank=block_rank,
         )
 
     def rank_of(

@@ -104,3 +104,18 @@ def gather_at_head(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     for work in [group.recv([row], rank, 0) for rank, row in enumerate(rows, start=1)]:
         work.wait()
     return [message, *(row.numpy().tobytes() for row in rows)]
+
+
+def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
+    """Everyone's payload, by rank in the group, on every rank: one round for the sizes, one for the bytes."""
+    # NCCL moves device memory, gloo host memory.
+    device = torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(payload)], device=device)]).wait()
+    counts = [int(size) for size in sizes]
+    # An all-gather moves equal sizes only, so everyone sends as many bytes as the longest payload has.
+    mine = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    mine[: len(payload)] = as_tensor(payload).to(device)
+    rows = [torch.empty_like(mine) for _ in counts]
+    group.allgather([rows], [mine]).wait()
+    return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, counts)]

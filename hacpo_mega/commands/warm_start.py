@@ -51,7 +51,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         return
     actor = Actor(
         draft,
-        layout=spec.layout,
+        layout=spec.layout(config.lanes),
         optimizer=plan.optimizer,
         total_updates=plan.num_updates,
         max_positions=spec.init.max_positions,

@@ -158,8 +158,9 @@ class AgentConfig(Section):
     """Context parallel size, for long sequences: processes that share the tokens of a micro-batch, and in attention the
     heads of each tensor rank, which tp x cp must divide; each keeps 1 / cp of the activations."""
     ep: Count = 1
-    """Expert parallel size: of the tp x cp processes that share a layer, those that share its experts, each of which is
-    whole on one of them; it must divide tp x cp and the number of experts, and costs no further processes."""
+    """Expert parallel size: processes that share a layer's experts, each of which is whole on one of them. A divisor of
+    tp x cp, or that times a divisor of the agent's cells, which then share them; it must divide the number of experts,
+    and costs no further processes."""
     cells_per_lane: Count = 1
     """Replicas of the agent in each lane: tp x cp x pp processes each, and each its share of the lane's prompts."""
     engine_tp: Count | None = None
@@ -216,11 +217,10 @@ class AgentConfig(Section):
             return None
         return Lora(self.lora.rank, self.lora.alpha, chosen_targets(architecture, self.lora.targets))
 
-    @property
-    def layout(self) -> Layout:
-        """How a cell of this agent shares its model. ValueError for numbers of layers that are none."""
+    def layout(self, lanes: int) -> Layout:
+        """How the cells of this agent share its model. ValueError for numbers of layers that are none."""
         sizes = self.engine_tensor_parallel, self.cp, self.ep, self.rollout_gpus
-        return Layout.of(self.tp, self.pp, self.megatron, *sizes)
+        return Layout.of(self.tp, self.pp, self.megatron, *sizes, lanes * self.cells_per_lane)
 
     @property
     def cell_size(self) -> int:

@@ -36,7 +36,7 @@ def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
     problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
-        found = list(_agent(agent, longest, try_templates, config.data.tools_field))
+        found = list(_agent(config, agent, longest, try_templates))
         if found and (model := HubModel.of_snapshot(agent.model)):
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
         found = found or [
@@ -222,12 +222,12 @@ def _skills(config: Config) -> Iterator[str]:
         )
 
 
-def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: str | None) -> Iterator[str]:
+def _agent(config: Config, agent: AgentConfig, longest: int, try_template: bool) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
     table_lines = list(table_problems(agent.megatron, agent.vllm))
     yield from table_lines
     try:
-        layout = agent.layout
+        layout = agent.layout(config.lanes)
     except ValueError as problem:
         yield from () if table_lines else [str(problem)]
         return
@@ -247,7 +247,7 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
     yield from _adapters(agent, architecture)
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
-        yield from tokenizer_problems(agent, architecture.vocab_size, try_template, tools_field)
+        yield from tokenizer_problems(agent, architecture.vocab_size, try_template, config.data.tools_field)
 
 
 def _chunks(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:

@@ -168,10 +168,11 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
+    cells = config.lanes * agent.cells_per_lane
     return ActorPlan(
         architecture,
-        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp, ep=agent.ep),
-        dp=config.lanes * agent.cells_per_lane,
+        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp, ep=agent.ep, cells=cells),
+        dp=cells,
         num_tokens=config.training.max_tokens_per_microbatch,
         diagnoses=config.training.diagnose_every > 0,
         offloads=agent.offload == "optimizer" or config.placement == "shared",

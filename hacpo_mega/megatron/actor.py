@@ -309,7 +309,7 @@ class Actor:
     def weights(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the whole model (or those in `only`) by its Hugging Face name, one after another.
 
-        Collective over the cell.
+        Collective over the cell, or all cells that share experts.
         """
         finish_gather(self.model)
         return full_tensors(self.model, sent=self._spans.sent, only=only)
@@ -334,13 +334,13 @@ class Actor:
         load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, cell 0 writes.
+        """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, its rank 0 writes.
 
         OSError on every rank when the first one, which writes, cannot.
         """
         finish_gather(self.model)
         problem = None
-        if parallel_state.get_data_parallel_rank() == 0:
+        if parallel_state.get_data_parallel_rank() < self.layout.block_cells:
             try:
                 save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
             except OSError as error:

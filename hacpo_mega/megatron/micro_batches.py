@@ -1,4 +1,4 @@
-"""Micro-batches on their way through the actor: announced when taken, on the device, found again, counted after.
+"""Micro-batches on their way through the actor: evened, announced when taken, on the device, found, counted after.
 
 Not here: what is computed of them (actor.py) and which sequences share one (samples/packing.py).
 """
@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
+from hacpo_mega.megatron.even_batches import evened
 from hacpo_mega.megatron.optimizer import OptimizerStep
 from hacpo_mega.records import ExpertLoad, MicroBatch, TokenSequence, UpdateStats
 
 
 class Told(list):
-    """Micro-batches, of which each is told when it is taken."""
+    """Micro-batches, evened (even_batches.py), of which each is told when it is taken."""
 
     def __init__(self, batches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
-        super().__init__(batches)
+        super().__init__(evened(batches))
         self._on_progress = on_progress
 
     def __iter__(self) -> Iterator[MicroBatch]:

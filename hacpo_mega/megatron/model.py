@@ -126,7 +126,8 @@ def build_model(
     for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
     user's to set.
     """
-    layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep)
+    cells = parallel_state.get_data_parallel_world_size()
+    layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep, cells=cells)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})

@@ -5,7 +5,6 @@ meaning on the CPU while Megatron code runs, and takes it away again: vLLM lives
 machine as it is. On a machine with CUDA nothing is changed. Not here: which rank does what (place.py).
 """
 
-import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -45,9 +44,10 @@ def initialize_parallel(
 ) -> None:
     """Megatron's groups over the current default process group (one agent's world), and its random streams.
 
-    Rank order is RANK_ORDER; data parallelism takes the rest of the world. `ep` ranks share a layer's experts; None
-    stands for no experts. `timeout_s` bounds every collective of these groups. Raises ValueError if tp * cp * pp does
-    not divide the world. Gloo twins of the groups are not made: optimizers take `use_gloo_process_groups=False`.
+    Rank order is RANK_ORDER; data parallelism takes the rest of the world. `ep` ranks share a layer's experts, those of
+    one cell or of several neighbouring ones; None stands for no experts. `timeout_s` bounds every collective of these
+    groups. Raises ValueError if tp * cp * pp does not divide the world. Gloo twins of the groups are not made:
+    optimizers take `use_gloo_process_groups=False`.
     """
     world_size = dist.get_world_size()
     if world_size % (cell := tp * cp * pp):
@@ -69,24 +69,24 @@ def initialize_parallel(
 
 
 def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
-    """Puts groups in which `ep` of the `ranks` of a stage share experts in the place of those that Megatron has made.
+    """Puts groups in which `ep` ranks of a stage share experts in the place of those that Megatron has made.
 
-    In its order of ranks it can only lay experts out over all ranks of a stage. Whoever has the same experts, in this
-    cell and in others, adds up their gradients and shares their optimizer.
+    Its order of ranks lays experts out over all ranks of a stage of a cell, no fewer and no more. Here they are every
+    `ep` neighbours among the ranks that the stage has in all cells, of which each cell has `ranks`. Whoever has the
+    same experts, in this cell and in others, adds up their gradients and shares their optimizer.
     """
-    world_size, names = dist.get_world_size(), parallel_state
-    for first in range(0, world_size, ep):
-        share = list(range(first, first + ep))
-        group = names.create_group(share, timeout=timeout, group_desc="EXPERT_MODEL_PARALLEL_GROUP")
-        if dist.get_rank() in share:
-            names._EXPERT_MODEL_PARALLEL_GROUP, names._EXPERT_MODEL_PARALLEL_RANKS = group, share
-            names._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group
-    for stage, place in itertools.product(range(pp), range(ep)):
-        cells = range(stage * ranks, world_size, ranks * pp)
-        same = [first + place for cell in cells for first in range(cell, cell + ranks, ep)]
-        group = names.create_group(same, timeout=timeout, group_desc="EXPERT_DATA_PARALLEL_GROUP")
-        if dist.get_rank() in same:
-            names._EXPERT_DATA_PARALLEL_GROUP = names._INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = group
+    names, cells = parallel_state, range(0, dist.get_world_size(), ranks * pp)
+    for stage in range(pp):
+        line = [cell + stage * ranks + place for cell in cells for place in range(ranks)]
+        for share in (line[first : first + ep] for first in range(0, len(line), ep)):
+            group = names.create_group(share, timeout=timeout, group_desc="EXPERT_MODEL_PARALLEL_GROUP")
+            if dist.get_rank() in share:
+                names._EXPERT_MODEL_PARALLEL_GROUP, names._EXPERT_MODEL_PARALLEL_RANKS = group, share
+                names._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group
+        for same in (line[place::ep] for place in range(ep)):
+            group = names.create_group(same, timeout=timeout, group_desc="EXPERT_DATA_PARALLEL_GROUP")
+            if dist.get_rank() in same:
+                names._EXPERT_DATA_PARALLEL_GROUP = names._INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = group
 
 
 class _CudaMeansCpu(TorchFunctionMode):

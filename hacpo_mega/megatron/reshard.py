@@ -1,7 +1,8 @@
 """From Megatron shards to full Hugging Face tensors: for a folder on disk, and for what an engine takes only whole.
 
 Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage
-that owns the bucket, then one all-gather over tensor parallelism. In this order only a shard crosses the pipeline,
+that owns the bucket, then one all-gather over tensor parallelism, of experts over those that share them: cells that do
+are in it together, and "cell" below means all of them. In this order only a shard crosses the pipeline,
 whose stages may be nodes apart. Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py),
 what an engine takes shard by shard (publish.py).
 """
@@ -89,8 +90,8 @@ def save_hf(
     Collective over the cell, ranks of cp among it; its first rank writes. Weights are converted to `dtype` and split
     into files of about `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
     """
-    is_first_of_cp = parallel_state.get_context_parallel_rank() == 0
-    writes = is_first_of_cp and parallel_state.get_model_parallel_group().rank() == 0
+    is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    writes = is_first_replica and parallel_state.get_model_parallel_group().rank() == 0
     partial = out_folder.with_name(f".{out_folder.name}.partial")
     bare = unwrapped(model)
     tensors = finite(full_tensors(model, bucket_bytes=bucket_bytes), dtype, out_folder)

@@ -63,7 +63,7 @@ def data_parallel(
 
 
 def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
-    """`last_stage` of every micro-batch in order, without gradients; empty on the other pipeline stages."""
+    """`last_stage` of every micro-batch with sequences in order, without gradients; empty on other pipeline stages."""
     if not batches:
         return []
 
@@ -76,13 +76,16 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
 
     with torch.no_grad():
         pipeline = _pipeline(model, batches)
-        return run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)[: len(batches)]
+        return _of_sequences(
+            run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline), batches
+        )
 
 
 def accumulate_gradients(
     model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
 ) -> list[Any]:
-    """Fill the gradient buffers as the law says. Returns what `last_stage` answers behind loss and count, in order.
+    """Fill the gradient buffers as the law says. Returns what `last_stage` answers behind loss and count, in order, of
+    the micro-batches with sequences.
 
     Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
     joins the reduction with zeros. RuntimeError while the buffers are away (actor_offload.py).
@@ -96,11 +99,17 @@ def accumulate_gradients(
         batch = next(batches_left)
         return _forward(model, batch, longest), partial(last_stage, batch=batch) if batch.sequences else _nothing
 
-    with reduction_inside_backward(model, has_samples=bool(batches)):
+    # An empty micro-batch has no gradient of the head: what would wait for it is not to wait for the last one's.
+    with reduction_inside_backward(model, has_samples=bool(batches) and bool(batches[-1].sequences)):
         if batches:
-            return run(forward_step_func=step, forward_only=False, **_pipeline(model, batches))[: len(batches)]
+            return _of_sequences(run(forward_step_func=step, forward_only=False, **_pipeline(model, batches)), batches)
         model.config.finalize_model_grads_func([model])
         return []
+
+
+def _of_sequences(answers: Sequence[Any], batches: Sequence[MicroBatch]) -> list[Any]:
+    """Without those of empty micro-batches, also of those behind `batches`."""
+    return [answer for number, answer in enumerate(answers[: len(batches)]) if batches[number].sequences]
 
 
 def _longest(batches: Sequence[MicroBatch]) -> int:

@@ -1,8 +1,8 @@
 """Which parallel layouts a model can have: the one place that knows. `hacpo-mega check` and the model builder call it.
 
 A layout cuts every layer into tp shards, the layers into pp stages and the tokens of a micro-batch into cp parts, whose
-ranks share the heads of attention. Experts stay whole: ep of the tp x cp ranks of a stage share them, and each of these
-ranks brings the tokens that it has. engine_tp is the tensor parallelism of vLLM.
+ranks share the heads of attention. Experts stay whole: ep of the tp x cp ranks of a stage share them, or all of these
+of several cells, a block, and each rank brings its own tokens. engine_tp is the tensor parallelism of vLLM.
 Every problem is a line with the numbers and the nearest valid value. Imports no torch and no Megatron.
 Not here: how a parameter is cut (segments.py), and how many cells and ranks there are (cluster/rank_map.py).
 """
@@ -27,7 +27,7 @@ class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
     engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
-    vpp: chunks of a stage, which are no neighbours.
+    vpp: chunks of a stage, which are no neighbours. cells are those of the agent, of which a block shares experts.
     """
 
     tp: int = 1
@@ -39,6 +39,7 @@ class Layout:
     ep: int = 1
     rollout: int | None = None
     vpp: int = 1
+    cells: int = 1
 
     @classmethod
     def of(
@@ -50,24 +51,35 @@ class Layout:
         cp: int = 1,
         ep: int = 1,
         rollout: int | None = None,
+        cells: int = 1,
     ) -> "Layout":
         """The layout of an agent with the Megatron fields `megatron`. ValueError for layers that are no number."""
         for key in (FIRST_STAGE, LAST_STAGE, VIRTUAL):
             if type(megatron.get(key)) not in (int, type(None)):
                 raise ValueError(f"megatron.{key} must be an integer, found {megatron[key]!r}")
         vpp = 1 if megatron.get(VIRTUAL) is None else megatron[VIRTUAL]
-        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout, vpp)
+        return cls(tp, pp, megatron.get(FIRST_STAGE), megatron.get(LAST_STAGE), engine_tp, cp, ep, rollout, vpp, cells)
 
     @property
     def cell_size(self) -> int:
         """Ranks of one replica of the model."""
         return self.tp * self.cp * self.pp
 
+    @property
+    def block_cells(self) -> int:
+        """Neighbouring cells whose ranks share experts; 1 where ep ranks of a cell do."""
+        return block_cells(self.ep, self.tp, self.cp)
+
     def product(self) -> str:
         """How the ranks of a cell come about, in words: "tp x pp (2 x 2 = 4)", with cp where there is any."""
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
         return f"{' x '.join(named)} ({' x '.join(map(str, named.values()))} = {self.cell_size})"
+
+
+def block_cells(ep: int, tp: int, cp: int) -> int:
+    """Cells of tp x cp ranks for each stage over which `ep` ranks lie."""
+    return max(1, ep // (tp * cp))
 
 
 def layout_problems(
@@ -158,14 +170,20 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
 
 def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str]:
     """Why ep ranks cannot share the experts of a layer."""
-    ranks, experts, ep = layout.tp * layout.cp, architecture.num_experts, layout.ep
+    ranks, experts, ep, cells = layout.tp * layout.cp, architecture.num_experts, layout.ep, layout.cells
+
+    def fits(ep: int) -> bool:
+        """Within a cell, or over some of its agent's cells, all of which are in such blocks."""
+        return experts % ep == 0 and (ranks % ep == 0 or (ep % ranks == 0 and cells % (ep // ranks) == 0))
+
     if not experts and ep > 1:
         yield f"ep ({ep}): a {architecture.family} model has no experts to share. Nearest: ep = 1"
-    elif experts and (ranks % ep or experts % ep):
-        valid = [n for n in range(1, ranks + 1) if ranks % n == 0 and experts % n == 0]
+    elif experts and not fits(ep):
+        over = f", or be that times a divisor of the agent's {cells} cells" if cells > 1 else ""
         yield (
-            f"ep ({ep}) must divide tp x cp ({layout.tp} x {layout.cp} = {ranks}), whose ranks share the experts, and "
-            f"the model's {experts} experts. Nearest: ep = {_nearest(ep, valid)}"
+            f"ep ({ep}) must divide tp x cp ({layout.tp} x {layout.cp} = {ranks}), whose ranks share the experts{over}"
+            f", and the model's {experts} experts. Nearest: ep = "
+            f"{_nearest(ep, [n for n in range(1, ranks * cells + 1) if fits(n)])}"
         )
 
 

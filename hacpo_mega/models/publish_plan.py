@@ -1,4 +1,4 @@
-"""Who sends which numbers to whom, so that every engine of a cell has the weights of the actor: shard to shard.
+"""Who sends which numbers to whom, so that every engine of a cell, or block, has the actor's weights: shard to shard.
 
 A shard is a rectangle of a Hugging Face tensor that a rank holds. The actor's are cut by Megatron (segments.py), the
 engine's by vLLM's weight loaders (rollout/parts.py). Where they meet is a piece, which one rank reads and one writes,
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """Every piece of a publication once, in buckets in which it is exchanged; equal on all ranks of a cell.
+    """Every piece of a publication once, in buckets in which it is exchanged; equal on all ranks of a block of cells.
 
     itemsize   bytes of a number
     """
@@ -122,12 +122,13 @@ def publish_plan(
     targets: Sequence[Sequence[Shard]],
     itemsize: int,
     bucket_bytes: int = BUCKET_BYTES,
+    cell_size: int | None = None,
 ) -> PublishPlan:
     """The plan for ranks that hold `sources[rank]` and need `targets[rank]`; numbers are of `itemsize` bytes.
 
-    Several ranks may hold the same shard: each target takes it from itself, else from the nearest of them by number.
-    In a bucket no rank writes or sends more than `bucket_bytes`. ValueError where nobody holds what a rank needs, or
-    where shards overlap that are not the same.
+    Several ranks may hold the same shard: each target takes it from itself, else from the nearest of them by number, of
+    its own cell where it can: each `cell_size` ranks are one (None: all are). In a bucket no rank writes or sends more
+    than `bucket_bytes`. ValueError where nobody holds what a rank needs, or where shards overlap that are not the same.
     """
     holders: dict[str, dict[Shard, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, shards in enumerate(sources):
@@ -137,7 +138,7 @@ def publish_plan(
     pieces = []
     for rank, shards in enumerate(targets):
         for number, shard in enumerate(shards):
-            pieces += _pieces_of(shard, rank, number, holders.get(shard.name, {}))
+            pieces += _pieces_of(shard, rank, number, holders.get(shard.name, {}), cell_size or len(targets))
     order = {name: place for place, name in enumerate(holders)}
     pieces = [part for piece in pieces for part in _split(piece, bucket_bytes // itemsize)]
     pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
@@ -145,14 +146,18 @@ def publish_plan(
 
 
 def _pieces_of(
-    shard: Shard, rank: int, number: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]
+    shard: Shard, rank: int, number: int, holders: Mapping[Shard, Sequence[tuple[int, int]]], cell_size: int
 ) -> Iterator[Piece]:
     found = 0
+
+    def distance(holder: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
+        return holder[0] // cell_size != rank // cell_size, abs(holder[0] - rank), holder
+
     for held, where in holders.items():
         overlap = held.overlap(shard)
         if overlap is None:
             continue
-        source, read = min(where, key=lambda holder: (abs(holder[0] - rank), holder))
+        source, read = min(where, key=distance)
         found += overlap.size
         yield Piece(overlap, source, read, rank, number)
     if found != shard.size:

@@ -13,7 +13,7 @@ from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, layout_problems
+from hacpo_mega.models.layout import layout_problems
 from hacpo_mega.models.public import public_architecture
 
 
@@ -49,7 +49,7 @@ def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
     for agent in config.agents:
         try:
             models[agent.name] = model_of(agent)
-            found = list(_layout_lines(agent, models[agent.name], longest))
+            found = list(_layout_lines(config, agent, models[agent.name], longest))
         except ValueError as problem:
             found = [str(problem)]
         problems += [f"agents.{agent.name}: {line}" for line in found]
@@ -63,7 +63,6 @@ def model_of(agent: AgentConfig) -> Architecture:
     return public_architecture(str(agent.model))
 
 
-def _layout_lines(agent: AgentConfig, model: Architecture, longest: int) -> Iterator[str]:
+def _layout_lines(config: Config, agent: AgentConfig, model: Architecture, longest: int) -> Iterator[str]:
     yield from table_problems(agent.megatron, agent.vllm)
-    layout = Layout.of(agent.tp, agent.pp, agent.megatron, agent.engine_tensor_parallel, agent.cp, agent.ep)
-    yield from layout_problems(model, layout, max_positions=longest)
+    yield from layout_problems(model, agent.layout(config.lanes), max_positions=longest)

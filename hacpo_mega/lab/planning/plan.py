@@ -129,7 +129,7 @@ def make_plan(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> P
             agent_budget(config, agent, planned.models[agent.name], on_cpu=cluster.on_cpu),
             work[agent.name],
             cluster,
-            spread_of(ranks, index, cluster.devices_per_node, agent.ep),
+            spread_of(ranks, index, cluster.devices_per_node),
         )
         for index, agent in enumerate(config.agents)
     )

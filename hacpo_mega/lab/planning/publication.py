@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.layout import block_cells
 from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
 from hacpo_mega.models.segments import Cut, Slot, stage_slots
 
 
 @dataclass(frozen=True)
 class Published:
-    """Numbers, by rank of a cell: what it sends to others, receives, and writes into its engine; to how many it sends.
+    """Numbers, by rank of a cell, or of the cells that share experts, a block: what it sends to others, receives, and
+    writes into its engine; to how many it sends.
 
     What is received is what a rank's engine holds and its actor does not: no plan receives less.
     """
@@ -32,7 +34,8 @@ class _Tensors:
     """Some tensors that the same stages hold, each of these all of them.
 
     shared       [share of the actor][rank of the engine]: numbers that both hold; neighbouring ranks of a stage have
-                 the shares in turn, those of tensor parallelism or, of experts, those of expert parallelism
+                 the shares in turn, those of tensor parallelism or, of experts, those of expert parallelism, which may
+                 go on in the same stage of the next cell
     replicated   numbers that every rank of the stage holds, and every rank of the engine
     """
 
@@ -46,12 +49,13 @@ def published(
     architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int, cp: int = 1, ep: int = 1
 ) -> Published:
     """Of one publication in a cell of `tp` x `cp` ranks for each of the stages, which have so many layers."""
-    num_ranks = tp * cp * len(stages)
+    cell_size = tp * cp * len(stages)
+    num_ranks = cell_size * block_cells(ep, tp, cp)
     sent, received, written = ([0] * num_ranks for _ in range(3))
     receivers: list[set[int]] = [set() for _ in range(num_ranks)]
     for times, tensors in _held(architecture, tp, ep, stages, engine_tp):
         for rank in range(num_ranks):
-            for holder, size in _moves(tensors, rank, tp * cp, engine_tp):
+            for holder, size in _moves(tensors, rank, tp * cp, cell_size, engine_tp):
                 written[rank] += times * size
                 if size and holder != rank:
                     received[rank] += times * size
@@ -60,8 +64,8 @@ def published(
     return Published(tuple(sent), tuple(received), tuple(written), max(map(len, receivers)))
 
 
-def _moves(tensors: _Tensors, rank: int, width: int, engine_tp: int) -> Iterator[tuple[int, int]]:
-    """(from whom, numbers): what the rank needs, from the nearest of those who have it.
+def _moves(tensors: _Tensors, rank: int, width: int, cell_size: int, engine_tp: int) -> Iterator[tuple[int, int]]:
+    """(from whom, numbers): what the rank needs, from the nearest of those who have it, of its own cell if one has.
 
     Ranks of a cell by stage, each of `width` ranks, of a stage by their part of the tokens, then by tensor rank.
     """
@@ -69,12 +73,15 @@ def _moves(tensors: _Tensors, rank: int, width: int, engine_tp: int) -> Iterator
     def nearest(holders: Iterable[int]) -> int:
         return min(holders, key=lambda holder: (abs(holder - rank), holder))
 
+    own = rank // cell_size
     for share, row in enumerate(tensors.shared):
-        those = range(share, width, len(tensors.shared))
-        yield nearest(stage * width + place for stage in tensors.stages for place in those), row[rank % engine_tp]
+        cell, first = (own, share) if len(tensors.shared) <= width else divmod(share, width)
+        those = range(first, width, len(tensors.shared))
+        starts = (cell * cell_size + stage * width for stage in tensors.stages)
+        yield nearest(start + place for start in starts for place in those), row[rank % engine_tp]
     # of neighbouring ranks, all of which have it, the nearest is the rank itself or one of both ends
-    inside = (min(max(rank, stage * width), stage * width + width - 1) for stage in tensors.stages)
-    yield nearest(inside), tensors.replicated
+    starts = (own * cell_size + stage * width for stage in tensors.stages)
+    yield nearest(min(max(rank, start), start + width - 1) for start in starts), tensors.replicated
 
 
 def _held(

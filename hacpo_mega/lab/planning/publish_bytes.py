@@ -1,5 +1,5 @@
-"""What each rank of a cell moves in a publication, in bytes, beside the least that any publication could move; and
-what goes as full tensors instead, beyond these bytes.
+"""What each rank of a cell, or of cells that share experts, moves in a publication, in bytes, beside the least that any
+publication could move; and what goes as full tensors instead, beyond these bytes.
 
 The least is counted without a plan: of the numbers that a rank's engine holds, those that its own actor does not.
 """
@@ -21,7 +21,7 @@ from hacpo_mega.models.segments import Cut, Slot, rank_slots, stage_slots
 
 @dataclass(frozen=True)
 class PublishBytes:
-    """Of one publication of an agent, each by rank of a cell; tensor ranks are neighbours there."""
+    """Of one publication of an agent, each by rank as a plan counts them; tensor ranks are neighbours there."""
 
     budget: Budget
 
@@ -56,15 +56,18 @@ class PublishBytes:
 
 
 def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -> tuple[int, ...]:
-    """Numbers, by rank of a cell, that engines over `engine_tp` ranks hold there and the actor does not."""
+    """Numbers, by rank of a cell or block, that engines over `engine_tp` ranks hold there and the actor does not."""
     chunks = chunk_layers(architecture.num_layers, layout)
     whole = stage_slots(architecture, (architecture.num_layers,), 0)
     needed = [_held_by_engine(whole, architecture, engine_tp, rank) for rank in range(engine_tp)]
     total = [sum(shard.size for shards in of_rank.values() for shard in shards) for of_rank in needed]
     found = []
-    for rank in range(layout.cell_size):
-        stage, place = rank // (layout.tp * layout.cp), rank % engine_tp
-        shares = {"tp": layout.tp, "tp_rank": rank % layout.tp, "ep": layout.ep, "ep_rank": rank % layout.ep}
+    width = layout.tp * layout.cp
+    for rank in range(layout.block_cells * layout.cell_size):
+        cell, in_cell = divmod(rank, layout.cell_size)
+        stage, place = in_cell // width, rank % engine_tp
+        ep_rank = (cell * width + rank % width) % layout.ep
+        shares = {"tp": layout.tp, "tp_rank": rank % layout.tp, "ep": layout.ep, "ep_rank": ep_rank}
         slots = rank_slots(architecture, chunks, layout.pp, stage)
         both = {
             overlap

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.device_memory import agent_budget
 from hacpo_mega.lab.planning.cluster_file import Cluster
@@ -23,7 +23,7 @@ from hacpo_mega.memory.actor_bytes import CPU, CUDA
 from hacpo_mega.memory.budget import GIB, Budget
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, layout_problems
+from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, block_cells, layout_problems
 
 MAX_STAGES = 16
 # Beyond it nobody is told that more memory would do.
@@ -126,9 +126,12 @@ class _Search:
             self.layouts[agent.name] = list(_layouts(self.planned, agent, cluster))
         for changes in self.layouts[agent.name]:
             room = cluster.num_devices // (config.lanes * changes["tp"] * changes["cp"] * changes["pp"])
+            block = block_cells(changes["ep"], changes["tp"], changes["cp"])
             for cells in _divisors(config.prompts_per_update // config.lanes):
                 if cells > room:
                     break
+                if config.lanes * cells % block:
+                    continue
                 seated = agent.model_copy(update={**changes, "cells_per_lane": cells})
                 budget = self._budget(config, seated)
                 if budget.fits() and not budget.engine_is_too_small:
@@ -148,8 +151,8 @@ class _Search:
 
 def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
     """Where the groups of an agent lie that begins at a node."""
-    shape = AgentShape(agent.name, agent.tp, agent.pp, agent.cells_per_lane, agent.engine_tensor_parallel, agent.cp)
-    return spread_of(RankMap(config.lanes, (shape,)), 0, cluster.devices_per_node, agent.ep)
+    alone = config.model_copy(update={"agents": (agent,), "placement": "split"})
+    return spread_of(RankMap.of(alone), 0, cluster.devices_per_node)
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
@@ -162,9 +165,16 @@ def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator
     inside = _fits_a_node(model, cluster)
     for (tp, cp), pp in itertools.product(shares, stages):
         sizes = [n for n in _divisors(tp * cp * pp) if node % n == 0 or (not inside and n % node == 0)]
-        for engine_tp, ep in itertools.product(sizes, _divisors(tp * cp) if model.has_experts else (1,)):
-            if not layout_problems(model, Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep)):
+        most = cluster.num_devices // (tp * cp * pp)
+        for engine_tp, ep in itertools.product(sizes, _sharing(tp * cp, most) if model.has_experts else (1,)):
+            cells = block_cells(ep, tp, cp)
+            if not layout_problems(model, Layout.of(tp, pp, agent.megatron, engine_tp, cp, ep, cells=cells)):
                 yield {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "engine_tp": engine_tp}
+
+
+def _sharing(ranks: int, cells: int) -> list[int]:
+    """Every ep of `ranks` in a cell, or of all of these in 2, 4, 8 ... of `cells`."""
+    return _divisors(ranks) + [ranks << n for n in range(1, cells.bit_length())]
 
 
 def _fits_a_node(model: Architecture, cluster: Cluster) -> bool:
@@ -219,7 +229,9 @@ def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest
     found = []
     for changes in _layouts(planned, agent, cluster):
         size = changes["tp"] * changes["cp"] * changes["pp"]
-        if fitting := [cells for cells in _divisors(config.prompts_per_update) if cells * size <= cluster.num_devices]:
+        block = block_cells(changes["ep"], changes["tp"], changes["cp"])
+        most = cluster.num_devices // size
+        if fitting := [n for n in _divisors(config.prompts_per_update) if n <= most and n % block == 0]:
             seated = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
             needed = bisect_left(
                 range(1, MOST_GIB + 1),

@@ -37,6 +37,8 @@ def groups_of(rank_map: RankMap, rank: int, fanout: int = FANOUT) -> list[Group]
         groups.append(Group(f"lane/{my.lane}", leaders.index(rank), len(leaders), "ring"))
         groups += _tree(f"row/{my.agent}", tree_levels(my.cell, rank_map.lanes * shape.cells_per_lane, fanout))
     groups.append(Group(f"cell/{my.agent}/{my.cell}", my.cell_rank, shape.cell_size, "broadcast"))
+    if shape.block_cells > 1:
+        groups.append(Group(f"block/{my.agent}/{my.block}", my.block_rank, shape.block_size, "ring"))
     return [*groups, *_tree("job", tree_levels(rank, rank_map.world_size, fanout))]
 
 

@@ -68,10 +68,11 @@ class Message:
         return self.num_bytes / cluster.bytes_per_s(inside=self.inside) + latency_s
 
 
-def spread_of(ranks: RankMap, agent: int, devices_per_node: int, ep: int) -> Spread:
-    """Where the groups of an agent, of whose ranks `ep` share experts, lie: ranks fill the nodes in their order."""
+def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
+    """Where the groups of an agent lie: ranks fill the nodes in their order."""
     shape, first = ranks.agents[agent], ranks.first_ranks[agent]
     last = first + ranks.agent_world_size(agent)
+    sharing = shape.ep if shape.block_cells == 1 else shape.block_size
 
     def together(size: int, width: int) -> bool:
         """Whether each block of `width` neighbours, of which all `size` blocks exist, lies in one node."""
@@ -82,7 +83,7 @@ def spread_of(ranks: RankMap, agent: int, devices_per_node: int, ep: int) -> Spr
     return Spread(
         tp=together(shape.tp, shape.tp),
         cp=together(shape.tp * shape.cp, shape.tp * shape.cp),
-        ep=together(ep, ep),
+        ep=together(sharing, sharing),
         pp=together(shape.cell_size, shape.cell_size),
         dp=together(last - first, last - first),
         engine=together(shape.engine_tp, shape.engine_tp),
@@ -220,11 +221,13 @@ def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
     moved = publication_of(budget)
     if moved.num_receivers:
         size = max(moved.sent) * budget.actor.device.number
-        yield Message("publish", "shards inside a cell", spread.pp, size, moved.num_receivers)
+        several = budget.actor.layout.block_cells > 1
+        where, inside = ("over cells", spread.ep) if several else ("inside a cell", spread.pp)
+        yield Message("publish", f"shards {where}", inside, size, moved.num_receivers)
 
 
 def publication_of(budget: Budget) -> Published:
-    """What one publication of the agent moves in each of its cells."""
+    """What one publication of the agent moves in each of its cells, or of the blocks of them that share experts."""
     actor = budget.actor
     stages = stage_layers(actor.architecture.num_layers, actor.layout)
     layout = actor.layout

@@ -1,0 +1,46 @@
+"""Equally many micro-batches in all cells that share experts, where each of these cells has its own.
+
+Rows of tokens go to experts in other cells and back, forward and backward, so all of these cells must be in the same
+layer at the same time. A cell with fewer micro-batches than the fullest gets empty ones: some padding, whose
+rows travel as others do, and nothing trained.
+Own answers and others' are filled up apart, as they are packed apart: what an expert computes together, rows of all
+cells, is then the same when own answers are scored and when an update learns from them, and so is every bit. Empty ones
+come first, so that a backward ends with a real one wherever it can (overlap.py).
+Not here: how samples are packed (samples/packing.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hacpo_mega.records import MicroBatch, Sample
+from hacpo_mega.samples.packing import empty_microbatch
+
+
+def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with empty ones among them; as they are where no other cell shares this one's experts.
+
+    Else collective over the ranks that share experts.
+    """
+    ranks = parallel_state.get_tensor_and_context_parallel_world_size()
+    group = parallel_state.get_expert_model_parallel_group()
+    if group.size() <= ranks:
+        return list(batches)
+    kinds: tuple[list[MicroBatch], ...] = ([], [])
+    for batch in batches:
+        kinds[_is_of_others(batch)].append(batch)
+    most = torch.tensor([len(kind) for kind in kinds], device=torch.cuda.current_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return [
+        batch
+        for kind, number in zip(kinds, most.tolist(), strict=True)
+        for batch in [empty_microbatch(ranks)] * (number - len(kind)) + kind
+    ]
+
+
+def _is_of_others(batch: MicroBatch) -> bool:
+    """Whether it holds other agents' answers; of what is no sample nothing is known, and it is scored, too."""
+    first = batch.sequences[0]
+    return isinstance(first, Sample) and not first.is_self
