@@ -46,7 +46,6 @@ RANK, ALPHA = 4, 6.0
 FAST = [("qwen3", 2, 1, 1, "none"), ("llama", 1, 2, 1, "full")]
 LATER = [
     ("qwen3", 2, 2, 1, "full"),
-    ("qwen3", 1, 1, 1, "none"),
     ("qwen3", 2, 1, 2, "mlp"),
     ("llama", 2, 2, 1, "none"),
     ("one head", 4, 1, 1, "full"),
@@ -227,7 +226,7 @@ def test_the_exported_adapter_on_the_base_is_the_actor(folders, seen, name, tp, 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "tp", "pp", "cp", "recompute"), [LATER[0], LATER[3], LATER[5]])
+@pytest.mark.parametrize(("name", "tp", "pp", "cp", "recompute"), [LATER[0], LATER[2], LATER[4], *LATER[6:]])
 def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute):
     """Its logits, in float64, are those of LoRA's definition on the same numbers."""
     peft = pytest.importorskip("peft")

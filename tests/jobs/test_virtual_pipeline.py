@@ -35,7 +35,7 @@ CASES = {
 }
 PP, NUM_RANKS = 3, 6
 # Of micro-batches.
-COUNTS = (1, PP, PP + 1, 2 * PP)
+COUNTS = (1, PP, PP + 1)
 ADAM = OptimizerConfig(lr=1e-3)
 # The step of every update is GRADIENT_RATE times the gradient, none of those before.
 PLAIN_DESCENT = DESCENT.model_copy(update={"betas": (0.0, 0.0)})
