@@ -76,9 +76,8 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
 
     with torch.no_grad():
         pipeline = _pipeline(model, batches)
-        return _of_sequences(
-            run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline), batches
-        )
+        answers = run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)
+        return _of_sequences(answers, batches)
 
 
 def accumulate_gradients(
@@ -108,8 +107,8 @@ def accumulate_gradients(
 
 
 def _of_sequences(answers: Sequence[Any], batches: Sequence[MicroBatch]) -> list[Any]:
-    """Without those of empty micro-batches, also of those behind `batches`."""
-    return [answer for number, answer in enumerate(answers[: len(batches)]) if batches[number].sequences]
+    """Without those of empty micro-batches, also of those before `batches`."""
+    return [answer for number, answer in enumerate(answers[-len(batches) :]) if batches[number].sequences]
 
 
 def _longest(batches: Sequence[MicroBatch]) -> int:
@@ -143,7 +142,8 @@ def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]
 def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:
     """What Megatron's schedules are told of the micro-batches, with or without gradients.
 
-    Where stages have several chunks, every chunk takes them once, in rounds of pp: the last is filled with empty ones.
+    Where stages have several chunks, every chunk takes them once, in rounds of pp: the first is filled with empty ones.
+    (In the last micro-batch every parameter must get a gradient, or its bucket is not reduced meanwhile.)
     """
     chunks = unwrapped(model).own_chunks
     config, missing = model.config, 0
@@ -151,7 +151,7 @@ def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> 
         missing = -len(batches) % config.pipeline_model_parallel_size
     cp = parallel_state.get_context_parallel_world_size()
     empty = [empty_microbatch(config.tensor_model_parallel_size * cp)] * missing
-    iterators = [itertools.chain(batches, empty) for _ in chunks]
+    iterators = [itertools.chain(empty, batches) for _ in chunks]
     return {
         "data_iterator": iterators if len(chunks) > 1 else iterators[0],
         "model": [model, *chunks[1:]],
