@@ -20,7 +20,7 @@ from hacpo_mega.samples.packing import empty_microbatch
 
 
 def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with empty ones among them; as they are where no other cell shares this one's experts.
+    """The micro-batches, in their order, with empty ones among them; none where no other cell shares the experts.
 
     Else collective over the ranks that share experts.
     """
@@ -28,15 +28,14 @@ def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     group = parallel_state.get_expert_model_parallel_group()
     if group.size() <= ranks:
         return list(batches)
-    kinds: tuple[list[MicroBatch], ...] = ([], [])
-    for batch in batches:
-        kinds[_is_of_others(batch)].append(batch)
+    own = next((number for number, batch in enumerate(batches) if _is_of_others(batch)), len(batches))
+    kinds = batches[:own], batches[own:]
     most = torch.tensor([len(kind) for kind in kinds], device=torch.cuda.current_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return [
         batch
         for kind, number in zip(kinds, most.tolist(), strict=True)
-        for batch in [empty_microbatch(ranks)] * (number - len(kind)) + kind
+        for batch in [*[empty_microbatch(ranks)] * (number - len(kind)), *kind]
     ]
 
 

@@ -1,7 +1,7 @@
 """Actors with experts, whose buffers and optimizer have two parts: what is stored, and what must change no bit.
 
-A state that was written over ep 2 is taken up by other layouts; activations that are computed again, communication that
-goes on meanwhile and an actor that leaves its device leave every number as it is.
+A state that was written over two cells that share experts is taken up by other layouts; activations that are computed
+again, communication that goes on meanwhile and an actor that leaves its device leave every number as it is.
 """
 
 from pathlib import Path
@@ -22,12 +22,12 @@ from hacpo_mega.megatron.stored_state import KINDS
 pytestmark = pytest.mark.nightly
 
 NUM_RANKS = 4
-WRITTEN = {"tp": 2, "ep": 2}
+WRITTEN = {"tp": 2, "ep": 4}  # of two cells
 LAYOUTS = {
     "as written": WRITTEN,
     "ep 1, four cells": {},
-    "ep 1, two cells": {"tp": 2},
-    "ep 4": {"tp": 2, "cp": 2, "ep": 4},
+    "ep 4 of a cell": {"tp": 2, "cp": 2, "ep": 4},
+    "ep 2, four cells": {"ep": 2},
     "ep 2 x pp 2": {"cp": 2, "pp": 2, "ep": 2},
     "ep 1 x pp 2": {"tp": 2, "pp": 2},
 }

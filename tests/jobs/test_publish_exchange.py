@@ -38,6 +38,7 @@ SIZES = (1, 2, 4)
 LAYOUTS = [layout for layout in itertools.product(SIZES, repeat=2) if layout[0] * layout[1] <= 4]
 CASES = [(model, layout, 1) for model, layout in itertools.product(MODELS, LAYOUTS) if model != "experts"]
 CASES += [("experts", (2, 2), 2), ("experts", (4, 1), 2), ("experts", (4, 1), 4)]
+CASES += [("experts", (2, 1), 4), ("experts", (1, 2), 2)]  # over two cells
 BUCKET_BYTES = 20_000
 
 
@@ -54,22 +55,22 @@ def publish_everywhere(folder: Path, tp: int, pp: int, ep: int) -> list[dict[str
     found = []
     for engine_tp in [size for size in SIZES if size <= tp * pp]:
         least = least_received(architecture, Layout(tp=tp, pp=pp, ep=ep), engine_tp)
-        found.append(publish(model, architecture, full, engine_tp, [4 * numbers for numbers in least]))
+        found.append(publish(model, architecture, full, engine_tp, [4 * numbers for numbers in least], tp * pp))
     parallel_state.destroy_model_parallel()
     return found
 
 
 def publish(
-    model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int, least: list[int]
+    model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int, least: list[int], cell_size: int
 ) -> dict[str, object]:
-    """`least` by rank of a cell."""
-    group = parallel_state.get_model_parallel_group()
+    """`least` by rank of a cell, or of all ranks where two cells share experts."""
+    group = parallel_state.get_model_parallel_group() if len(least) == cell_size else dist.group.WORLD
     own, spans, rank = ActorShards(model), Spans(), group.rank()
     slots = stage_slots(architecture, (architecture.num_layers,), 0)
     mine = list(engine_shards(slots, architecture, tp=engine_tp, rank=rank % engine_tp))
     cell = [None] * group.size()
     dist.all_gather_object(cell, (own.shards, mine), group=group)
-    plan = publish_plan(*zip(*cell, strict=True), 4, BUCKET_BYTES)
+    plan = publish_plan(*zip(*cell, strict=True), 4, BUCKET_BYTES, cell_size)
     engine = [torch.full(shard.sizes, torch.nan) for shard in mine]
     left, came = [shard.size for shard in mine], 0
 
@@ -97,7 +98,7 @@ def publish(
         "sent": spans.take_sent().get(("", "cell"), 0), "planned": 2 * plan.sent_bytes()[rank],
         "came": came, "least": 2 * least[rank],
         "buckets": len(plan.buckets), "tensors": len({shard.name for shard in mine}) - len(full), "digest": plan.digest,
-        "other plan": other_plan_is_refused(plan) if group.size() > 1 else True,
+        "other plan": other_plan_is_refused(plan, rank) if group.size() > 1 else True,
     }  # fmt: skip
 
 
@@ -107,9 +108,9 @@ def inside(tensor: torch.Tensor, shard: Shard | None, what: Shard) -> torch.Tens
     return tensor
 
 
-def other_plan_is_refused(plan) -> bool:
+def other_plan_is_refused(plan, rank: int) -> bool:
     """Where one rank of the cell has left a bucket out."""
-    if parallel_state.get_model_parallel_group().rank() == 1:
+    if rank == 1:
         plan = type(plan)(plan.num_ranks, plan.itemsize, plan.buckets[1:])
     try:
         Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))

@@ -14,7 +14,7 @@ import pytest
 from hacpo_mega.lab.planning.publication import published
 from hacpo_mega.lab.planning.publish_bytes import least_received
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.layout import Layout, block_cells
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.publish_plan import (
     PublishPlan,
@@ -62,6 +62,12 @@ CASES = [
     for layout in LAYOUTS
     if layout[0] * layout[1] % SHARES.get(name, 1) == 0
 ]
+# And over two cells, and four, whose ranks come one after the other.
+CASES += [
+    (name, tp, 1, pp, engine_tp, 4)
+    for name, tp, pp, engine_tp in itertools.product(SHARES, (1, 2), (1, 2), SIZES)
+    if engine_tp <= tp * pp
+]
 each_layout = pytest.mark.parametrize("tp, cp, pp, engine_tp", LAYOUTS)
 each_case = pytest.mark.parametrize("model, tp, cp, pp, engine_tp, ep", CASES)
 
@@ -71,9 +77,15 @@ def actor_side(model: Architecture, tp: int, cp: int, pp: int, ep: int = 1) -> l
         [
             stack_of(held)
             for _, held in actor_stacks(
-                stage_slots(model, STAGES[pp], stage), model, tp=tp, tp_rank=place % tp, ep=ep, ep_rank=place % ep
+                stage_slots(model, STAGES[pp], stage),
+                model,
+                tp=tp,
+                tp_rank=place % tp,
+                ep=ep,
+                ep_rank=(cell * tp * cp + place) % ep,
             )
         ]
+        for cell in range(block_cells(ep, tp, cp))
         for stage in range(pp)
         for place in range(tp * cp)  # ranks that share tokens have the same weights, but for experts
     ]
@@ -85,7 +97,9 @@ def engine_side(model: Architecture, num_ranks: int, engine_tp: int) -> list[lis
 
 
 def plan_of(model: Architecture, tp: int, cp: int, pp: int, engine_tp: int, ep: int = 1, **options) -> PublishPlan:
-    return publish_plan(actor_side(model, tp, cp, pp, ep), engine_side(model, tp * cp * pp, engine_tp), 4, **options)
+    sources = actor_side(model, tp, cp, pp, ep)
+    targets = engine_side(model, len(sources), engine_tp)
+    return publish_plan(sources, targets, 4, cell_size=tp * cp * pp, **options)
 
 
 def part(full: np.ndarray, shard: Shard) -> np.ndarray:
@@ -103,8 +117,9 @@ def numbers_of(shards: list[Shard], number_of: dict[str, np.ndarray]) -> Iterato
 @each_case
 def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, tp, cp, pp, engine_tp, ep):
     model = MODELS[model]
-    sources, targets = actor_side(model, tp, cp, pp, ep), engine_side(model, tp * cp * pp, engine_tp)
-    plan = publish_plan(sources, targets, 4, bucket_bytes=1024)
+    sources = actor_side(model, tp, cp, pp, ep)
+    targets = engine_side(model, len(sources), engine_tp)
+    plan = publish_plan(sources, targets, 4, bucket_bytes=1024, cell_size=tp * cp * pp)
     first, full = 0, {}
     for name, shape in stacked_shapes({source.name: source.shape for source in all_sources(model)}).items():
         full[name] = np.arange(first, first + np.prod(shape)).reshape(shape)
@@ -118,7 +133,7 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
     for shards, arrays in zip(targets, engine, strict=True):
         for shard, array in zip(shards, arrays, strict=True):
             np.testing.assert_array_equal(array, part(full[shard.name], shard))
-    for rank in range(tp * cp * pp):
+    for rank in range(plan.num_ranks):
         wanted, held = (list(numbers_of(side[rank], full)) for side in (targets, sources))
         assert plan.received_bytes()[rank] == 4 * len(set(wanted) - set(held))
         assert plan.written_bytes()[rank] == 4 * len(wanted)
@@ -137,7 +152,7 @@ def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp, ep
     assert least == counted.received
     assert [4 * n for n in counted.written] == plan.written_bytes()
     pairs = {(piece.source, piece.target) for piece in plan.pieces if piece.crosses}
-    assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(tp * cp * pp)])
+    assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(plan.num_ranks)])
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"])
