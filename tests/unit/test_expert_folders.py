@@ -89,6 +89,9 @@ def test_ranks_of_ep_have_whole_experts_in_their_order(tmp_path):
          "model's 6 experts. Nearest: ep = 2"),
         (Layout(ep=2), "ep (2) must divide tp x cp (1 x 1 = 1), whose ranks share the experts, and the model's 6 "
          "experts. Nearest: ep = 1"),
+        (Layout(tp=2, ep=6, cells=6), None),
+        (Layout(tp=2, ep=6, cells=4), "ep (6) must divide tp x cp (2 x 1 = 2), whose ranks share the experts, or be "
+         "that times a divisor of the agent's 4 cells, and the model's 6 experts. Nearest: ep = 2"),
         (Layout(tp=2, engine_tp=2), "engine_tp (2) must divide the model's 33 columns of an expert. Nearest: "
          "engine_tp = 1"),
     ],

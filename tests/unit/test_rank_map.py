@@ -19,7 +19,7 @@ def shapes(draw, name: str) -> AgentShape:
     tp, cp, pp = draw(SMALL), draw(SMALL), draw(SMALL)
     cell = tp * cp * pp
     engine_tp = draw(st.sampled_from([size for size in range(1, cell + 1) if cell % size == 0]))
-    return AgentShape(name, tp, pp, draw(SMALL), engine_tp, cp)
+    return AgentShape(name, tp, pp, draw(SMALL), engine_tp, cp, ep=tp * cp * draw(SMALL))
 
 
 @st.composite
@@ -46,6 +46,9 @@ def test_ranks_are_counted_as_nested_loops_count_them(rank_map):
                             (cp_rank, tp_rank, rank - first_of_agent, rank - leader)
                         )
                         assert place.is_leader == (rank == leader)
+                        in_block = place.cell % (shape.ep // (shape.tp * shape.cp))
+                        assert place.block_rank == in_block * shape.cell_size + place.cell_rank
+                        assert place.block * shape.block_size + place.block_rank == place.agent_rank
                         assert leader + place.engine * shape.engine_tp + place.engine_rank == rank
                         assert place.engine_rank < shape.engine_tp
                         assert rank_map.rank_of(agent, lane, cell, pp_rank, tp_rank, cp_rank) == rank
