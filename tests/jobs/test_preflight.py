@@ -43,6 +43,7 @@ class Visit:
         record = folder / "run/logs/preflight.json"
         self.record = json.loads(record.read_text()) if record.exists() else {}
         self.left = sorted(path.name for path in record.parent.glob("*"))
+        return self
 
     def texts(self) -> dict[str, list[str]]:
         """What was found, by node."""
