@@ -107,10 +107,15 @@ def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     )
     model.requires_grad_(False)
     model.lora = lora
-    for adapter in adapters(model.architecture, model.chunks, model.pg_collection.pp.rank(), lora):
+    for adapter in _own_adapters(model):
         layer = model.get_submodule(adapter.module)
         layer.adapter = _layer_adapter(adapter, model, lora, seed)
         layer.register_forward_hook(_add_adapter)
+
+
+def _own_adapters(model: HiddenStateModel) -> Iterator[Adapter]:
+    pp = model.pg_collection.pp
+    return adapters(model.architecture, model.chunks, pp.size(), pp.rank(), model.lora)
 
 
 def _add_adapter(layer: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> tuple | None:
@@ -175,11 +180,7 @@ class HeldWeights:
         self._lora = model.lora
         self._shards = partial(actor_shards, architecture=model.architecture, **place_of(model))
         self._factors: dict[str, list[tuple[Slot, Rectangle]]] = {}
-        found = (
-            []
-            if model.lora is None
-            else adapters(model.architecture, model.chunks, model.pg_collection.pp.rank(), model.lora)
-        )
+        found = [] if model.lora is None else _own_adapters(model)
         for slot, held in self._shards([slot for each in found for slot in (each.down, each.up)]):
             self._factors.setdefault(held.source.name, []).append((slot, held))
 
