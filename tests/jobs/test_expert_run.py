@@ -71,9 +71,9 @@ def test_a_run_in_two_parts_is_the_same_bit_for_bit(config, undisturbed):
 
 
 def test_engines_on_ranks_of_their_own_change_no_bit(config, undisturbed):
-    """Experts go from two ranks to an engine over two others, merged adapters to one; all of it is verified."""
+    """Experts go from two cells to an engine of each, merged adapters to one; all of it is verified."""
     run_dir = config.parent / "apart"
-    counts = ("agents.sparse.rollout_gpus=2", "agents.dense.rollout_gpus=1")
+    counts = ("agents.sparse.rollout_gpus=1", "agents.dense.rollout_gpus=1")
     train(config, f"run_dir={run_dir}", "placement=apart", "agents.sparse.offload=none", *counts)
     one, other = (read_metrics(run / "metrics.jsonl") for run in (undisturbed, run_dir))
     assert [step.values for step in other.values()] == [step.values for step in one.values()]
