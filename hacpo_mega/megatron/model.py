@@ -21,7 +21,7 @@ from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.gradient_sum import ADDS_AT_ONCE
 from hacpo_mega.megatron.layers import decoder_spec
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.platform import megatron_platform, plain_torch
 from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
 from hacpo_mega.megatron.shared_prompts import packed_segments
 from hacpo_mega.megatron.te_layers import te_decoder_spec
@@ -227,7 +227,7 @@ def forward_packed(
     device = unwrapped(model).rope_P.device
     packed = packed_segments(cu_seqlens, prefixes_S2, device)
     tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
-    with megatron_platform():
+    with megatron_platform(), plain_torch():
         return model(input_ids=tokens_1T, position_ids=positions_1T, attention_mask=None, packed_seq_params=packed)
 
 
