@@ -10,7 +10,7 @@ from actor_cases import one_rank
 from expert_products import COUNTS, compare_products
 from tiny_models import make_model
 
-from hacpo_mega.megatron import moe
+from hacpo_mega.megatron import moe, router
 from hacpo_mega.megatron.expert_load import expert_load
 from hacpo_mega.megatron.model import transformer_config
 from hacpo_mega.megatron.moe import expert_layer
@@ -98,7 +98,7 @@ def test_a_layer_is_its_formula(world, tmp_path, case):
 @pytest.mark.parametrize(
     ("owner", "method", "wrong"),
     [
-        (moe._Logits, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], 1.001 * theirs(ctx, grad)[1])),
+        (router._Logits, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], 1.001 * theirs(ctx, grad)[1])),
         (moe._Combine, "backward", lambda theirs, ctx, grad: (*theirs(ctx, grad)[:2], 0.999 * theirs(ctx, grad)[2])),
         (moe._Spread, "backward", lambda theirs, ctx, grad: (1.001 * theirs(ctx, grad)[0], None, None)),
         (moe._Looped, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], theirs(ctx, grad)[1].flip(0), None)),
@@ -130,3 +130,15 @@ def test_load_by_hand():
     assert found.entropy == pytest.approx((0.0 + 1.5 * math.log(2)) / math.log(4) / 2, rel=1e-12)
     assert expert_load(torch.tensor([[3, 3, 3, 3]])) == ExpertLoad(0.25, pytest.approx(1.0, rel=1e-12))
     assert expert_load(torch.zeros(2, 4, dtype=torch.int64)) is None
+
+
+def test_the_rows_of_a_token_are_added_up_in_float32():
+    """Rounded to half precision once: 2^-8 of the sum, beside float32's roundings of what is added."""
+    generator = torch.Generator().manual_seed(7)
+    rows_RH = torch.randn(16 * 6, 32, generator=generator).bfloat16()
+    experts_nk = torch.rand(16, 8, generator=generator).argsort(dim=1)[:, :6]
+    shares_nk, order = torch.rand(16, 6, generator=generator), moe.by_expert(experts_nk, 8)[0]
+    found_nH = moe._Combine.apply(rows_RH, order, shares_nk).double()
+    terms_nkH = rows_RH.double()[order.argsort()].unflatten(0, (16, 6)) * shares_nk.double()[..., None]
+    error_nH = (found_nH - terms_nkH.sum(dim=1)).abs()
+    assert (error_nH <= 2.0**-8 * terms_nkH.sum(dim=1).abs() + 7 * 2.0**-24 * terms_nkH.abs().sum(dim=1)).all()
