@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 G = 8
 LONGEST, EQUAL = 48, 24
 LENGTHS = ("equal", "tail")
+MOST_WORK = 1e12  # parameters times tokens of all steps
 # {lengths: {number of hacpo_mega's processes, or TRL: turns by round}}
 Measured = dict[str, dict[str, list[Turn]]]
 TAIL = statistics.NormalDist(3.0, 0.5)  # of the logarithm of tokens: mean 22
@@ -184,7 +185,7 @@ def workload_of(cell: Cell, kinds: Sequence[str]) -> "Workload":
 
 def measure(cell: Cell, asked: argparse.Namespace, peer: dict[str, str], work: Path) -> Measured:
     """Every trainer takes every step of every kind of lengths, one after the other. RuntimeError when one fails."""
-    kinds, cores = LENGTHS * asked.rounds, num_cores()
+    kinds, cores = LENGTHS * rounds_of(cell, asked.rounds), num_cores()
     file = write_inputs(cell, work, WARM_UP + len(kinds))
     asked = argparse.Namespace(**{**vars(asked), "config": file, "overrides": [], "steps": len(kinds)})
     config, _ = checked(asked)
@@ -220,6 +221,19 @@ def measure(cell: Cell, asked: argparse.Namespace, peer: dict[str, str], work: P
     }
 
 
+def rounds_of(cell: Cell, asked: int) -> int:
+    """Fewer than asked where a part would take more than some three minutes of two quiet cores; at least one."""
+    tokens = cell.num_prompts * G * (cell.prompt_tokens + LONGEST)
+    return max(1, min(asked, int(MOST_WORK / (len(LENGTHS) * tokens * num_parameters(cell)))))
+
+
+def num_parameters(cell: Cell) -> int:
+    """Without norms."""
+    size = SIZES[cell.size]
+    layer = size.hidden * (2 * (size.heads + size.kv_heads) * size.head_dim + 3 * size.ffn)
+    return size.layers * layer + cell.vocabulary * size.hidden
+
+
 def errors_of(work: Path) -> list[Path]:
     """The files of what trainers have said before they ended."""
     return [file for file in (*work.glob("ours_*/*.err"), work / "0" / "err") if file.stat().st_size]
@@ -240,12 +254,12 @@ def with_processes(file: Path, size: int) -> Path:
 
 def row_name(cell: Cell, kind: str) -> tuple[str, ...]:
     """What a row of the table is of (table.GRID_WORK)."""
-    size = SIZES[cell.size]
-    widths = size.heads + size.kv_heads
-    layer = size.hidden * (2 * widths * size.head_dim + 3 * size.ffn)
-    total = size.layers * layer + cell.vocabulary * size.hidden
     tokens = f"{EQUAL}" if kind == "equal" else kind
-    return f"{total / 1e6:.1f}M", f"{cell.vocabulary}, {cell.prompt_tokens}", f"{cell.num_prompts * G}, {tokens}"
+    return (
+        f"{num_parameters(cell) / 1e6:.1f}M",
+        f"{cell.vocabulary}, {cell.prompt_tokens}",
+        f"{cell.num_prompts * G}, {tokens}",
+    )
 
 
 def faster(found: Measured) -> str:

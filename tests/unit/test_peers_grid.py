@@ -49,6 +49,7 @@ def test_processes_share_cores_and_the_prompts_of_an_update(grid):
     assert processes_of(cell("1M", 300, 20), 2) == [1, 2]  # 8 prompts an update
     assert processes_of(cell("1M", 300, 20), 6) == [1, 2] and processes_of(cell("1M", 300, 20), 1) == [1]
     assert processes_of(cell("60M", 300, 400), 2) == [1]  # one prompt
+    assert [grid["rounds_of"](cell(size, 300, 400), 3) for size in ("1M", "60M", "120M")] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("num_answers", [8, 16, 256])
