@@ -3,8 +3,7 @@
 Megatron's own layer is not used (core 0.16.1): without TransformerEngine its float32 router does not run, its
 dispatcher wants CUDA's streams, its grouped experts a package that no lock has. This one does the same in fewer steps:
 
-    router      softmax of float32 logits over all experts, the k largest of them, made to add up to 1 where the family
-                does that; no loss that would even the load, since no answer earns it
+    router      the k experts of a token, and the share of each in what comes of it (router.py)
     dispatch    the rows of this rank's tokens, sorted by expert, go to the ranks that have the experts (all-to-all)
     experts     down(act(gate x) * up x), for all rows of an expert together
     combine     rows come back, and a token's are added up by its shares, in float32
@@ -27,6 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.megatron.router import Router, counts_of, random_weight
 from hacpo_mega.models.architecture import Architecture
 
 # torch's grouped product reads rows of 16 bytes.
@@ -63,29 +63,6 @@ def expert_layer(architecture: Architecture) -> type[ExpertLayer]:
     return type("ExpertLayer", (ExpertLayer,), {"architecture": architecture})
 
 
-class Router(torch.nn.Module):
-    """Which experts a token goes to, and the share of each in what comes of it."""
-
-    def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:
-        super().__init__()
-        self.experts_per_token, self.normalises = architecture.experts_per_token, architecture.normalises_experts
-        self.weight = _random(config, architecture.num_experts, architecture.hidden_size)
-        # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (norms.py).
-        self.weight.sequence_parallel = config.sequence_parallel
-        # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
-        self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
-
-    def forward(self, hidden_nH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first."""
-        logits_nE = _Logits.apply(hidden_nH, self.weight)
-        shares_nk, experts_nk = logits_nE.softmax(dim=-1).topk(self.experts_per_token, dim=-1)
-        if self.normalises:
-            shares_nk = shares_nk / shares_nk.sum(dim=-1, keepdim=True)
-        if torch.is_grad_enabled():  # once, also where backward computes the layer again
-            self.load_E += _counts(experts_nk, len(self.load_E))
-        return shares_nk, experts_nk
-
-
 class Experts(torch.nn.Module):
     """The experts of this rank; matrices of one below those of the other (segments.py, Cut.EXPERTS)."""
 
@@ -93,8 +70,8 @@ class Experts(torch.nn.Module):
         super().__init__()
         hidden, width = architecture.hidden_size, architecture.expert_ffn
         self.num_experts, self.activation = num_experts, GatedActivation(architecture.kin.activation)
-        self.gate_up = _random(config, num_experts * 2 * width, hidden)
-        self.down = _random(config, num_experts * hidden, width)
+        self.gate_up = random_weight(config, num_experts * 2 * width, hidden)
+        self.down = random_weight(config, num_experts * hidden, width)
         for weight in (self.gate_up, self.down):
             weight.allreduce = False  # Megatron's word for an expert's: buffers and an optimizer of their own
             # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
@@ -107,41 +84,16 @@ class Experts(torch.nn.Module):
         return product(self.activation(gate_up_R2F), self.down.unflatten(0, (self.num_experts, -1)), counts_e)
 
 
-def _random(config: TransformerConfig, rows: int, columns: int) -> torch.nn.Parameter:
-    weight = torch.empty(rows, columns, device=torch.cuda.current_device(), dtype=config.params_dtype)
-    return torch.nn.Parameter(config.init_method(weight))
-
-
 # ---- rows
 
 
 def by_expert(experts_nk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The order that sorts pairs of a token and one of its experts by expert [n k], and how many each has [E]."""
-    return experts_nk.flatten().argsort(stable=True), _counts(experts_nk, num_experts)
-
-
-def _counts(experts_nk: torch.Tensor, num_experts: int) -> torch.Tensor:
-    numbers = experts_nk.flatten()
-    return numbers.new_zeros(num_experts).scatter_add_(0, numbers, torch.ones_like(numbers))
+    return experts_nk.flatten().argsort(stable=True), counts_of(experts_nk, num_experts)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-class _Logits(torch.autograd.Function):
-    """float32 logits, which keep their input as it is."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden_nH, weight_EH)
-        return hidden_nH.float() @ weight_EH.float().T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_nE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_nH, weight_EH = ctx.saved_tensors
-        return (grad_nE @ weight_EH.float()).type_as(hidden_nH), (grad_nE.T @ hidden_nH.float()).type_as(weight_EH)
 
 
 class _Spread(torch.autograd.Function):
@@ -285,7 +237,7 @@ def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: to
 class _Looped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        ctx.save_for_backward(rows_RK, weight_eNK)
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK)
         ctx.counts = counts
         output_RN = rows_RK.new_empty(len(rows_RK), weight_eNK.shape[1])
         for rows, weight_NK, output in zip(rows_RK.split(counts), weight_eNK, output_RN.split(counts), strict=True):
@@ -294,14 +246,22 @@ class _Looped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (rows_RK, weight_eNK), counts = ctx.saved_tensors, ctx.counts
-        grad_rows, grad_weight = torch.empty_like(rows_RK), torch.empty_like(weight_eNK)
-        parts = (rows_RK.split(counts), weight_eNK, grad_RN.split(counts), grad_rows.split(counts), grad_weight)
-        for rows, weight_NK, grad, into_rows, into_weight in zip(*parts, strict=True):
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (rows_RK, weight_eNK), grads = ctx.saved_tensors, grad_RN.split(ctx.counts)
+        grad_rows = grad_RN.new_empty(len(grad_RN), weight_eNK.shape[2])
+        for grad, weight_NK, into_rows in zip(grads, weight_eNK, grad_rows.split(ctx.counts), strict=True):
             torch.mm(grad, weight_NK, out=into_rows)
+        if rows_RK is None:
+            return grad_rows, None, None
+        grad_weight = torch.empty_like(weight_eNK)
+        for grad, rows, into_weight in zip(grads, rows_RK.split(ctx.counts), grad_weight, strict=True):
             torch.mm(grad.T, rows, out=into_weight)  # of no rows: zeros
         return grad_rows, grad_weight, None
+
+
+def _for_weight(ctx: FunctionCtx, rows_RK: torch.Tensor) -> torch.Tensor | None:
+    """What the gradient of the matrices needs, which frozen ones have not."""
+    return rows_RK if ctx.needs_input_grad[1] else None
 
 
 def grouped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
@@ -314,17 +274,18 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, ends_e: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows_RK, weight_eNK, ends_e)
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK, ends_e)
         if not len(rows_RK):
             return rows_RK.new_empty(0, weight_eNK.shape[1])
         return torch._grouped_mm(rows_RK, weight_eNK.transpose(1, 2), offs=ends_e)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         rows_RK, weight_eNK, ends_e = ctx.saved_tensors
-        if not len(rows_RK):
-            return torch.empty_like(rows_RK), torch.zeros_like(weight_eNK), None
+        if not len(grad_RN):
+            no_rows = grad_RN.new_empty(0, weight_eNK.shape[2])
+            return no_rows, None if rows_RK is None else torch.zeros_like(weight_eNK), None
         grad_RN = grad_RN.contiguous()
         grad_rows = torch._grouped_mm(grad_RN, weight_eNK, offs=ends_e)
-        return grad_rows, torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e), None
+        return grad_rows, None if rows_RK is None else torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e), None
