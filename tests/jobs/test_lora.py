@@ -38,7 +38,8 @@ MODELS = {
     # eight layers for four stages of two chunks
     "rounds": {"family": "mixtral", "tied": False, "num_layers": 8, "num_kv_heads": 4},
 }
-TARGETS = {"llama": ("v_proj", "q_proj", "up_proj", "down_proj"), "gemma3": ("k_proj", "gate_proj", "o_proj")}
+TARGETS = {"llama": ("v_proj", "q_proj", "up_proj", "down_proj"), "gemma3": ("k_proj", "gate_proj", "o_proj"),
+           "rounds": ("q_proj", "w2")}  # fmt: skip
 EP = {"experts": 2}
 OVERRIDES = {"rounds": {VIRTUAL: 2}}
 RANK, ALPHA = 4, 6.0
@@ -138,10 +139,13 @@ def shards_that_differ(actor):
     whole, shards = full_weights(actor), ActorShards(actor.model)
     wrong = []
     for number, shard in enumerate(shards.shards):
-        part = whole[shard.name]
-        for dim, (start, size) in enumerate(zip(shard.offsets, shard.sizes)):
-            part = part.narrow(dim, start, size)
-        if not torch.equal(part, shards.view(number, shard)):
+        parts = []
+        for member in map(shard.member, range(shard.num_members)):
+            part = whole[member.name]
+            for dim, (start, size) in enumerate(zip(member.offsets, member.sizes)):
+                part = part.narrow(dim, start, size)
+            parts.append(part)
+        if not torch.equal(torch.stack(parts).view(shard.sizes), shards.view(number, shard)):
             wrong.append(shard.name)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, wrong)
