@@ -87,18 +87,18 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
                 f"lora.rank ({lora.rank}) is more than the smaller side of {adapter.base.sources[0].name} and its "
                 f"neighbours ({smallest}). Nearest: {smallest}"
             )
-        matrices, given = ({*map(_last, slot.sources)} for slot in (adapter.base, adapter.up))
-        if adapter.base.cut is Cut.EXPERTS and matrices > given:
+        matrices = tuple(dict.fromkeys(map(_last, adapter.base.sources)))
+        given = [name for name in matrices if name in lora.targets]
+        if adapter.base.cut is Cut.EXPERTS and len(given) < len(matrices):
             yield (
-                f"lora.targets: {' and '.join(sorted(matrices))} of an expert are one matrix to transformers, which "
-                f"peft adapts whole. Nearest: {' and '.join(sorted(matrices - given))}, too"
+                f"lora.targets: {' and '.join(matrices)} of an expert are one matrix to transformers, so peft adapts "
+                f"both. Nearest: both of {', '.join(matrices)}"
             )
         shards = (segments(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp))
         if len({sum(piece.stop - piece.start for piece in shard) for shard in shards}) > 1:
-            names = " and ".join(map(_last, adapter.up.sources))
             yield (
                 f"lora.targets: tp ({tp}) cuts through the {architecture.num_kv_heads} key/value heads, so ranks have "
-                f"unequal shares of {names} alone. Nearest: all of {', '.join(map(_last, adapter.base.sources))}"
+                f"unequal shares of {' and '.join(given)} alone. Nearest: all of {', '.join(matrices)}"
             )
 
 

@@ -13,8 +13,7 @@ from actor_cases import DESCENT, GRADIENT_RATE, LOGPROB_ERROR, VOCAB, full_weigh
 from job import run_group
 from lora_cases import AdaptedOracle, factors_of
 from safetensors.torch import load_file
-from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from tiny_models import make_model, reference_model
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor_offload import ActorOffload
@@ -237,7 +236,7 @@ def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute
     export = seen((name, tp, pp, cp, recompute))["export"]
     factors = load_file(export / ADAPTER / "adapter_model.safetensors")
     expected = AdaptedOracle(folders[name], factors, ALPHA / RANK)
-    base = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64, attn_implementation="eager")
+    base = reference_model(folders[name])
     tokens = torch.arange(40)[None] % VOCAB
     with torch.no_grad():
         plain = base(tokens).logits

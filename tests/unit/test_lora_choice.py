@@ -54,12 +54,14 @@ def test_what_a_layout_cannot_have_is_refused():
     assert not list(lora_problems(model("llama"), few, tp=2))
     (problem,) = lora_problems(model("llama"), few, tp=4)
     assert problem.startswith("lora.targets: tp (4) cuts through the 2 key/value heads")
-    assert problem.endswith("Nearest: all of q_proj, k_proj, v_proj")
+    assert problem.endswith("shares of q_proj and v_proj alone. Nearest: all of q_proj, k_proj, v_proj")
     assert not list(lora_problems(model("llama"), replace(few, targets=("q_proj", "k_proj", "v_proj")), tp=4))
     gate = Lora(4, 8.0, ("gate_proj", "down_proj"))
     (problem,) = lora_problems(EXPERTS, gate, tp=1)
-    assert problem.startswith("lora.targets: gate_proj and up_proj of an expert are one matrix to transformers, which")
-    assert problem.endswith("Nearest: up_proj, too")
+    assert problem.startswith(
+        "lora.targets: gate_proj and up_proj of an expert are one matrix to transformers, so peft"
+    )
+    assert problem.endswith("Nearest: both of gate_proj, up_proj")
     assert not list(lora_problems(EXPERTS, replace(gate, targets=("down_proj",)), tp=1))
     (problem,) = lora_problems(model("llama"), replace(few, rank=40), tp=1)
     assert problem.startswith("lora.rank (40) is more than the smaller side")
