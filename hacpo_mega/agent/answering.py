@@ -147,6 +147,7 @@ def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, age
             random_weights=True,
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,
+            returns_routing=spec.router_replay,
             options=engine_options(config, spec),
             on_progress=place.progress,
         )

@@ -37,6 +37,7 @@ class ExpertLayer(torch.nn.Module):
     """The experts of a layer and their router, as Megatron builds and calls a feed-forward."""
 
     architecture: Architecture  # of a class that `expert_layer` makes
+    place: int  # among the layers of its stage (model.py)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -44,10 +45,14 @@ class ExpertLayer(torch.nn.Module):
         self.router = Router(self.architecture, config)
         self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
 
-    def forward(self, hidden: torch.Tensor, **_megatron_options: object) -> tuple[torch.Tensor, None]:
-        """[n, 1, H] -> the same shape, and no bias."""
+    def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """[n, 1, H] -> the same shape, and no bias.
+
+        `padding_mask` is what Megatron hands to a router of each token, also where backward computes it again: here
+        the experts that it goes to, int16 [n, layers of the stage, k], -1 where the router says; None: it says all.
+        """
         hidden_nH = hidden.flatten(0, -2)
-        shares_nk, experts_nk = self.router(hidden_nH)
+        shares_nk, experts_nk = self.router(hidden_nH, None if padding_mask is None else padding_mask[:, self.place])
         order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
         rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
         if self.group.size() == 1:
@@ -74,15 +79,30 @@ class Router(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
+        # Of those that were replayed: pairs that this router had not chosen, and all.
+        self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
 
-    def forward(self, hidden_nH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first."""
-        logits_nE = _Logits.apply(hidden_nH, self.weight)
-        shares_nk, experts_nk = logits_nE.softmax(dim=-1).topk(self.experts_per_token, dim=-1)
+    def forward(
+        self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first.
+
+        Tokens go to the experts that `replayed_nk` says, in its order, where it says any (not -1): by this router's
+        shares of them, through which it learns.
+        """
+        all_nE = _Logits.apply(hidden_nH, self.weight).softmax(dim=-1)
+        shares_nk, experts_nk = all_nE.topk(self.experts_per_token, dim=-1)
+        if replayed_nk is not None:
+            own_nk, is_told_n1 = experts_nk, replayed_nk[:, :1] >= 0
+            experts_nk = torch.where(is_told_n1, replayed_nk.long(), own_nk)
+            shares_nk = all_nE.gather(-1, experts_nk)
         if self.normalises:
             shares_nk = shares_nk / shares_nk.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():  # once, also where backward computes the layer again
             self.load_E += _counts(experts_nk, len(self.load_E))
+            if replayed_nk is not None:
+                is_other_nk = (experts_nk[:, :, None] != own_nk[:, None, :]).all(dim=-1)
+                self.replayed_2 += torch.stack([is_other_nk.sum(), is_told_n1.sum() * self.experts_per_token])
         return shares_nk, experts_nk
 
 

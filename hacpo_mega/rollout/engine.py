@@ -13,7 +13,6 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,6 +23,9 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.distributed.aux_output_connector import worker as aux_output_connector
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
@@ -40,17 +42,19 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
+from hacpo_mega.rollout.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
-from hacpo_mega.rollout.expert_weights import converts_experts, pack_at_every_load
+from hacpo_mega.rollout.expert_weights import converts_experts
 from hacpo_mega.rollout.flat_logprobs import written_at_once
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
     free_memory_unmeasured,
+    has_expandable_segments,
     joined_to_default_group,
     keeping_default_group,
     quiet,
@@ -58,15 +62,14 @@ from hacpo_mega.rollout.host_process import (
     without_message_queue,
 )
 from hacpo_mega.rollout.quantized_weights import Quantizing
-from hacpo_mega.rollout.row_noise import RowNoise
+from hacpo_mega.rollout.routing import on_every_rank, routing_of
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
 BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
 QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
 RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
-# Where torch's allocator reads its settings.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OF_ROUTERS = bind_routed_experts_capturer, get_forward_context
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
@@ -89,6 +92,7 @@ class Engine:
         random_weights: bool = False,
         agents_on_device: int = 1,
         timeout_s: float = 1800.0,
+        returns_routing: bool = False,
         options: Mapping[str, Any] | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -99,6 +103,7 @@ class Engine:
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
+        returns_routing  answers that come with log-probs come with their experts, too (routing.py)
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
@@ -112,7 +117,8 @@ class Engine:
             visible_devices=torch.cuda.device_count(),
             agents_on_device=agents_on_device,
             timeout_s=timeout_s,
-            expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
+            expandable_segments=has_expandable_segments(),
+            returns_routing=returns_routing,
         )
         if not self._on_cuda:
             require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
@@ -143,10 +149,12 @@ class Engine:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
             if not self._on_cuda:
-                _adapt_to_cpu(worker_of(llm).model_runner)
+                adapt_to_cpu(worker_of(llm).model_runner, apply_top_k_top_p)
+            self._routing = routing_of(llm, model, *OF_ROUTERS) if returns_routing else None
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
+        self._packs_head = self._has_tied_embeddings and not self._on_cuda
 
     def generate(
         self,
@@ -191,7 +199,8 @@ class Engine:
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
         with self._door.open() as llm:
-            running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted)
+            routing = self._routing if return_logprobs else None
+            running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted, routing)
             self._running = running
             try:
                 outputs = _answers(llm, prompts, sampling)
@@ -228,7 +237,7 @@ class Engine:
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
         with self._door.open() as llm:
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head))
             llm.reset_prefix_cache()
         require_names(given, self._names)
         self._is_loaded = True
@@ -258,10 +267,7 @@ class Engine:
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with quiet(RELOADING.logger):  # that other layers are not among them
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
-
-    def _packs_head(self) -> bool:
-        return self._has_tied_embeddings and not self._on_cuda
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head))
 
     @contextmanager
     def held(self) -> Iterator[list[HeldPart]]:
@@ -337,13 +343,8 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
 
 
-def _adapt_to_cpu(runner: Any) -> None:
-    """vLLM's first model runner, which is there alone; the second one draws by row itself."""
-    pack_at_every_load(runner.get_model())
-    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
-
-
 # For good, since it also runs when an engine that nobody closed is collected.
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
 parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
+aux_output_connector.get_tp_group = on_every_rank
 LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)

@@ -13,6 +13,7 @@ from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.pass_through import DECIDED_VLLM
 from hacpo_mega.models.folder import head_size
 from hacpo_mega.models.layout import head_size_problem
+from hacpo_mega.rollout.routing import RETURNS_ROUTING
 
 
 def engine_defaults(
@@ -23,10 +24,12 @@ def engine_defaults(
     agents_on_device: int,
     timeout_s: float,
     expandable_segments: bool = False,
+    returns_routing: bool = False,
 ) -> dict[str, Any]:
     """vLLM engine arguments.
 
     `visible_devices` are those that this process sees, `agents_on_device` the agents with an engine on its device.
+    With `returns_routing` vLLM returns the experts of every token, where it can (routing.py).
     `timeout_s` is what the engine's ranks wait for each other, `expandable_segments` what the user has told torch's
     allocator.
     The half of a device that engines may have is of all its engines together: vLLM's share counts only its own memory.
@@ -43,6 +46,8 @@ def engine_defaults(
         # Else graphs would stay on the device while the actor learns. vLLM brings them back when the engine wakes.
         "sleep_mode_offload_cudagraph": True,
     }
+    if returns_routing:
+        defaults[RETURNS_ROUTING] = True
     if tensor_parallel_size > 1 and (visible_devices == 1 or expandable_segments):
         # Its peers' devices are asked for by number, which a process that is shown only its own cannot. And it hands
         # them its graphs' buffers by cudaIpcGetMemHandle, which ends the process for memory of such a segment.
