@@ -86,8 +86,8 @@ class Rollout:
     """A fresh answer in the tokens of the agent that wrote it.
 
     `token_ids` is int32 [num_tokens] and keeps the final EOS when there is one; `text` is without special tokens.
-    `logprobs` are those the engine sampled the tokens with, float32 nats [num_tokens], and `routing` is the engine's, as
-    in Completion; None where it was not asked, and for answers of other agents, with which they do not travel.
+    `logprobs` are those the engine sampled the tokens with, float32 nats [num_tokens], and `routing` is as in
+    Completion; None where it was not asked, and for answers of other agents, with which they do not travel.
     """
 
     prompt_index: int

@@ -1,6 +1,6 @@
 """How evenly the tokens of an update went to the experts of every layer, over all ranks of an agent.
 
-Not here: who counts (the routers, moe.py), and what the numbers mean in a run (logbook/metrics.py).
+Not here: who counts (router.py), and what the numbers mean in a run (logbook/metrics.py).
 """
 
 import math
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.megatron.model import HiddenStateModel
-from hacpo_mega.megatron.moe import Router
+from hacpo_mega.megatron.router import Router
 from hacpo_mega.records import ExpertLoad
 
 

@@ -3,8 +3,7 @@
 Megatron's own layer is not used (core 0.16.1): without TransformerEngine its float32 router does not run, its
 dispatcher wants CUDA's streams, its grouped experts a package that no lock has. This one does the same in fewer steps:
 
-    router      softmax of float32 logits over all experts, the k largest of them, made to add up to 1 where the family
-                does that; no loss that would even the load, since no answer earns it
+    router      the k experts of a token, and the share of each in what comes of it (router.py)
     dispatch    the rows of this rank's tokens, sorted by expert, go to the ranks that have the experts (all-to-all)
     experts     down(act(gate x) * up x), for all rows of an expert together
     combine     rows come back, and a token's are added up by its shares, in float32
@@ -27,6 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.megatron.router import Router, counts_of, random_weight
 from hacpo_mega.models.architecture import Architecture
 
 # torch's grouped product reads rows of 16 bytes.
@@ -68,44 +68,6 @@ def expert_layer(architecture: Architecture) -> type[ExpertLayer]:
     return type("ExpertLayer", (ExpertLayer,), {"architecture": architecture})
 
 
-class Router(torch.nn.Module):
-    """Which experts a token goes to, and the share of each in what comes of it."""
-
-    def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:
-        super().__init__()
-        self.experts_per_token, self.normalises = architecture.experts_per_token, architecture.normalises_experts
-        self.weight = _random(config, architecture.num_experts, architecture.hidden_size)
-        # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (norms.py).
-        self.weight.sequence_parallel = config.sequence_parallel
-        # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
-        self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
-        # Of those that were replayed: pairs that this router had not chosen, and all.
-        self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
-
-    def forward(
-        self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first.
-
-        Tokens go to the experts that `replayed_nk` says, in its order, where it says any (not -1): by this router's
-        shares of them, through which it learns.
-        """
-        all_nE = _Logits.apply(hidden_nH, self.weight).softmax(dim=-1)
-        shares_nk, experts_nk = all_nE.topk(self.experts_per_token, dim=-1)
-        if replayed_nk is not None:
-            own_nk, is_told_n1 = experts_nk, replayed_nk[:, :1] >= 0
-            experts_nk = torch.where(is_told_n1, replayed_nk.long(), own_nk)
-            shares_nk = all_nE.gather(-1, experts_nk)
-        if self.normalises:
-            shares_nk = shares_nk / shares_nk.sum(dim=-1, keepdim=True)
-        if torch.is_grad_enabled():  # once, also where backward computes the layer again
-            self.load_E += _counts(experts_nk, len(self.load_E))
-            if replayed_nk is not None:
-                is_other_nk = (experts_nk[:, :, None] != own_nk[:, None, :]).all(dim=-1)
-                self.replayed_2 += torch.stack([is_other_nk.sum(), is_told_n1.sum() * self.experts_per_token])
-        return shares_nk, experts_nk
-
-
 class Experts(torch.nn.Module):
     """The experts of this rank; matrices of one below those of the other (segments.py, Cut.EXPERTS)."""
 
@@ -113,8 +75,8 @@ class Experts(torch.nn.Module):
         super().__init__()
         hidden, width = architecture.hidden_size, architecture.expert_ffn
         self.num_experts, self.activation = num_experts, GatedActivation(architecture.kin.activation)
-        self.gate_up = _random(config, num_experts * 2 * width, hidden)
-        self.down = _random(config, num_experts * hidden, width)
+        self.gate_up = random_weight(config, num_experts * 2 * width, hidden)
+        self.down = random_weight(config, num_experts * hidden, width)
         for weight in (self.gate_up, self.down):
             weight.allreduce = False  # Megatron's word for an expert's: buffers and an optimizer of their own
             # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
@@ -127,41 +89,16 @@ class Experts(torch.nn.Module):
         return product(self.activation(gate_up_R2F), self.down.unflatten(0, (self.num_experts, -1)), counts_e)
 
 
-def _random(config: TransformerConfig, rows: int, columns: int) -> torch.nn.Parameter:
-    weight = torch.empty(rows, columns, device=torch.cuda.current_device(), dtype=config.params_dtype)
-    return torch.nn.Parameter(config.init_method(weight))
-
-
 # ---- rows
 
 
 def by_expert(experts_nk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The order that sorts pairs of a token and one of its experts by expert [n k], and how many each has [E]."""
-    return experts_nk.flatten().argsort(stable=True), _counts(experts_nk, num_experts)
-
-
-def _counts(experts_nk: torch.Tensor, num_experts: int) -> torch.Tensor:
-    numbers = experts_nk.flatten()
-    return numbers.new_zeros(num_experts).scatter_add_(0, numbers, torch.ones_like(numbers))
+    return experts_nk.flatten().argsort(stable=True), counts_of(experts_nk, num_experts)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-class _Logits(torch.autograd.Function):
-    """float32 logits, which keep their input as it is."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden_nH, weight_EH)
-        return hidden_nH.float() @ weight_EH.float().T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_nE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_nH, weight_EH = ctx.saved_tensors
-        return (grad_nE @ weight_EH.float()).type_as(hidden_nH), (grad_nE.T @ hidden_nH.float()).type_as(weight_EH)
 
 
 class _Spread(torch.autograd.Function):

@@ -76,7 +76,10 @@ Routing = ReturnedRouting | SlotRouting
 
 
 def routing_of(llm: Any, folder: Path, bind: Callable[..., None], context: Callable[[], Any]) -> Routing:
-    """That of a live vLLM with the model of a folder; `bind` and `context` are vLLM's own way to tell a capturer, and of its forward."""
+    """That of a live vLLM with the model of a folder.
+
+    `bind` is vLLM's own way to have a capturer told, `context` says what its forward is about.
+    """
     architecture = Architecture.from_folder(folder)
     if llm.llm_engine.vllm_config.aux_output_config.enable_return_routed_experts:
         return ReturnedRouting(architecture)

@@ -1,7 +1,7 @@
 """The one byte layout in which answers travel between ranks: little-endian, no pickle, nothing that arrives is run.
 
-    header   magic, version, bytes of a row, whether log-probs travel (0 or 1), bytes of a number of the routing (1 or 2;
-             0: none travels), its layers, its experts; then in all: rows, tokens, UTF-8 bytes, tokens with a routing
+    header   magic, version, bytes of a row, whether log-probs travel (0 or 1), bytes of a number of the routing (1 or
+             2; 0: none travels), its layers, its experts; then in all: rows, tokens, UTF-8 bytes, tokens with a routing
     rows     a numpy structured array: the numbers of each record, with all their bits
     counts   int32 per row: its tokens; the same of its bytes of text; the same of its tokens with a routing
     tokens   int32, end to end

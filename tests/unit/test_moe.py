@@ -10,7 +10,7 @@ from actor_cases import one_rank
 from expert_products import COUNTS, compare_products
 from tiny_models import make_model
 
-from hacpo_mega.megatron import moe
+from hacpo_mega.megatron import moe, router
 from hacpo_mega.megatron.expert_load import expert_load
 from hacpo_mega.megatron.model import transformer_config
 from hacpo_mega.megatron.moe import expert_layer
@@ -98,7 +98,7 @@ def test_a_layer_is_its_formula(world, tmp_path, case):
 @pytest.mark.parametrize(
     ("owner", "method", "wrong"),
     [
-        (moe._Logits, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], 1.001 * theirs(ctx, grad)[1])),
+        (router._Logits, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], 1.001 * theirs(ctx, grad)[1])),
         (moe._Combine, "backward", lambda theirs, ctx, grad: (*theirs(ctx, grad)[:2], 0.999 * theirs(ctx, grad)[2])),
         (moe._Spread, "backward", lambda theirs, ctx, grad: (1.001 * theirs(ctx, grad)[0], None, None)),
         (moe._Looped, "backward", lambda theirs, ctx, grad: (theirs(ctx, grad)[0], theirs(ctx, grad)[1].flip(0), None)),

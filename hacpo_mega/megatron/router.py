@@ -1,0 +1,78 @@
+"""Which experts a token goes to, and the share of each in what comes of them.
+
+Softmax of float32 logits over all experts, the k largest of them, made to add up to 1 where the family does that; no
+loss that would even the load, since no answer earns it. Nothing is drawn: an answer that is scored twice has one score.
+Not here: what becomes of a token at its experts (moe.py).
+Shapes: n tokens of a rank, k experts of a token, E experts, H hidden size.
+"""
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hacpo_mega.models.architecture import Architecture
+
+
+class Router(torch.nn.Module):
+    """Which experts a token goes to, and the share of each in what comes of it."""
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:
+        super().__init__()
+        self.experts_per_token, self.normalises = architecture.experts_per_token, architecture.normalises_experts
+        self.weight = random_weight(config, architecture.num_experts, architecture.hidden_size)
+        # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (norms.py).
+        self.weight.sequence_parallel = config.sequence_parallel
+        # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
+        self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
+        # Of the pairs that were replayed: those that this router had not chosen, and all.
+        self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
+
+    def forward(
+        self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first.
+
+        A token goes to the experts that `replayed_nk` says, in that order, if it says any (not -1): with the shares
+        that this router gives them, through which it learns (samples/routing.py).
+        """
+        probs_nE = _Logits.apply(hidden_nH, self.weight).softmax(dim=-1)
+        shares_nk, experts_nk = probs_nE.topk(self.experts_per_token, dim=-1)
+        if replayed_nk is not None:
+            chosen_nk, is_told_n1 = experts_nk, replayed_nk[:, :1] >= 0
+            experts_nk = torch.where(is_told_n1, replayed_nk.long(), chosen_nk)
+            shares_nk = probs_nE.gather(-1, experts_nk)
+        if self.normalises:
+            shares_nk = shares_nk / shares_nk.sum(dim=-1, keepdim=True)
+        if torch.is_grad_enabled():  # once, also where backward computes the layer again
+            self.load_E += counts_of(experts_nk, len(self.load_E))
+            if replayed_nk is not None:
+                is_other_nk = (experts_nk[:, :, None] != chosen_nk[:, None, :]).all(dim=-1)
+                self.replayed_2 += torch.stack([is_other_nk.sum(), is_told_n1.sum() * self.experts_per_token])
+        return shares_nk, experts_nk
+
+
+class _Logits(torch.autograd.Function):
+    """float32 logits, which keep their input as it is."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden_nH, weight_EH)
+        return hidden_nH.float() @ weight_EH.float().T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_nE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_nH, weight_EH = ctx.saved_tensors
+        return (grad_nE @ weight_EH.float()).type_as(hidden_nH), (grad_nE.T @ hidden_nH.float()).type_as(weight_EH)
+
+
+def random_weight(config: TransformerConfig, rows: int, columns: int) -> torch.nn.Parameter:
+    """A matrix as Megatron begins one; it is loaded before it is used."""
+    weight = torch.empty(rows, columns, device=torch.cuda.current_device(), dtype=config.params_dtype)
+    return torch.nn.Parameter(config.init_method(weight))
+
+
+def counts_of(experts_nk: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many rows every expert gets [E], of the experts of every token."""
+    numbers = experts_nk.flatten()
+    return numbers.new_zeros(num_experts).scatter_add_(0, numbers, torch.ones_like(numbers))
