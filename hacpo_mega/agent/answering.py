@@ -51,6 +51,12 @@ class Answering:
         return f"{self.name}: {self.publication.said}" if self.publication.said else ""
 
     @property
+    def routing_said(self) -> str:
+        """Whose word on where the engine sends tokens is replayed, for people; empty where none is."""
+        routing = None if self.engine is None else self.engine.routing
+        return "" if routing is None else f"{self.name}: router replay, by {routing.said}"
+
+    @property
     def asleep_bytes(self) -> int | None:
         """What was not free on this rank's device when its engine had last fallen asleep; None: it never has."""
         return self.devices.asleep_bytes

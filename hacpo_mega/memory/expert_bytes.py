@@ -9,9 +9,10 @@ Held to the real layer by tests/unit/test_memory_trace.py, as actor_bytes.py is.
 from dataclasses import dataclass
 
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.experts import expert_number_bytes
 from hacpo_mega.models.layout import Layout
 
-FLOAT32, INT64 = 4, 8
+INT16, FLOAT32, INT64 = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,13 @@ def expert_bytes(a: Architecture, layout: Layout, own_tokens: int, number: int) 
         forward=routing + (3 if crosses else 2) * hidden + 3 * ffn,
         worst=more * ((a.hidden_size + 3 * a.expert_ffn) * number + 2 * INT64),
     )
+
+
+def replayed_bytes(a: Architecture, tokens: int, num_layers: int) -> int:
+    """What so many layers are told of the tokens between them, where a routing is replayed."""
+    return tokens * num_layers * a.experts_per_token * INT16
+
+
+def answer_routing_bytes(a: Architecture, tokens: int) -> int:
+    """The routing of so many tokens of answers and their prompts, on the host (samples/routing.py)."""
+    return tokens * a.num_layers * a.experts_per_token * expert_number_bytes(a.num_experts)

@@ -150,7 +150,7 @@ class Engine:
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
             if not self._on_cuda:
                 adapt_to_cpu(worker_of(llm).model_runner, apply_top_k_top_p)
-            self._routing = routing_of(llm, model, *OF_ROUTERS) if returns_routing else None
+            self.routing = routing_of(llm, model, *OF_ROUTERS) if returns_routing else None
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -199,7 +199,7 @@ class Engine:
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
         with self._door.open() as llm:
-            routing = self._routing if return_logprobs else None
+            routing = self.routing if return_logprobs else None
             running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted, routing)
             self._running = running
             try:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
-from hacpo_mega.config.pass_through import DECIDED_VLLM
+from hacpo_mega.config.pass_through import DECIDED_VLLM, RETURNS_ROUTING
 from hacpo_mega.models.folder import head_size
 from hacpo_mega.models.layout import head_size_problem
-from hacpo_mega.rollout.routing import RETURNS_ROUTING
 
 
 def engine_defaults(

@@ -21,13 +21,11 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.rollout.engine_door import worker_of
 from hacpo_mega.samples.routing import fitted, routing_type, unknown
 
-RETURNS_ROUTING = "enable_return_routed_experts"
-
 
 class ReturnedRouting:
     """As vLLM's second runner returns it with an answer."""
 
-    said = "vLLM's second model runner"
+    said = "what vLLM's second model runner returns"
 
     def __init__(self, architecture: Architecture) -> None:
         self._none = no_rows(architecture)
@@ -41,7 +39,7 @@ class ReturnedRouting:
 class SlotRouting:
     """Written down in the slots of the key-value cache of vLLM's first runner, on the CPU."""
 
-    said = "its routers, slot by slot of the cache"
+    said = "what vLLM's routers say, kept by the slots of its cache"
 
     def __init__(self, llm: Any, runner: Any, architecture: Architecture, context: Callable[[], Any]) -> None:
         """`runner` is the live model runner, `context` says what vLLM's forward is about."""

@@ -18,6 +18,8 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.rollout.engine import Engine
 
 Weights = dict[str, torch.Tensor]
+# A cache that does not hold all of the six answers of `routed` to their ends.
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 11}
 
 
 def sequences() -> list[list[int]]:
@@ -29,7 +31,8 @@ def visit(models: Path, tp: int) -> dict:
     """The folder's weights, another's by full tensors, the first ones by parts, others by parts and full tensors."""
     folder, other = models / "first", load_file(models / "other" / "model.safetensors")
     first = load_file(folder / "model.safetensors")
-    engine = Engine(folder, max_model_len=128, dtype=torch.float32, tensor_parallel_size=tp, eos_ids=[7])
+    asked = {"max_model_len": 128, "tensor_parallel_size": tp, "eos_ids": [7], "returns_routing": True}
+    engine = Engine(folder, dtype=torch.float32, options=CROWDED, **asked)
     seen = {"first": engine.logprobs(sequences()), "wrong": {"start": differing(engine, first)}}
     engine.load(other.items())
     seen["other"], seen["wrong"]["full"] = engine.logprobs(sequences()), differing(engine, other)
@@ -41,6 +44,7 @@ def visit(models: Path, tp: int) -> dict:
     seen["answers"] = [
         answer.token_ids for answer in engine.generate(sequences(), [3, 4, 5], max_tokens=9, temperature=0.0)
     ]
+    seen["routed"] = [routed(engine) for _ in range(2)]  # the second time prompts are in the cache
     expert = next(name for name in first if "experts.0." in name)
     parts.leave({expert: "asked for"})
     seen["left with it"] = sorted(parts.left_over)
@@ -51,6 +55,23 @@ def visit(models: Path, tp: int) -> dict:
     seen["names"] = sorted(first)
     engine.close()
     return seen
+
+
+def routed(engine: Engine) -> dict:
+    """Sampled answers to prompts that begin alike, of which some are preempted and some cut, with their routing."""
+    ended: list[int] = []
+    prompts = [sequences()[2][:size] for size in (70, 70, 50, 3, 40, 60)]
+    with engine._door.open() as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda request, *more: (preempted.append(request), preempt(request, *more))[1]
+    answers = engine.generate(
+        prompts, range(6), max_tokens=30, temperature=1.0, return_logprobs=True,
+        on_answer=lambda place, answer: ended.append(place), is_unwanted=lambda: len(ended) >= 4,
+    )  # fmt: skip
+    scheduler._preempt_request = preempt
+    told = [(answer.token_ids, answer.stop, answer.routing) for answer in answers]
+    return {"prompts": prompts, "answers": told, "num_preempted": len(preempted)}
 
 
 def by_parts(engine: Engine, parts, full: Weights) -> None:
