@@ -5,12 +5,23 @@ from collections.abc import Iterator
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.device_memory import capacity
 from hacpo_mega.config.schema import Config
+from hacpo_mega.memory.quantized import KINDS
+
+# Kinds of vLLM that quantize what they load, too, and of which nothing is known here.
+UNCOUNTED = ("online", "int8_per_channel_weight_only", "nvfp4_per_token", "experts_int8")
 
 
 def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
     """A line where the engine would refuse what its `vllm.quantization` asks for."""
     kind = agent.vllm.get("quantization")
-    if kind is not None and capacity(config) is None:
+    if kind is None:
+        return
+    if kind not in (*KINDS, *UNCOUNTED):
+        yield (
+            f"vllm.quantization: {kind!r} is of folders that are quantized already, and an engine here is given the "
+            f"numbers that are trained. Nearest: 'fp8'; there are: {', '.join(KINDS)}"
+        )
+    elif capacity(config) is None:
         yield (
             f"vllm.quantization: {kind!r} is of bf16 weights, and engines on the CPU hold float32. Nearest: without it"
         )

@@ -64,7 +64,12 @@ def routed(engine: Engine) -> dict:
     with engine._door.open() as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempt, preempted = scheduler._preempt_request, []
-    scheduler._preempt_request = lambda request, *more: (preempted.append(request), preempt(request, *more))[1]
+
+    def noted(request, *how, **options):
+        preempted.append(request)
+        return preempt(request, *how, **options)
+
+    scheduler._preempt_request = noted
     answers = engine.generate(
         prompts, range(6), max_tokens=30, temperature=1.0, return_logprobs=True,
         on_answer=lambda place, answer: ended.append(place), is_unwanted=lambda: len(ended) >= 4,
