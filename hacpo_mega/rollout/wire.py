@@ -3,7 +3,7 @@
     header   magic, version, bytes of a row, whether log-probs travel (0 or 1), bytes of a number of the routing (1 or
              2; 0: none travels), its layers, its experts; then in all: rows, tokens, UTF-8 bytes, tokens with a routing
     rows     a numpy structured array: the numbers of each record, with all their bits
-    counts   int32 per row: its tokens; the same of its bytes of text; the same of its tokens with a routing
+    counts   int32 per row: its tokens; the same of its bytes of text; the same of its tokens with a routing, if any
     tokens   int32, end to end
     logprobs float32, one per token, end to end; where none travel, nothing
     routing  uint8 or uint16, layers x experts of each of its tokens, end to end
@@ -47,10 +47,10 @@ def encode(table: Table) -> bytes:
     routing = table.routing or []
     kind, shape = (routing[0].dtype, routing[0].shape[1:]) if routing else (None, (0, 0))
     assert {(found.dtype, found.shape[1:]) for found in routing} <= {(kind, shape)}
-    routed = list(map(len, routing)) or [0] * len(texts)
-    counts = np.array([list(map(len, table.tokens)), list(map(len, texts)), routed], dtype="<i4")
+    counted = (table.tokens, texts, routing) if routing else (table.tokens, texts)
+    counts = np.array([list(map(len, column)) for column in counted], dtype="<i4")
     flags = table.logprobs is not None, 0 if kind is None else kind.itemsize, *shape
-    sums = counts.sum(axis=1, dtype=np.int64).tolist()
+    sums = [*counts.sum(axis=1, dtype=np.int64).tolist(), 0][:3]
     header = HEADER.pack(MAGIC, VERSION, table.rows.dtype.itemsize, *flags, len(table.rows), *sums)
     chosen = [] if kind is None else [found.astype(ROUTING_TYPES[kind.itemsize]).tobytes() for found in routing]
     return b"".join((header, table.rows.tobytes(), counts.tobytes(), *tokens, *logprobs, *chosen, *texts))
@@ -59,7 +59,7 @@ def encode(table: Table) -> bytes:
 def decode(message: bytes, row_type: np.dtype, sender: str) -> Table:
     """The table in a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     rows, counts, tokens, logprobs, routing, text = _sections(message, row_type, sender)
-    of_tokens, of_text, of_routing = (_spans(column) for column in counts)
+    of_tokens, of_text, *of_routing = (_spans(column) for column in counts)
     texts = []
     for i, span in enumerate(of_text):
         try:
@@ -67,7 +67,7 @@ def decode(message: bytes, row_type: np.dtype, sender: str) -> Table:
         except UnicodeDecodeError as error:
             raise ValueError(f"message of {sender}: the text of record {i} is damaged: {error}") from error
     by_record = None if logprobs is None else [logprobs[span] for span in of_tokens]
-    routed = None if routing is None else [routing[span] for span in of_routing]
+    routed = None if routing is None else [routing[span] for span in of_routing[0]]
     return Table(rows, [tokens[span] for span in of_tokens], texts, by_record, routed)
 
 
@@ -78,7 +78,7 @@ def _spans(counts: np.ndarray) -> list[slice]:
 
 class _Sections(NamedTuple):
     rows: np.ndarray
-    counts: np.ndarray  # [3, rows]
+    counts: np.ndarray  # [2 or 3, rows]
     tokens: np.ndarray
     logprobs: np.ndarray | None
     routing: np.ndarray | None
@@ -103,7 +103,7 @@ def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
     if number not in (0, *ROUTING_TYPES):
         raise ValueError(f"message of {sender}: a routing has numbers of 1 or 2 bytes, but the header says {number}")
     count_start = HEADER.size + num_rows * row_bytes
-    token_start = count_start + 12 * num_rows
+    token_start = count_start + 4 * (num_counts := 3 if number else 2) * num_rows
     logprob_start = token_start + 4 * num_tokens
     routing_start = logprob_start + 4 * num_tokens * has_logprobs
     text_start = routing_start + number * num_routed * layers * experts
@@ -112,7 +112,9 @@ def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
             f"message of {sender}: {len(message)} bytes, but {num_rows} records with {num_tokens} tokens and "
             f"{num_text_bytes} bytes of text take {text_start + num_text_bytes}"
         )
-    counts = np.frombuffer(message, "<i4", count=3 * num_rows, offset=count_start).reshape(3, num_rows)
+    counts = np.frombuffer(message, "<i4", count=num_counts * num_rows, offset=count_start).reshape(
+        num_counts, num_rows
+    )
     for what, column, total in zip(("tokens", "bytes of text", "routed tokens"), counts, totals):
         if (column < 0).any() or int(column.sum(dtype=np.int64)) != total:
             raise ValueError(f"message of {sender}: the {what} of its records do not add up to the header's {total}")

@@ -109,6 +109,12 @@ def test_the_routing_of_an_answer_is_hugging_faces(models, saw, family, tp):
                 np.testing.assert_allclose(np.sort(chosen)[is_clear], best[..., -2:][is_clear], rtol=0, atol=1e-12)
 
 
+@each_case
+def test_vllm_returns_a_routing_on_every_rank(saw, family, tp):
+    """Its own side of what the second runner returns, which alone hands it to the first rank."""
+    assert [seen["returned"] for seen in saw(family, tp)] == [np.arange(12).reshape(3, 2, 2).tolist()] * tp
+
+
 @torch.no_grad()
 def router_probs(folder: Path, tokens: list[int]) -> np.ndarray:
     """What Hugging Face's routers say of every token: [T, layers, experts]."""

@@ -6,16 +6,20 @@ its loaders did.
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from job import TIMEOUT_S
 from safetensors.torch import load_file
+from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
+from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine_door import worker_of
 
 Weights = dict[str, torch.Tensor]
 # A cache that does not hold all of the six answers of `routed` to their ends.
@@ -52,7 +56,7 @@ def visit(models: Path, tp: int) -> dict:
     seen["other again"], seen["wrong"]["both"] = engine.logprobs(sequences()), differing(engine, other)
     looked_at = [name for name in first if ".layers.0." in name and (".experts.0." in name or ".gate." in name)]
     seen["flipped"] = {name: flipped(engine, first, name) for name in looked_at}
-    seen["names"] = sorted(first)
+    seen["names"], seen["returned"] = sorted(first), returned(engine)
     engine.close()
     return seen
 
@@ -77,6 +81,26 @@ def routed(engine: Engine) -> dict:
     scheduler._preempt_request = preempt
     told = [(answer.token_ids, answer.stop, answer.routing) for answer in answers]
     return {"prompts": prompts, "answers": told, "num_preempted": len(preempted)}
+
+
+def returned(engine: Engine) -> list:
+    """What vLLM's second runner would hand to this rank of a step that read three tokens of a prompt."""
+    with engine._door.open() as llm:
+        config, runner = llm.llm_engine.vllm_config, worker_of(llm).model_runner
+        connector = AuxOutputWorkerConnector(
+            vllm_config=config, model=runner.get_model(), kv_cache_config=runner.kv_cache_config
+        )
+        connector._capturer.device_buffer[:3] = torch.arange(12).reshape(3, 2, 2)
+        connector.begin_step(AuxOutputConnectorMetadata(0, {"a": 0}, {}, ()))
+        pending = connector.prepare_output(
+            SimpleNamespace(
+                req_ids=["a"], query_start_loc_np=np.array([0, 3]), num_computed_tokens_np=np.array([0])
+            )
+        )  # fmt: skip
+        pending.enqueue_cpu_copy(np.array([1]), np.array([0]))
+        rows = connector.process_output(pending)["a"].rows.tolist()
+        connector.close()
+    return rows
 
 
 def by_parts(engine: Engine, parts, full: Weights) -> None:
