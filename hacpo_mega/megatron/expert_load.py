@@ -4,6 +4,7 @@ Not here: who counts (router.py), and what the numbers mean in a run (logbook/me
 """
 
 import math
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ class ExpertCounts:
 
     def __init__(self, model: HiddenStateModel) -> None:
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
-        first = sum(model.chunks[: model.pg_collection.pp.rank()])
-        self._layers, self._num_layers = slice(first, first + len(self._routers)), model.architecture.num_layers
+        chunks, pp = model.chunks, model.pg_collection.pp
+        of_chunks = [range(sum(chunks[:n]), sum(chunks[: n + 1])) for n in range(pp.rank(), len(chunks), pp.size())]
+        self._layers, self._num_layers = [*chain(*of_chunks)], model.architecture.num_layers
 
     def begin(self) -> None:
         """Forgets what was counted before."""

@@ -123,8 +123,8 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     dense, experts = trained_parts(plan, stage)
     held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
     share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
-    layer, is_last = _Layer.of(plan), stage == plan.layout.pp - 1
-    layers = chunk_layers(plan.architecture.num_layers, plan.layout)[stage]
+    layer, in_flight = _Layer.of(plan), chunks_in_flight(plan.layout, stage)
+    layers, is_last = chunk_layers(plan.architecture.num_layers, plan.layout)[stage], stage == plan.layout.pp - 1
     told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, layers) if plan.replayed else 0
     return ActorMemory(
         weights=(held if plan.lora is None else held + numbers) * plan.device.number,
@@ -132,14 +132,13 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=chunks_in_flight(plan.layout, stage)
-        * (_kept(plan, layer, layers, is_first=stage == 0, is_last=is_last) + _masks(plan, stage) + told),
+        kept=in_flight * (_kept(plan, layer, layers, is_last=is_last) + _masks(plan, stage) + told),
         working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once, of experts after the others.
         step=max(shares) * FLOAT32,
         own_gradient=share * FLOAT32 if plan.diagnoses else 0,
-        worst_experts=layer.experts.worst * ((plan.layout.pp - stage) * layers if plan.recompute == "none" else 1),
+        worst_experts=layer.experts.worst * (in_flight * layers if plan.recompute == "none" else 1),
     )
 
 
@@ -183,7 +182,7 @@ class _Layer:
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
-        experts = expert_bytes(a, plan.layout, tokens, number) if a.has_experts else ExpertBytes(0, 0, 0, 0)
+        experts = expert_bytes(a, plan.layout, tokens, number, are_trained=plan.lora is None)
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -263,7 +262,7 @@ def _statistics_rows(tokens: int) -> int:
     return -(-tokens // 32768) * 32768
 
 
-def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_first: bool, is_last: bool) -> int:
+def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_last: bool) -> int:
     return layers * layer.kept(plan.recompute) + _turns(plan) + (_end(layer) if is_last else layer.residual)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Cut, Slot, Source, segments, stage_slots
+from hacpo_mega.models.segments import Cut, Slot, Source, rank_slots, segments, stage_slots
 
 ALL_LINEAR = "all-linear"
 # The layers of Megatron that may have an adapter.
@@ -73,10 +73,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Why this model cannot have these adapters on `tp` ranks, a line each."""
-    if architecture.has_experts:
-        yield "lora: adapters are for dense models, and this one has experts. Nearest: without lora"
-        return
-    for adapter in adapters(replace(architecture, num_layers=1), (1,), 0, lora):
+    for adapter in adapters(replace(architecture, num_layers=1), (1,), 1, 0, lora):
         smallest = min(min(source.shape) for source in adapter.base.sources)
         if lora.rank > smallest:
             yield (
@@ -92,9 +89,11 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
             )
 
 
-def adapters(architecture: Architecture, stages: tuple[int, ...], pp_rank: int, lora: Lora) -> Iterator[Adapter]:
-    """The adapters of a pipeline stage, in a fixed order."""
-    for slot in stage_slots(architecture, stages, pp_rank):
+def adapters(
+    architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int, lora: Lora
+) -> Iterator[Adapter]:
+    """The adapters of a pipeline rank, in a fixed order; arguments as those of `rank_slots`."""
+    for slot in rank_slots(architecture, chunks, pp, pp_rank):
         chosen = tuple(n for n, source in enumerate(slot.sources) if _last(source) in lora.targets)
         if _layer_of(slot) and chosen:
             yield _adapter(slot, chosen, lora.rank)
@@ -112,14 +111,16 @@ def _adapter(base: Slot, chosen: tuple[int, ...], rank: int) -> Adapter:
     return Adapter(module, base, down, up)
 
 
-def adapter_slots(architecture: Architecture, stages: tuple[int, ...], pp_rank: int, lora: Lora) -> tuple[Slot, ...]:
-    """Both factors of every adapter of a pipeline stage."""
-    return tuple(slot for each in adapters(architecture, stages, pp_rank, lora) for slot in (each.down, each.up))
+def adapter_slots(
+    architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int, lora: Lora
+) -> tuple[Slot, ...]:
+    """Both factors of every adapter of a pipeline rank."""
+    return tuple(slot for each in adapters(architecture, chunks, pp, pp_rank, lora) for slot in (each.down, each.up))
 
 
 def adapter_sources(architecture: Architecture, lora: Lora) -> tuple[Source, ...]:
     """Every tensor of peft's adapter_model.safetensors, of the whole model."""
-    slots = adapter_slots(architecture, (architecture.num_layers,), 0, lora)
+    slots = adapter_slots(architecture, (architecture.num_layers,), 1, 0, lora)
     return tuple(source for slot in slots for source in slot.sources)
 
 

@@ -24,8 +24,9 @@ from hacpo_mega.megatron.reshard import full_tensors
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.publish_plan import Shard, engine_shards, publish_plan
+from hacpo_mega.models.publish_plan import engine_shards, publish_plan
 from hacpo_mega.models.segments import stage_slots
+from hacpo_mega.models.shards import Shard, stack_name
 
 MODELS = {
     "dense tied": {"family": "qwen3", "tied": True},
@@ -46,7 +47,10 @@ def publish_everywhere(folder: Path, tp: int, pp: int, ep: int) -> list[dict[str
     initialize_parallel(tp, pp, seed=1, ep=ep if architecture.has_experts else None)
     model = build_model(architecture, tp=tp, pp=pp, ep=ep, dtype=torch.float32, max_positions=64)
     load_hf_weights(model, folder)
-    full = {name: tensor.clone() for name, tensor in full_tensors(model)}
+    full: dict[str, torch.Tensor] = {}
+    for name, tensor in full_tensors(model):
+        stack = stack_name(name)
+        full[stack] = tensor.clone() if stack == name else torch.stack([*full.get(stack, ()), tensor])
     found = []
     for engine_tp in [size for size in SIZES if size <= tp * pp]:
         least = least_received(architecture, Layout(tp=tp, pp=pp, ep=ep), engine_tp)

@@ -68,7 +68,7 @@ def test_every_number_of_every_factor_is_on_the_ranks_that_use_it(family, tp, ta
     names = chosen_targets(architecture, ALL_LINEAR)
     lora = Lora(4, 8.0, names if targets == ALL_LINEAR else names[1:])
     found = dict.fromkeys(adapter_sources(architecture, lora), 0)
-    for slot in adapter_slots(architecture, (LAYERS,), 0, lora):
+    for slot in adapter_slots(architecture, (LAYERS,), 1, 0, lora):
         size = math.prod(shard_shape(slot, architecture, tp=tp))
         for rank in range(tp):
             held = list(rectangles(slot, architecture, tp=tp, tp_rank=rank, start=0, stop=size))
