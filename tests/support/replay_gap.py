@@ -31,7 +31,8 @@ PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 24, 24, 96
 
 
 def main(folder: Path) -> None:
-    """On the one rank."""
+    """On the one rank; what is found goes to a file beside the model."""
+    said = []
     rng = np.random.default_rng(1)
     prompts = [rng.integers(512, size=PROMPT_TOKENS) for _ in range(PROMPTS)]
     with Place.join(RankMap(lanes=1, agents=(AgentShape("twin"),)), TIMEOUT_S):
@@ -47,10 +48,11 @@ def main(folder: Path) -> None:
             metrics = Metrics("twin", lambda payload: [payload])
             add_engine_gap(metrics, "twin", list(zip(rollouts, actor.score(sequences), strict=True)))
             found = metrics.reduce().values
-            print(how, {name.rpartition("/")[2]: f"{value:.3g}" for name, value in sorted(found.items())})
+            said += [how, *(f"  {name} {value:.3g}" for name, value in sorted(found.items()))]
         own = [sample_of(number, sequence) for number, sequence in enumerate(sequences)]
         stats = actor.learn(own, lambda logprob_R, batch: (-logprob_R.sum() * 1e-9, None))
-        print(f"{sum(len(a.token_ids) for a in answers)} tokens, replay_changed {stats.experts.changed:.3g}")
+        said.append(f"{sum(len(a.token_ids) for a in answers)} tokens, replay_changed {stats.experts.changed:.3g}")
+    (folder / "said").write_text("\n".join(said))
 
 
 def sequence(prompt: np.ndarray, answer, *, routed: bool) -> TokenSequence:
@@ -71,3 +73,4 @@ if __name__ == "__main__":
         scaled = {name: tensor * scale if ".gate.weight" in name else tensor for name, tensor in weights.items()}
         save_file(scaled, model / "model.safetensors", metadata={"format": "pt"})
         run_script("replay_gap", 1, model)
+        print((model / "said").read_text())
