@@ -205,7 +205,7 @@ def add_update(
     if result.experts is not None:
         metrics.add(f"{prefix}/fullest_expert_share", result.experts.fullest_share, 1)
         metrics.add(f"{prefix}/expert_entropy", result.experts.entropy, 1)
-        if result.experts.changed is not None:
+        if result.experts.changed is not None and update_index == 0:  # later the router has learnt
             metrics.add(f"{prefix}/replay_changed", result.experts.changed, 1)
     for report in result.reports:
         stats = objective_stats(report.terms)

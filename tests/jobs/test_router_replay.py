@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from actor_cases import (
     GRADIENT_ERROR,
+    GRADIENT_RATE,
     LOGPROB_ERROR,
     Oracle,
     gradient_by_descent,
@@ -25,7 +26,7 @@ from actor_cases import (
 from forced_routing import NOBODY, Forced
 from job import run_group
 from safetensors.torch import load_file
-from test_experts import MAX_TOKENS, MODELS, NUM_RANKS, worst
+from test_experts import MAX_TOKENS, MODELS, NUM_RANKS
 from tiny_models import make_model
 
 from hacpo_mega.records import Sample
@@ -39,6 +40,8 @@ RUNS = [
     ("qwen3_moe", (2, 1, 2, 2, "mlp")),
     ("mixtral", (1, 1, 1, 1, "mlp")),
 ]
+# A gradient is read off a weight of float32 that was rounded once: some expert has few tokens, and a small one.
+READING = 2.0**-24 / GRADIENT_RATE
 
 
 def routed(samples: list[Sample], name: str) -> list[Sample]:
@@ -117,13 +120,15 @@ EACH = pytest.mark.parametrize("name, layout", RUNS, ids=str)
 
 
 @EACH
-def test_scores_and_every_gradient_are_hugging_faces(seen, expected, name, layout):
-    logprobs, gradient = expected[name]
+def test_scores_and_every_gradient_are_hugging_faces(folders, seen, expected, name, layout):
+    (logprobs, gradient), weights = expected[name], load_file(folders[name] / "model.safetensors")
     for found in seen[name, layout]:
         for mine, theirs in zip(found["logprobs"], logprobs, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=LOGPROB_ERROR)
-        print(name, layout, worst(found["gradient"], gradient))
-        assert worst(found["gradient"], gradient)[0] < GRADIENT_ERROR
+        assert found["gradient"].keys() == gradient.keys()
+        for tensor, its in gradient.items():
+            error = (found["gradient"][tensor] - its).norm()
+            assert error < GRADIENT_ERROR * its.norm() + READING * weights[tensor].norm(), tensor
 
 
 @EACH
