@@ -7,8 +7,14 @@ from hacpo_mega.config.device_memory import capacity
 from hacpo_mega.config.schema import Config
 from hacpo_mega.memory.quantized import KINDS
 
-# Kinds of vLLM that quantize what they load, too, and of which nothing is known here.
-UNCOUNTED = ("online", "int8_per_channel_weight_only", "nvfp4_per_token", "experts_int8")
+# Kinds of vLLM 0.32 that read how a folder was quantized from it, and refuse one that was not.
+OF_QUANTIZED_FOLDERS = frozenset(
+    (
+        *("auto_awq", "awq", "awq_marlin", "auto_gptq", "gptq", "gptq_marlin", "moe_wna16", "inc"),
+        *("compressed-tensors", "fbgemm_fp8", "quark", "torchao"),
+        *("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"),
+    )
+)
 
 
 def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
@@ -16,10 +22,10 @@ def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
     kind = agent.vllm.get("quantization")
     if kind is None:
         return
-    if kind not in (*KINDS, *UNCOUNTED):
+    if kind in OF_QUANTIZED_FOLDERS:
         yield (
             f"vllm.quantization: {kind!r} is of folders that are quantized already, and an engine here is given the "
-            f"numbers that are trained. Nearest: 'fp8'; there are: {', '.join(KINDS)}"
+            f"numbers that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
         )
     elif capacity(config) is None:
         yield (
