@@ -17,6 +17,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.device_memory import engine_options
+from hacpo_mega.config.pass_through import RETURNS_ROUTING
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_thread import EngineThread, Generate
@@ -153,7 +154,6 @@ def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, age
             random_weights=True,
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,
-            returns_routing=spec.router_replay,
-            options=engine_options(config, spec),
+            options=engine_options(config, spec) | ({RETURNS_ROUTING: True} if spec.router_replay else {}),
             on_progress=place.progress,
         )

@@ -44,7 +44,7 @@ from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
+from hacpo_mega.rollout.engine_defaults import engine_defaults, free_options, require_head_size
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
@@ -92,7 +92,6 @@ class Engine:
         random_weights: bool = False,
         agents_on_device: int = 1,
         timeout_s: float = 1800.0,
-        returns_routing: bool = False,
         options: Mapping[str, Any] | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -103,14 +102,14 @@ class Engine:
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
-        returns_routing  answers that come with log-probs come with their experts, too (routing.py)
-        options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
+        options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration); with
+                         enable_return_routed_experts log-probs come with a routing (routing.py)
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
-        require_free_options(options or {})
-        require_process(tensor_parallel_size)
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
+        options, returns_routing = free_options(options or {}, on_cuda=self._on_cuda)
+        require_process(tensor_parallel_size)
         defaults = engine_defaults(
             on_cuda=self._on_cuda,
             tensor_parallel_size=tensor_parallel_size,
@@ -118,7 +117,6 @@ class Engine:
             agents_on_device=agents_on_device,
             timeout_s=timeout_s,
             expandable_segments=has_expandable_segments(),
-            returns_routing=returns_routing,
         )
         if not self._on_cuda:
             require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
@@ -139,12 +137,11 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
             load_format="dummy" if random_weights else "auto",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **({} if self._on_cuda else FOR_CPU), **defaults, **(options or {})},
+            **{"use_tqdm_on_load": False, **({} if self._on_cuda else FOR_CPU), **defaults, **options},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)
-        self._on_progress = on_progress
-        self._running: RunningAnswers | None = None
+        self._on_progress, self._running = on_progress, None
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
@@ -154,7 +151,6 @@ class Engine:
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
-        self._packs_head = self._has_tied_embeddings and not self._on_cuda
 
     def generate(
         self,
@@ -237,7 +233,7 @@ class Engine:
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
         with self._door.open() as llm:
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
             llm.reset_prefix_cache()
         require_names(given, self._names)
         self._is_loaded = True
@@ -267,7 +263,10 @@ class Engine:
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with quiet(RELOADING.logger):  # that other layers are not among them
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head))
+            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
+
+    def _packs_head(self) -> bool:
+        return self._has_tied_embeddings and not self._on_cuda
 
     @contextmanager
     def held(self) -> Iterator[list[HeldPart]]:

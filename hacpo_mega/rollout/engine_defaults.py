@@ -23,12 +23,10 @@ def engine_defaults(
     agents_on_device: int,
     timeout_s: float,
     expandable_segments: bool = False,
-    returns_routing: bool = False,
 ) -> dict[str, Any]:
     """vLLM engine arguments.
 
     `visible_devices` are those that this process sees, `agents_on_device` the agents with an engine on its device.
-    With `returns_routing` vLLM returns the experts of every token, where it can (routing.py).
     `timeout_s` is what the engine's ranks wait for each other, `expandable_segments` what the user has told torch's
     allocator.
     The half of a device that engines may have is of all its engines together: vLLM's share counts only its own memory.
@@ -45,8 +43,6 @@ def engine_defaults(
         # Else graphs would stay on the device while the actor learns. vLLM brings them back when the engine wakes.
         "sleep_mode_offload_cudagraph": True,
     }
-    if returns_routing:
-        defaults[RETURNS_ROUTING] = True
     if tensor_parallel_size > 1 and (visible_devices == 1 or expandable_segments):
         # Its peers' devices are asked for by number, which a process that is shown only its own cannot. And it hands
         # them its graphs' buffers by cudaIpcGetMemHandle, which ends the process for memory of such a segment.
@@ -61,9 +57,14 @@ def require_head_size(model: Path, known: Collection[int]) -> None:
         raise ValueError(f"{model}: {head_size_problem(head_dim, known)}")
 
 
-def require_free_options(options: Mapping[str, Any]) -> None:
-    """ValueError for an engine argument of the user's that the project decides."""
-    for key in sorted(DECIDED_VLLM & options.keys()):
+def free_options(options: Mapping[str, Any], *, on_cuda: bool) -> tuple[dict[str, Any], bool]:
+    """What vLLM is told of the caller's engine arguments, and whether answers have a routing: vLLM knows it on CUDA.
+
+    ValueError for an argument that the project decides.
+    """
+    for key in sorted((DECIDED_VLLM - {RETURNS_ROUTING}) & options.keys()):
         raise ValueError(
             f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
         )
+    told = {key: value for key, value in options.items() if on_cuda or key != RETURNS_ROUTING}
+    return told, options.get(RETURNS_ROUTING, False)

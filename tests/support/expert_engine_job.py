@@ -24,7 +24,7 @@ from hacpo_mega.rollout.engine_door import worker_of
 
 Weights = dict[str, torch.Tensor]
 # A cache that does not hold all of the six answers of `routed` to their ends.
-CROWDED = {"block_size": 32, "num_gpu_blocks_override": 11}
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 11, "enable_return_routed_experts": True}
 
 
 def sequences() -> list[list[int]]:
@@ -36,7 +36,7 @@ def visit(models: Path, tp: int) -> dict:
     """The folder's weights, another's by full tensors, the first ones by parts, others by parts and full tensors."""
     folder, other = models / "first", load_file(models / "other" / "model.safetensors")
     first = load_file(folder / "model.safetensors")
-    asked = {"max_model_len": 128, "tensor_parallel_size": tp, "eos_ids": [7], "returns_routing": True}
+    asked = {"max_model_len": 128, "tensor_parallel_size": tp, "eos_ids": [7]}
     engine = Engine(folder, dtype=torch.float32, options=CROWDED, **asked)
     seen = {"first": engine.logprobs(sequences()), "wrong": {"start": differing(engine, first)}}
     engine.load(other.items())

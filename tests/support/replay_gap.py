@@ -27,6 +27,7 @@ SIZES = {
     "num_layers": 6, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn_size": 128,
     "num_experts": 32, "experts_per_token": 4, "vocab_size": 512, "tied": False, "dtype": torch.bfloat16,
 }  # fmt: skip
+ROUTED = {"enable_return_routed_experts": True}
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 24, 24, 96
 
 
@@ -36,7 +37,7 @@ def main(folder: Path) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(512, size=PROMPT_TOKENS) for _ in range(PROMPTS)]
     with Place.join(RankMap(lanes=1, agents=(AgentShape("twin"),)), TIMEOUT_S):
-        engine = Engine(folder, max_model_len=128, dtype=torch.bfloat16, eos_ids=[511], returns_routing=True)
+        engine = Engine(folder, max_model_len=128, dtype=torch.bfloat16, eos_ids=[511], options=ROUTED)
         asked = [prompt.tolist() for prompt in prompts]
         answers = engine.generate(asked, range(PROMPTS), max_tokens=ANSWER_TOKENS, return_logprobs=True)
         engine.close()
