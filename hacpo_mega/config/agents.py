@@ -83,7 +83,7 @@ class LoraConfig(Section):
     """What the product is multiplied with, times rank; peft calls it lora_alpha."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Which matrices of every layer have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
-    "all-linear", every one but embedding and head."""
+    "all-linear", every one but embedding, router and head."""
 
 
 class SkillShare(Section):

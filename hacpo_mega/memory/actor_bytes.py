@@ -144,7 +144,7 @@ def trained_parts(plan: ActorPlan, stage: int = 0) -> tuple[int, int]:
     """Numbers that a rank has a gradient of, its weights or adapters: of all but experts, and of experts."""
     counted = plan.architecture, plan.layout, stage
     if plan.lora is not None:
-        return num_factors(*counted, plan.lora), 0
+        return num_factors(*counted, plan.lora)
     experts = expert_weights(*counted)
     return num_weights(*counted) - experts, experts
 
@@ -179,7 +179,7 @@ class _Layer:
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
-        experts = expert_bytes(a, plan.layout, tokens, number, are_trained=plan.lora is None)
+        experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -216,7 +216,7 @@ def _factors(plan: ActorPlan, block: str) -> int:
     """What a block keeps more, or less, where its adapters are trained in place of its matrices."""
     if plan.lora is None:
         return 0
-    return kept_by_adapters(plan.architecture, plan.layout.tp, plan.lora, block, plan.own_tokens) * plan.device.number
+    return kept_by_adapters(plan.architecture, plan.layout, plan.lora, block, plan.own_tokens) * plan.device.number
 
 
 def _attention(plan: ActorPlan) -> int:
