@@ -27,24 +27,30 @@ class ExpertCounts:
         """Forgets what was counted before."""
         for router in self._routers:
             router.load_E.zero_()
+            router.replayed_2.zero_()
 
     def load(self) -> ExpertLoad | None:
         """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
         if not self._routers:
             return None
-        counts = torch.stack([router.load_E for router in self._routers])
-        counts_LE = counts.new_zeros(self._num_layers, counts.shape[1])
+        counts = torch.stack([torch.cat([router.load_E, router.replayed_2]) for router in self._routers])
+        counts_LN = counts.new_zeros(self._num_layers, counts.shape[1])
         # Ranks of tp and cp have other tokens, those of pp other layers.
-        counts_LE[self._layers] = counts
-        dist.all_reduce(counts_LE)
-        return expert_load(counts_LE)
+        counts_LN[self._layers] = counts
+        dist.all_reduce(counts_LN)
+        return expert_load(counts_LN[:, :-2], counts_LN[:, -2:])
 
 
-def expert_load(counts_LE: torch.Tensor) -> ExpertLoad | None:
-    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none."""
+def expert_load(counts_LE: torch.Tensor, replayed_L2: torch.Tensor | None = None) -> ExpertLoad | None:
+    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none.
+
+    `replayed_L2` says of those that were replayed how many were changed by it, and how many there are.
+    """
     total_L1 = counts_LE.sum(dim=1, keepdim=True)
     if not total_L1.all():
         return None
     shares_LE = counts_LE.double() / total_L1
     entropy_L = torch.special.entr(shares_LE).sum(dim=1) / math.log(max(2, counts_LE.shape[1]))
-    return ExpertLoad(shares_LE.amax(dim=1).mean().item(), entropy_L.mean().item())
+    changed, replayed = (0, 0) if replayed_L2 is None else replayed_L2.sum(dim=0).tolist()
+    share = changed / replayed if replayed else None
+    return ExpertLoad(shares_LE.amax(dim=1).mean().item(), entropy_L.mean().item(), share)

@@ -38,6 +38,7 @@ class ExpertLayer(torch.nn.Module):
     """The experts of a layer and their router, as Megatron builds and calls a feed-forward."""
 
     architecture: Architecture  # of a class that `expert_layer` makes
+    place: int  # among the layers of its stage (model.py)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -45,10 +46,14 @@ class ExpertLayer(torch.nn.Module):
         self.router = Router(self.architecture, config)
         self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
 
-    def forward(self, hidden: torch.Tensor, **_megatron_options: object) -> tuple[torch.Tensor, None]:
-        """[n, 1, H] -> the same shape, and no bias."""
+    def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """[n, 1, H] -> the same shape, and no bias.
+
+        `padding_mask` is what Megatron hands to a router of each token, also where backward computes it again: here
+        the experts that it goes to, int16 [n, layers of the stage, k], -1 where the router says; None: it says all.
+        """
         hidden_nH = hidden.flatten(0, -2)
-        shares_nk, experts_nk = self.router(hidden_nH)
+        shares_nk, experts_nk = self.router(hidden_nH, None if padding_mask is None else padding_mask[:, self.place])
         order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
         rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
         if self.group.size() == 1:

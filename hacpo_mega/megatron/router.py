@@ -24,15 +24,30 @@ class Router(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
+        # Of the pairs that were replayed: those that this router had not chosen, and all.
+        self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
 
-    def forward(self, hidden_nH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first."""
-        logits_nE = _Logits.apply(hidden_nH, self.weight)
-        shares_nk, experts_nk = logits_nE.softmax(dim=-1).topk(self.experts_per_token, dim=-1)
+    def forward(
+        self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first.
+
+        A token goes to the experts that `replayed_nk` says, in that order, if it says any (not -1): with the shares
+        that this router gives them, through which it learns (samples/routing.py).
+        """
+        probs_nE = _Logits.apply(hidden_nH, self.weight).softmax(dim=-1)
+        shares_nk, experts_nk = probs_nE.topk(self.experts_per_token, dim=-1)
+        if replayed_nk is not None:
+            chosen_nk, is_told_n1 = experts_nk, replayed_nk[:, :1] >= 0
+            experts_nk = torch.where(is_told_n1, replayed_nk.long(), chosen_nk)
+            shares_nk = probs_nE.gather(-1, experts_nk)
         if self.normalises:
             shares_nk = shares_nk / shares_nk.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():  # once, also where backward computes the layer again
             self.load_E += counts_of(experts_nk, len(self.load_E))
+            if replayed_nk is not None:
+                is_other_nk = (experts_nk[:, :, None] != chosen_nk[:, None, :]).all(dim=-1)
+                self.replayed_2 += torch.stack([is_other_nk.sum(), is_told_n1.sum() * self.experts_per_token])
         return shares_nk, experts_nk
 
 

@@ -1,11 +1,10 @@
 """How many bytes an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
 
 Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
-tests/unit/test_memory_trace.py holds the sums to the real Megatron model (lab/memory_trace.py). The letters are
-those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which a rank of cp has t = T / cp and
-every tensor-parallel rank of it holds S = t / tp between its layers; h hidden size, q and k query and key/value heads
-of a tensor rank, d head size, f feed-forward columns and v vocabulary rows of a rank.
-Not here: the engine, and which of these are there at the same time (budget.py).
+tests/unit/test_memory_trace.py holds the sums to the real model (lab/memory_trace.py). Letters are those of arXiv
+2205.05198: T tokens of a micro-batch, of which a rank of cp has t = T / cp and each of its tensor ranks S = t / tp
+between layers; h hidden size, q and k query and key/value heads of a tensor rank, d head size, f feed-forward columns
+and v vocabulary rows of a rank. Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
 import math
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_factors
-from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
+from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes, replayed_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, chunk_layers, chunks_in_flight
@@ -22,7 +21,7 @@ from hacpo_mega.models.segments import padded_vocab_size
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
-# Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once.
+# Of kernels/hacpo_kernels, which imports torch: rows of the logits' gradient that are held at once.
 TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS = 1_250_000_000, 8192, 1 << 24
 
 
@@ -55,10 +54,11 @@ CPU = Device(number=4, flash_attention=False, triton_head=False, engine_sleeps=F
 class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
 
-    diagnoses   own gradients are compared with others' now and then, which needs a copy of the first
+    diagnoses   own gradients are compared with others' now and then: a copy
     offloads    main weights and moments are in host memory while the engine is awake
     shares      all of it is in host memory but in its agent's turns on devices that it shares
-    lora        its adapters, which are trained in place of the weights; None: these
+    lora        its adapters, trained in place of the weights; None: these
+    replayed    tokens whose routing is replayed: of a cell's longest answers and prompts of a step; 0: none
     """
 
     architecture: Architecture
@@ -71,6 +71,7 @@ class ActorPlan:
     shares: bool = False
     device: Device = CUDA
     lora: Lora | None = None
+    replayed: int = 0
 
     @property
     def own_tokens(self) -> int:
@@ -120,16 +121,16 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     dense, experts = trained_parts(plan, stage)
     held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
     share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
-    layer = _Layer.of(plan)
-    layers = chunk_layers(plan.architecture.num_layers, plan.layout)[stage]
-    in_flight, is_last = chunks_in_flight(plan.layout, stage), stage == plan.layout.pp - 1
+    layer, in_flight = _Layer.of(plan), chunks_in_flight(plan.layout, stage)
+    layers, is_last = chunk_layers(plan.architecture.num_layers, plan.layout)[stage], stage == plan.layout.pp - 1
+    told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, layers) if plan.replayed else 0
     return ActorMemory(
         weights=(held if plan.lora is None else held + numbers) * plan.device.number,
         gradients=numbers * FLOAT32,
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=in_flight * (_kept(plan, layer, layers, is_last=is_last) + _masks(plan, stage)),
+        kept=in_flight * (_kept(plan, layer, layers, is_last=is_last) + _masks(plan, stage) + told),
         working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
         forward=_forward(plan, layer, is_last),
         # The square root of the second moment, of all parameters at once, of experts after the others.
@@ -155,8 +156,7 @@ class _Layer:
     residual   [S, h], between the layers; gathered [t, h]
     norm       what a norm keeps beside its input, its output among it
     attention  all that attention keeps, its norm included
-    ffn        [t, f]; mlp: all that the feed-forward keeps, its norm not included
-    down       the gradient of the feed-forward's second matrix
+    ffn        [t, f]; mlp: all that the feed-forward keeps but its norm; down: the gradient of its second matrix
     more_norms what norms keep beyond two
     experts    what is there in the place of a feed-forward, where the model has experts
     """

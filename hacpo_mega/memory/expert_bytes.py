@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from hacpo_mega.memory.adapter_numbers import is_adapted
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.experts import expert_number_bytes
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.lora import Lora
 
-FLOAT32, INT64 = 4, 8
+INT16, FLOAT32, INT64 = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,13 @@ def expert_bytes(
         forward=routing + (3 if crosses else 2) * hidden + 3 * ffn,
         worst=more * ((reads * a.hidden_size + (2 + reads_product) * a.expert_ffn) * number + 2 * INT64),
     )
+
+
+def replayed_bytes(a: Architecture, tokens: int, num_layers: int) -> int:
+    """What so many layers are told of the tokens between them, where a routing is replayed."""
+    return tokens * num_layers * a.experts_per_token * INT16
+
+
+def answer_routing_bytes(a: Architecture, tokens: int) -> int:
+    """The routing of so many tokens of answers and their prompts, on the host (samples/routing.py)."""
+    return tokens * a.num_layers * a.experts_per_token * expert_number_bytes(a.num_experts)

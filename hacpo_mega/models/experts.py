@@ -26,6 +26,11 @@ def read_feed_forward(fields: Fields, family: Family) -> dict[str, Any]:
     }
 
 
+def expert_number_bytes(num_experts: int) -> int:
+    """Of the unsigned number that says which expert, and has one more, its highest, for none (samples/routing.py)."""
+    return 1 if num_experts < 2**8 else 2
+
+
 def _num_experts(fields: Fields, family: Family) -> int:
     found = {name: fields.count(name) for name in EXPERT_COUNTS if fields.given.get(name) is not None}
     if len(set(found.values())) > 1:

@@ -30,7 +30,7 @@ MODELS = {
 }
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
-    *((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 2), (1, 4, 1, 4), (2, 2, 1, 4), (2, 2, 1, 2)),
+    *((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 4, 1, 4), (2, 2, 1, 4), (2, 2, 1, 2)),
     *((1, 2, 2, 1), (2, 1, 2, 2)),
 ]
 RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2))]
