@@ -198,6 +198,7 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
     divided = {
         "the model's {} attention heads": heads,
         "the model's {} feed-forward columns": architecture.ffn_size,
+        "the model's {} columns of shared experts": architecture.shared_ffn,
         **also,
     }
 
