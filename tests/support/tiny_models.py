@@ -121,5 +121,5 @@ def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
                 value = draw * parameter.shape[-1] ** -0.5
             parameter.copy_(value)
         for name, buffer in model.named_buffers():
-            if name.endswith(CORRECTION):  # as far apart as scores are
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith(CORRECTION):  # less than scores differ by
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
