@@ -221,7 +221,7 @@ class _Layer:
         experts = self.experts.working
         if experts and self.ffn:  # which come after shared ones have let go of theirs and left a gradient of the input
             experts += self.residual - 3 * self.ffn
-        return again + self.residual + max(experts, *((second, 2 * self.ffn, first) if self.ffn else ()))
+        return again + self.residual + max(experts, *((second, 2 * self.ffn, first) if self.ffn else (0,)))
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
