@@ -115,7 +115,7 @@ class Answering:
         """Compares what the engine holds, to the last bit, with what the actor would publish now.
 
         RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
-        What the engine quantizes is not compared. Only checksums travel.
+        What the engine quantizes is compared with what it makes of full tensors. Else only checksums travel.
         """
         found = self.devices.differences()
         said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]

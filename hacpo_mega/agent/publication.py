@@ -11,11 +11,11 @@ Not here: when that is, and who is on the devices then (devices.py).
 """
 
 import json
-import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from datetime import timedelta
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +25,13 @@ from hacpo_mega.logbook.provenance import installed_versions
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.hf_reader import dtype_of
 from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
-from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, publish_plan
+from hacpo_mega.models.publish_plan import Piece, PublishPlan, publish_plan
+from hacpo_mega.models.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_weights import Receiver
 from hacpo_mega.rollout.held_weights import HeldPart
 from hacpo_mega.rollout.parts import loaders_said
 
-# Of a piece: its checksum, and whether all of its numbers are finite.
-SUM = struct.Struct("<q?")
 BLOCK = 1 << 22
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
@@ -164,12 +163,12 @@ class Publication:
         """
         self._own.settle()
         with nullcontext([]) if self._engine is None else self._engine.held() as held:
-            if self._converted:
-                held = [part for part in held if part.name in self._own.published.keys() - self._converted]
+            shapes = self._verified_shapes()
+            held = [part for part in held if part.name in shapes or not self._converted]
             if self._verified is None:
                 if self._engine is not None:
-                    self._require_same_tensors(held)
-                self._verified = self._plan([part.shard(self._own.published[part.name]) for part in held])
+                    _require_same_tensors(shapes.keys(), {part.name for part in held})
+                self._verified = self._plan([part.shard(shapes[part.name]) for part in held])
             found = list(self._compared(self._verified, held))
         return found + (self._loaded_afresh() if self._converted else [])
 
@@ -193,26 +192,38 @@ class Publication:
             return {}
         with self._engine.held():
             tensors = dict(self._parts.converted_tensors())
-            sums = _checksums(tensor.contiguous().view(torch.uint8) for tensor in tensors.values())
-        return {name: number for name, (number, _) in zip(tensors, sums, strict=True)}
+            sums = _checksums((tensor.contiguous().view(torch.uint8), 1) for tensor in tensors.values())
+        return dict(zip(tensors, sums[:, 0].tolist(), strict=True))
 
-    def _require_same_tensors(self, held: Sequence[HeldPart]) -> None:
-        published, names = self._own.published.keys() - self._converted, {part.name for part in held}
-        if lost := sorted(published ^ names):
-            raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")
+    def _verified_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what an engine holds as it is published."""
+        published = self._own.published
+        return stacked_shapes({name: shape for name, shape in published.items() if name not in self._converted})
 
     def _compared(self, plan: PublishPlan, held: Sequence[HeldPart]) -> Iterator[str]:
         rank, own = self._place.coordinate.cell_rank, self._own
-        sums = _checksums(own.view(piece.read, piece.what) for piece in plan.pieces if piece.source == rank)
-        payload = b"".join(SUM.pack(*found) for found in sums)
-        said = [SUM.iter_unpack(found) for found in self._place.gather_cell(payload)]
-        wanted = [(piece, next(said[piece.source])) for piece in plan.pieces]
-        mine = [(piece, found) for piece, found in wanted if piece.target == rank]
-        views = (held[piece.written].view(piece.what).to(self._dtype(piece.what.name)) for piece, _ in mine)
-        for (piece, (number, finite)), (seen, _) in zip(mine, _checksums(views), strict=True):
+        read = ((own.view(p.read, p.what), p.what.num_members) for p in plan.pieces if p.source == rank)
+        payloads = self._place.gather_cell(_checksums(read).tobytes())
+        said = [np.frombuffer(payload, np.int64).reshape(-1, 2) for payload in payloads]
+        mine, expected, heard = [], [np.empty((0, 2), np.int64)], [0] * plan.num_ranks
+        for piece in plan.pieces:
+            start, source = heard[piece.source], piece.source
+            heard[source] += piece.what.num_members
+            if piece.target == rank:
+                mine.append(piece)
+                expected.append(said[source][start : heard[source]])
+        views = (
+            (held[piece.written].view(piece.what).to(self._dtype(piece.what.name)), piece.what.num_members)
+            for piece in mine
+        )
+        rows = ((piece, number) for piece in mine for number in range(piece.what.num_members))
+        for (piece, number), (seen, _), (wanted, finite) in zip(
+            rows, _checksums(views), np.concatenate(expected), strict=True
+        ):
             # The product by which a packed weight is read spreads what is not finite.
-            if seen != number and (finite or not held[piece.written].is_packed):
-                yield f"{piece.what.name}: not what rank {piece.source} of the cell has of {piece.what}"
+            if seen != wanted and (finite or not held[piece.written].is_packed):
+                one = piece.what.member(number)
+                yield f"{one.name}: not what rank {piece.source} of the cell has of {one}"
 
     def _plan(self, needed: Sequence[Shard]) -> PublishPlan:
         """Collective over the cell."""
@@ -230,21 +241,28 @@ def _heard(name: str, offsets: list[int], sizes: list[int]) -> Shard:
     return Shard(name, tuple(offsets), tuple(sizes))
 
 
-def _checksums(tensors: Iterable[Tensor]) -> list[tuple[int, bool]]:
-    """Of each: a sum that changes with any bit and with the order of its numbers, and whether all are finite."""
-    found = [torch.stack([*_checksum(tensor)]) for tensor in tensors]
-    return [(number, bool(finite)) for number, finite in torch.stack(found).tolist()] if found else []
+def _require_same_tensors(published: Set[str], held: Set[str]) -> None:
+    if lost := sorted(published ^ held):
+        raise ValueError(f"{len(lost)} tensors are published or held by the engine and not both, first {lost[:4]}")
 
 
-def _checksum(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _checksums(tensors: Iterable[tuple[Tensor, int]]) -> np.ndarray:
+    """Of every row of each, which is of so many rows [M]: a sum that changes with any bit and with the order of its
+    numbers, and whether all are finite [M of all, 2]."""
+    found = [_checksums_of_rows(tensor, num_rows) for tensor, num_rows in tensors]
+    return torch.cat(found).cpu().numpy() if found else np.empty((0, 2), np.int64)
+
+
+def _checksums_of_rows(tensor: Tensor, num_rows: int) -> Tensor:
     """Modulo 2^64; every number's bits times an odd number of its own, so that no single change is lost."""
     # of zeros a product shows no sign; of bytes all say something
-    values = tensor.reshape(-1) if tensor.dtype is torch.uint8 else tensor.add(0.0).reshape(-1)
-    bits = values.view(INTEGERS[values.itemsize])
-    total, finite = bits.new_zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool, device=bits.device)
-    for start in range(0, len(bits), BLOCK):
-        block = bits[start : start + BLOCK].to(torch.int64)
-        places = torch.arange(start, start + len(block), dtype=torch.int64, device=bits.device)
-        total += (block * (places * MULTIPLIER * 2 + 1)).sum()
-        finite &= values[start : start + BLOCK].isfinite().all()
-    return total, finite.to(torch.int64)
+    values_MN = (tensor if tensor.dtype is torch.uint8 else tensor.add(0.0)).reshape(num_rows, -1)
+    bits_MN = values_MN.view(INTEGERS[values_MN.itemsize])
+    total_M, finite_M = bits_MN.new_zeros(num_rows, dtype=torch.int64), bits_MN.new_ones(num_rows, dtype=torch.bool)
+    width = max(1, BLOCK // num_rows)
+    for start in range(0, bits_MN.shape[1], width):
+        block = bits_MN[:, start : start + width].to(torch.int64)
+        places = torch.arange(start, start + block.shape[1], dtype=torch.int64, device=bits_MN.device)
+        total_M += (block * (places * MULTIPLIER * 2 + 1)).sum(dim=1)
+        finite_M &= values_MN[:, start : start + width].isfinite().all(dim=1)
+    return torch.stack([total_M, finite_M.to(torch.int64)], dim=1)

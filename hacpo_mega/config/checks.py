@@ -22,7 +22,7 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
 from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.hub import HubModel
-from hacpo_mega.models.layout import VIRTUAL, layout_problems
+from hacpo_mega.models.layout import layout_problems
 from hacpo_mega.models.lora import lora_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import weight_problems
@@ -242,23 +242,10 @@ def _agent(agent: AgentConfig, longest: int, try_template: bool, tools_field: st
         except ValueError as problem:
             yield str(problem)
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
-    if layout.vpp > 1:
-        yield from _chunks(agent, architecture)
     yield from _adapters(agent, architecture)
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture)
         yield from tokenizer_problems(agent, architecture.vocab_size, try_template, tools_field)
-
-
-def _chunks(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
-    """What stages of several chunks do not go with."""
-    beside = {
-        "data_parallel.overlap_grad_reduce": agent.data_parallel.overlap_grad_reduce,
-        "lora": agent.lora is not None,
-        f"a {architecture.family} model's layer of experts": architecture.has_experts,
-    }
-    for thing in (thing for thing, is_there in beside.items() if is_there):
-        yield f"megatron.{VIRTUAL} does not go with {thing}. Nearest: {VIRTUAL} = 1"
 
 
 def _adapters(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:

@@ -4,22 +4,59 @@
 that they agree with these lists.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Option:
+    """Of a judge: which values it takes, and that in words."""
+
+    said: str
+    takes: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+FLAG = Option("true or false", lambda value: isinstance(value, bool))
+COUNT = Option("a whole number from 1", lambda value: type(value) is int and value >= 1)
+SHARE = Option("a number from 0, below 1", lambda value: _is_number(value) and 0.0 <= value < 1.0)
+DISTANCE = Option("a number from 0, below inf", lambda value: _is_number(value) and 0.0 <= value < math.inf)
+SECONDS = Option("a number above 0, below inf", lambda value: _is_number(value) and 0.0 < value < math.inf)
+TEXT = Option("text", lambda value: isinstance(value, str))
 
 # Every kind of judge with the options that it has.
-REWARD_KINDS: Mapping[str, tuple[str, ...]] = {
-    "math": ("relative",),
-    "math_any": ("relative",),
-    "number": ("rel_tol", "abs_tol"),
-    "choice": (),
-    "json": (),
-    "program": ("graded", "isolated", "cpu_s", "memory_mb", "num_processes", "output_kb"),
-    "exact": (),
-    "arithmetic": (),
-    "model": ("url", "model", "template", "max_tokens", "attempts", "request_s", "api_key_env", "cache", "extra_body"),
+REWARD_KINDS: Mapping[str, Mapping[str, Option]] = {
+    "math": {"relative": SHARE},
+    "math_any": {"relative": SHARE},
+    "number": {"rel_tol": SHARE, "abs_tol": DISTANCE},
+    "choice": {},
+    "json": {},
+    "program": {
+        **dict.fromkeys(("graded", "isolated"), FLAG),
+        **dict.fromkeys(("cpu_s", "memory_mb", "num_processes", "output_kb"), COUNT),
+    },
+    "exact": {},
+    "arithmetic": {},
+    "model": {
+        **dict.fromkeys(("url", "model", "template"), TEXT),
+        **{"max_tokens": COUNT, "attempts": COUNT, "request_s": SECONDS},
+        **dict.fromkeys(("api_key_env", "cache", "extra_body"), TEXT),
+    },
 }
+
+
+def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
+    """Which of the options of a kind of judge has a value that it does not take; its names are known."""
+    known = REWARD_KINDS[kind]
+    wrong = (name for name, value in options.items() if not known[name].takes(value))
+    return next((f"option {name} ({options[name]!r}) must be {known[name].said}" for name in wrong), None)
+
+
 # Of them those whose reward is 0 or 1.
 BINARY_KINDS = ("math", "math_any", "choice", "exact", "arithmetic")
 

@@ -9,10 +9,10 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hacpo_mega.config.choices import REWARD_KINDS
+from hacpo_mega.config.choices import REWARD_KINDS, value_problem
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -52,11 +52,12 @@ def own_code_problem(name: str, num_arguments: int | None = None, what: str = "f
     return None
 
 
-def option_problem(kind: str, options: Iterable[str]) -> str | None:
-    """Which of the options a grader that `grader_problem` has found does not have, as far as its source tells."""
+def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
+    """Which of the options a grader that `grader_problem` has found does not have, as far as its source tells; or, of
+    one of ours, not with this value."""
     known = REWARD_KINDS[kind] if kind in REWARD_KINDS else _parameters(_definition(kind))
     if known is None or not (unknown := sorted(set(options) - set(known))):
-        return None
+        return value_problem(kind, options) if kind in REWARD_KINDS else None
     what = "options" if kind in REWARD_KINDS else "parameters"
     near = difflib.get_close_matches(unknown[0], known, n=1)
     return f"{kind!r} has no option {', '.join(unknown)}; its {what} are: {', '.join(known) or 'none'}" + (

@@ -5,12 +5,29 @@ from collections.abc import Iterator
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.device_memory import capacity
 from hacpo_mega.config.schema import Config
+from hacpo_mega.memory.quantized import KINDS
+
+# Kinds of vLLM 0.32 that read how a folder was quantized from it, and refuse one that was not.
+OF_QUANTIZED_FOLDERS = frozenset(
+    (
+        *("auto_awq", "awq", "awq_marlin", "auto_gptq", "gptq", "gptq_marlin", "moe_wna16", "inc"),
+        *("compressed-tensors", "fbgemm_fp8", "quark", "torchao"),
+        *("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"),
+    )
+)
 
 
 def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
     """A line where the engine would refuse what its `vllm.quantization` asks for."""
     kind = agent.vllm.get("quantization")
-    if kind is not None and capacity(config) is None:
+    if kind is None:
+        return
+    if kind in OF_QUANTIZED_FOLDERS:
+        yield (
+            f"vllm.quantization: {kind!r} is of folders that are quantized already, and an engine here is given the "
+            f"numbers that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
+        )
+    elif capacity(config) is None:
         yield (
             f"vllm.quantization: {kind!r} is of bf16 weights, and engines on the CPU hold float32. Nearest: without it"
         )

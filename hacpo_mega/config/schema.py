@@ -154,7 +154,7 @@ class TrainingConfig(Section):
     """Tokens that a process runs forward and backward at once; a multiple of every tp x cp."""
     share_prompts: Flag = True
     """Whether a prompt is read once for all its answers in a micro-batch, instead of once for each; changes results by
-    rounding. With cp, experts or TransformerEngine's layers each answer reads it anyway."""
+    rounding. With cp or TransformerEngine's layers each answer reads it anyway."""
     score_in_first_update: FlagOrAuto = "auto"
     """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
     for the same results to the last bit; auto: where nothing waits for them (shared answers, engine_correction)."""

@@ -81,11 +81,6 @@ def content_id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_data(files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer") -> list[DataProblem]:
-    """Every problem of the files, in file and line order; empty when all rows can be trained on."""
-    return read_prompts(files, prompt_field, gold_field)[1]
-
-
 def load_prompts(
     files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer", tools_field: str | None = None
 ) -> tuple[PromptRow, ...]:

@@ -6,9 +6,10 @@ of units and names (m/s^2, v_1, H2O) are no numbers. Units are not converted: 50
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from hacpo_mega.config.choices import value_problem
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_boxed
 
 SPACING = re.compile(r"\\[,;!: ]|\\left|\\right|\$")
@@ -35,9 +36,8 @@ class Number:
     abs_tol: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value, limit in (("rel_tol", self.rel_tol, 1.0), ("abs_tol", self.abs_tol, math.inf)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < limit:
-                raise ValueError(f"option {name} ({value!r}) must be a number from 0, below {limit:g}")
+        if problem := value_problem("number", asdict(self)):
+            raise ValueError(problem)
 
     def __call__(self, prompt: str, answer: str, gold: str) -> float | None:
         """The grader."""

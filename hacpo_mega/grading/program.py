@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.config.choices import value_problem
 from hacpo_mega.data.answer_text import after_thinking
 from hacpo_mega.grading.json_equality import fenced
 from hacpo_mega.grading.sandbox import SETUP_FAILED
@@ -72,13 +73,8 @@ class Program:
 
     def __post_init__(self) -> None:
         """ValueError for an option that makes no sense, and where the kernel does not allow the isolation."""
-        for name in ("graded", "isolated"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"option {name} ({getattr(self, name)!r}) must be true or false")
-        for name in ("cpu_s", "memory_mb", "num_processes", "output_kb"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"option {name} ({value!r}) must be a whole number from 1")
+        if problem := value_problem("program", asdict(self)):
+            raise ValueError(problem)
         trial = self.run("print(1)", Case("", "1"))
         if not trial.passes(Case("", "1")):
             said = trial.stderr.decode(errors="replace").strip() or trial.ending

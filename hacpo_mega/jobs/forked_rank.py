@@ -1,6 +1,6 @@
 """A rank that is forked from its launcher, which has imported what ranks need: once, and not in each of them.
 
-It begins as a fresh interpreter would: no signal is heeded, the command line is read again, and what it writes goes
+It begins as a fresh interpreter would: no signal is handled, the command line is read again, and what it writes goes
 where its launcher's goes. What was imported is shared memory. Not here: ranks in fresh interpreters, and who waits for
 any of them (local.py).
 """
@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 
 class ForkedRank(multiprocessing.get_context("fork").Process):
@@ -46,7 +47,8 @@ class ForkedRank(multiprocessing.get_context("fork").Process):
     def send_signal(self, number: int) -> None:
         """Unless it has ended."""
         if self.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # a handler may strike between its end and the note of it
+                os.kill(self.pid, number)
 
 
 def _play(
@@ -54,7 +56,8 @@ def _play(
 ) -> None:
     os.setsid()
     for number in signals:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # which a fresh interpreter inherits, too
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     os.environ.update(environment)
     sys.argv[1:] = arguments

@@ -171,8 +171,10 @@ def _format_agent(name: str, values: Mapping[str, float], less: Sequence[str]) -
     inside = _over_sources(values, prefix, "inside")
     parts = []
     if (held_out := values.get(f"{prefix}accuracy")) is not None:
-        is_graded = held_out - values.get(f"{prefix}accuracy_square", held_out) > 1e-9
-        word = "" if "words" in less else "held-out " if is_graded else "accuracy "
+        square = values.get(f"{prefix}accuracy_square")
+        # where a part of a reward may be given and all are 0 nothing says that it is no accuracy
+        may_be_graded = square is not None and (held_out - square > 1e-9 or held_out == 0.0)
+        word = "" if "words" in less else "held-out " if may_be_graded else "accuracy "
         parts.append(f"{word}{_short(held_out)}")
     if f"{prefix}reward_mean" in values and not (parts and "reward beside accuracy" in less):
         word = "" if "words" in less else "reward "

@@ -92,7 +92,7 @@ class Actor:
         """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
 
         `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked.
-        `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1, dense).
+        `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1).
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
         `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
         (optimizer.py), with `lora` adapters alone are trained (lora.py), `transformer` is whose layers it has (auto,
@@ -115,8 +115,8 @@ class Actor:
             on_cuda=cuda,
             version=VERSION,
         )
-        # With cp rows must rise, TransformerEngine knows no such segments, and experts count the tokens they are given.
-        can_share = layout.cp == 1 and self.transformer == "local" and not self.architecture.has_experts
+        # With cp rows must rise, and TransformerEngine knows no such segments.
+        can_share = layout.cp == 1 and self.transformer == "local"
         how = {"multiple": layout.tp * layout.cp, "shares_prompts": share_prompts and can_share}
         self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
         self._pack_update = partial(pack_update, **self._pack.keywords)

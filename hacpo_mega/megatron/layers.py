@@ -21,7 +21,7 @@ from hacpo_mega.megatron.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
 from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.megatron.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
-from hacpo_mega.megatron.shared_prompts import PackedSegments, Run, gather_tokens
+from hacpo_mega.megatron.shared_prompts import PackedSegments, Run, gather_tokens, met_tokens
 from hacpo_mega.models.architecture import Architecture
 
 # torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
@@ -76,21 +76,20 @@ def _attend_flash(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    if packed.key_places is not None:  # the kernel lets the last query of a segment see all of its keys
-        key_TKD, value_TKD = (gather_tokens(tensor, packed.key_places) for tensor in (key_TKD, value_TKD))
-    return varlen_attn(
-        query_TND,
-        key_TKD,
-        # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
-        value_TKD.contiguous(),
-        packed.cu_seqlens_q,
-        packed.cu_seqlens_kv,
-        packed.max_seqlen_q,
-        packed.max_seqlen_kv,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **GROUPED_HEADS,
-    )
+    # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
+    sources = key_TKD, value_TKD.contiguous()
+    with met_tokens(sources, packed.key_places) as met:  # the kernel lets the last query of a segment see all of them
+        return varlen_attn(
+            query_TND,
+            *met,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            **GROUPED_HEADS,
+        )
 
 
 def _attend_in_groups(
@@ -155,9 +154,10 @@ def _attend_prefixed(
     """Segments that meet the keys of a prompt before their own."""
     back_BQM = run.back_BQM
     sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
-    tensors = ((query_GND, run.query_BQ), (key_TKD, run.key_BM), (value_TKD, run.key_BM))
-    padded = (gather_tokens(tensor, of).transpose(1, 2) for tensor, of in tensors)
-    output = scaled_dot_product_attention(*padded, sees_BQM[:, None], scale=scale, enable_gqa=True)
+    query_BQND = gather_tokens(query_GND, run.query_BQ)
+    with met_tokens((key_TKD, value_TKD), run.key_BM) as met:
+        padded = (tensor.transpose(1, 2) for tensor in (query_BQND, *met))
+        output = scaled_dot_product_attention(*padded, sees_BQM[:, None], scale=scale, enable_gqa=True)
     return output.transpose(1, 2)[run.is_query_BQ]
 
 

@@ -107,10 +107,15 @@ def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     )
     model.requires_grad_(False)
     model.lora = lora
-    for adapter in adapters(model.architecture, model.chunks, model.pg_collection.pp.rank(), lora):
+    for adapter in _own_adapters(model):
         layer = model.get_submodule(adapter.module)
         layer.adapter = _layer_adapter(adapter, model, lora, seed)
         layer.register_forward_hook(_add_adapter)
+
+
+def _own_adapters(model: HiddenStateModel) -> Iterator[Adapter]:
+    pp = model.pg_collection.pp
+    return adapters(model.architecture, model.chunks, pp.size(), pp.rank(), model.lora)
 
 
 def _add_adapter(layer: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> tuple | None:
@@ -175,18 +180,14 @@ class HeldWeights:
         self._lora = model.lora
         self._shards = partial(actor_shards, architecture=model.architecture, **place_of(model))
         self._factors: dict[str, list[tuple[Slot, Rectangle]]] = {}
-        found = (
-            []
-            if model.lora is None
-            else adapters(model.architecture, model.chunks, model.pg_collection.pp.rank(), model.lora)
-        )
+        found = [] if model.lora is None else _own_adapters(model)
         for slot, held in self._shards([slot for each in found for slot in (each.down, each.up)]):
             self._factors.setdefault(held.source.name, []).append((slot, held))
 
     def shard(self, slot: Slot) -> Tensor:
         """This rank's shard of a parameter of the base, to be read."""
         parameter = self._parameters[slot.parameter].detach()
-        if all(factor_names(source.name)[0] not in self._factors for source in slot.sources):
+        if not any(self._adapts(source.name) for source in slot.sources):
             return parameter
         whole = parameter.clone()
         for _, held in self._shards([slot]):
@@ -196,12 +197,25 @@ class HeldWeights:
     def rectangle(self, parameter: str, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """The numbers at `offsets`, so many, of a Hugging Face tensor, inside of what a parameter holds of it."""
         weight = _part(_view(self._parameters[parameter].detach(), held), held, offsets, sizes)
-        down, up = factor_names(held.source.name)
-        if self._lora is None or down not in self._factors:
+        if not self._adapts(held.source.name):
             return weight
+        down, up = factor_names(held.source.name)
         up_NR = self._factor(up, (offsets[0], 0), (sizes[0], self._lora.rank))
         down_RM = self._factor(down, (0, offsets[1]), (self._lora.rank, sizes[1]))
         return merged(weight, up_NR, down_RM, self._lora.scale)
+
+    def stack(
+        self, parameter: str, held: Sequence[Rectangle], offsets: tuple[int, int], sizes: tuple[int, int]
+    ) -> Tensor:
+        """Of experts, which no adapter changes and whose matrices lie at equal distances in a parameter, the same
+        rectangle of each [experts, ...]."""
+        assert not self._adapts(held[0].source.name), held[0]
+        first = self.rectangle(parameter, held[0], offsets, sizes)
+        step = held[1].start - held[0].start if len(held) > 1 else first.numel()
+        return first.as_strided((len(held), *sizes), (step, *first.stride()))
+
+    def _adapts(self, name: str) -> bool:
+        return factor_names(name)[0] in self._factors
 
     def _factor(self, name: str, offsets: tuple[int, int], sizes: tuple[int, int]) -> Tensor:
         for slot, held in self._factors[name]:

@@ -253,7 +253,7 @@ def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: to
 class _Looped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        ctx.save_for_backward(rows_RK, weight_eNK)
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK)
         ctx.counts = counts
         output_RN = rows_RK.new_empty(len(rows_RK), weight_eNK.shape[1])
         for rows, weight_NK, output in zip(rows_RK.split(counts), weight_eNK, output_RN.split(counts), strict=True):
@@ -262,14 +262,22 @@ class _Looped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (rows_RK, weight_eNK), counts = ctx.saved_tensors, ctx.counts
-        grad_rows, grad_weight = torch.empty_like(rows_RK), torch.empty_like(weight_eNK)
-        parts = (rows_RK.split(counts), weight_eNK, grad_RN.split(counts), grad_rows.split(counts), grad_weight)
-        for rows, weight_NK, grad, into_rows, into_weight in zip(*parts, strict=True):
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (rows_RK, weight_eNK), grads = ctx.saved_tensors, grad_RN.split(ctx.counts)
+        grad_rows = grad_RN.new_empty(len(grad_RN), weight_eNK.shape[2])
+        for grad, weight_NK, into_rows in zip(grads, weight_eNK, grad_rows.split(ctx.counts), strict=True):
             torch.mm(grad, weight_NK, out=into_rows)
+        if rows_RK is None:
+            return grad_rows, None, None
+        grad_weight = torch.empty_like(weight_eNK)
+        for grad, rows, into_weight in zip(grads, rows_RK.split(ctx.counts), grad_weight, strict=True):
             torch.mm(grad.T, rows, out=into_weight)  # of no rows: zeros
         return grad_rows, grad_weight, None
+
+
+def _for_weight(ctx: FunctionCtx, rows_RK: torch.Tensor) -> torch.Tensor | None:
+    """What the gradient of the matrices needs, which frozen ones have not."""
+    return rows_RK if ctx.needs_input_grad[1] else None
 
 
 def grouped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
@@ -282,17 +290,18 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, ends_e: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows_RK, weight_eNK, ends_e)
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK, ends_e)
         if not len(rows_RK):
             return rows_RK.new_empty(0, weight_eNK.shape[1])
         return torch._grouped_mm(rows_RK, weight_eNK.transpose(1, 2), offs=ends_e)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         rows_RK, weight_eNK, ends_e = ctx.saved_tensors
-        if not len(rows_RK):
-            return torch.empty_like(rows_RK), torch.zeros_like(weight_eNK), None
+        if not len(grad_RN):
+            no_rows = grad_RN.new_empty(0, weight_eNK.shape[2])
+            return no_rows, None if rows_RK is None else torch.zeros_like(weight_eNK), None
         grad_RN = grad_RN.contiguous()
         grad_rows = torch._grouped_mm(grad_RN, weight_eNK, offs=ends_e)
-        return grad_rows, torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e), None
+        return grad_rows, None if rows_RK is None else torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e), None

@@ -37,7 +37,8 @@ def trained_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
     """The same of what is trained: under LoRA the factors of its adapters, else all."""
     if model.lora is None:
         return slots_of(model, pp_rank)
-    return adapter_slots(model.architecture, model.chunks, pp_rank, model.lora)
+    pp = model.config.pipeline_model_parallel_size
+    return adapter_slots(model.architecture, model.chunks, pp, pp_rank, model.lora)
 
 
 def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:

@@ -19,7 +19,8 @@ from hacpo_mega.megatron.lora import HeldWeights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import place_of, slots_of, sources_of
 from hacpo_mega.megatron.overlap import finish_gather
-from hacpo_mega.models.publish_plan import Piece, PublishPlan, Shard, actor_shards, shard_of
+from hacpo_mega.models.publish_plan import Piece, PublishPlan, actor_stacks, stack_of
+from hacpo_mega.models.shards import Shard
 
 # A piece's place in memory, at the rank that reads it or at the one that writes it.
 View = Callable[[Piece], torch.Tensor]
@@ -28,7 +29,7 @@ View = Callable[[Piece], torch.Tensor]
 class ActorShards:
     """What this rank's part of a model holds of the Hugging Face tensors.
 
-    shards      in a fixed order; their numbers are places in it
+    shards      in a fixed order; their numbers are places in it; experts' matrices are stacked
     published   every tensor of the whole model: name -> shape
     """
 
@@ -36,9 +37,9 @@ class ActorShards:
         self._model = model
         bare: HiddenStateModel = unwrapped(model)
         self._weights = HeldWeights(bare)
-        held = actor_shards(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **place_of(bare))
-        self._places = [(slot.parameter, rectangle) for slot, rectangle in held]
-        self.shards = tuple(shard_of(rectangle) for _, rectangle in self._places)
+        held = actor_stacks(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **place_of(bare))
+        self._places = [(slot.parameter, rectangles) for slot, rectangles in held]
+        self.shards = tuple(stack_of(rectangles) for _, rectangles in self._places)
         self.published = {source.name: source.shape for source in sources_of(bare)}
         self.dtype = bare.config.params_dtype
 
@@ -48,7 +49,12 @@ class ActorShards:
 
     def view(self, number: int, what: Shard) -> torch.Tensor:
         """The numbers of the rectangle `what`, which lies in the shard of this number; with adapters, a copy."""
-        return self._weights.rectangle(*self._places[number], what.offsets, what.sizes)
+        parameter, rectangles = self._places[number]
+        shard = self.shards[number]
+        if shard.member(0) == shard:
+            return self._weights.rectangle(parameter, rectangles[0], what.offsets, what.sizes)
+        first = what.offsets[0] - shard.offsets[0]
+        return self._weights.stack(parameter, rectangles[first:][: what.sizes[0]], what.offsets[1:], what.sizes[1:])
 
 
 @dataclass(frozen=True)

@@ -63,18 +63,19 @@ class Router(torch.nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """float32 logits, which keep their input as it is."""
+    """float32 logits, which keep their input as it is; of a frozen router, none."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden_nH, weight_EH)
+        ctx.save_for_backward(hidden_nH if ctx.needs_input_grad[1] else None, weight_EH)
         return hidden_nH.float() @ weight_EH.float().T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_nE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: FunctionCtx, grad_nE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden_nH, weight_EH = ctx.saved_tensors
-        return (grad_nE @ weight_EH.float()).type_as(hidden_nH), (grad_nE.T @ hidden_nH.float()).type_as(weight_EH)
+        grad_hidden = (grad_nE @ weight_EH.float()).type_as(weight_EH)
+        return grad_hidden, None if hidden_nH is None else (grad_nE.T @ hidden_nH.float()).type_as(weight_EH)
 
 
 def random_weight(config: TransformerConfig, rows: int, columns: int) -> torch.nn.Parameter:

@@ -76,7 +76,8 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
 
     with torch.no_grad():
         pipeline = _pipeline(model, batches)
-        return run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)[: len(batches)]
+        answers = run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)
+        return answers[-len(batches) :]
 
 
 def accumulate_gradients(
@@ -98,7 +99,7 @@ def accumulate_gradients(
 
     with reduction_inside_backward(model, has_samples=bool(batches)):
         if batches:
-            return run(forward_step_func=step, forward_only=False, **_pipeline(model, batches))[: len(batches)]
+            return run(forward_step_func=step, forward_only=False, **_pipeline(model, batches))[-len(batches) :]
         model.config.finalize_model_grads_func([model])
         return []
 
@@ -134,7 +135,8 @@ def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]
 def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:
     """What Megatron's schedules are told of the micro-batches, with or without gradients.
 
-    Where stages have several chunks, every chunk takes them once, in rounds of pp: the last is filled with empty ones.
+    Where stages have several chunks, every chunk takes them once, in rounds of pp: the first is filled with empty ones.
+    (In the last micro-batch every parameter must get a gradient, or its bucket is not reduced meanwhile.)
     """
     chunks = unwrapped(model).own_chunks
     config, missing = model.config, 0
@@ -142,7 +144,7 @@ def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> 
         missing = -len(batches) % config.pipeline_model_parallel_size
     cp = parallel_state.get_context_parallel_world_size()
     empty = [empty_microbatch(config.tensor_model_parallel_size * cp)] * missing
-    iterators = [itertools.chain(batches, empty) for _ in chunks]
+    iterators = [itertools.chain(empty, batches) for _ in chunks]
     return {
         "data_iterator": iterators if len(chunks) > 1 else iterators[0],
         "model": [model, *chunks[1:]],

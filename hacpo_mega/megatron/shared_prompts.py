@@ -7,11 +7,14 @@ Not here: which answers share a prompt (samples/packing.py), and attention itsel
 Shapes: T tokens in S segments, M keys of all segments, K key/value heads, D head size.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import embedding
 
 
@@ -120,3 +123,36 @@ def gather_tokens(tensor_TKD: torch.Tensor, places: torch.Tensor) -> torch.Tenso
     """The rows `places`, of any shape, of a tensor [T, K, D]: [*places, K, D]. Gradients of equal places add up."""
     # embedding: what index_select's gradient does on the CPU takes a call for every row.
     return embedding(places, tensor_TKD.flatten(1)).unflatten(-1, tensor_TKD.shape[1:])
+
+
+@contextmanager
+def met_tokens(
+    tensors: Sequence[torch.Tensor], places: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, ...] | Sequence[torch.Tensor]]:
+    """What segments meet of tensors [T, K, D]: their rows `places`, as in `gather_tokens`; None: themselves.
+
+    Who keeps them for backward keeps the T rows, and gathers them again: a prompt of 16,000 tokens that 16 answers
+    share would be 256,000 rows of every layer, which no limit of a micro-batch counts.
+    """
+    if places is None:
+        yield tensors
+        return
+    gathered = tuple(gather_tokens(tensor, places) for tensor in tensors)
+    of_storage = {
+        tensor.untyped_storage()._cdata: source.detach() for tensor, source in zip(gathered, tensors, strict=True)
+    }
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple:
+        source = of_storage.get(tensor.untyped_storage()._cdata)
+        if source is None:
+            return tensor.detach()  # an output that is kept as it is would keep itself
+        return source, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(kept: torch.Tensor | tuple) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        source, *view = kept
+        return gather_tokens(source, places).as_strided(*view)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield gathered

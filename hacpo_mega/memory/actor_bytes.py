@@ -122,10 +122,10 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     dense, experts = trained_parts(plan, stage)
     held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
     share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
-    chunks = _chunks(plan, stage)
+    chunks, in_flight = _chunks(plan, stage), chunks_in_flight(plan.layout, stage)
     layer = chunks[0][0][0]
-    with_experts = sum(count for layer, count in chunks[0] if layer.experts.kept)
-    worst = max(layer.experts.worst for layer, _ in chunks[0])
+    with_experts = max(sum(count for layer, count in chunk if layer.experts.kept) for chunk in chunks)
+    worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
     is_last, device = stage == plan.layout.pp - 1, plan.device
     of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
     head = head_bytes(*of_head, triton=device.triton_head) if is_last else 0
@@ -135,14 +135,13 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=chunks_in_flight(plan.layout, stage)
-        * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage)),
+        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage)),
         working=max(*(max(_in_layers(plan, chunk, is_last)) for chunk in chunks), head),
         forward=max(_forward(plan, layer, is_last) for chunk in chunks for layer, _ in chunk),
         # The square root of the second moment, of all parameters at once, of experts after the others.
         step=max(shares) * FLOAT32,
         own_gradient=share * FLOAT32 if plan.diagnoses else 0,
-        worst_experts=worst * ((plan.layout.pp - stage) * with_experts if plan.recompute == "none" else 1),
+        worst_experts=worst * (in_flight * with_experts if plan.recompute == "none" else 1),
     )
 
 
@@ -188,7 +187,7 @@ class _Layer:
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
-        experts = expert_bytes(a, plan.layout, tokens, number) if a.has_experts else ExpertBytes(0, 0, 0, 0)
+        experts = expert_bytes(a, plan.layout, tokens, number, are_trained=plan.lora is None)
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,

@@ -5,26 +5,25 @@ Not here: what else an actor holds (actor_bytes.py), how factors are cut (models
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters
+from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters, last_layer
 from hacpo_mega.models.segments import Cut, shard_shape
 
 
 @cache
 def num_factors(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
     """Numbers in the factors of one rank of pipeline stage `stage`."""
-    slots = adapter_slots(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
+    slots = adapter_slots(architecture, stage_layers(architecture.num_layers, layout), layout.pp, stage, lora)
     return sum(math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in slots)
 
 
 @cache
 def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
     """Numbers of the matrices of one rank of pipeline stage `stage` that adapters are merged into."""
-    found = adapters(architecture, stage_layers(architecture.num_layers, layout), stage, lora)
+    found = adapters(architecture, stage_layers(architecture.num_layers, layout), layout.pp, stage, lora)
     pairs = (pair for each in found for pair in zip(each.up.sources, each.down.sources, strict=True))
     return sum(up.shape[0] * down.shape[1] for up, down in pairs) // layout.tp
 
@@ -60,4 +59,4 @@ def kept_by_adapters(architecture: Architecture, tp: int, lora: Lora, block: str
 
 
 def _of_a_layer(architecture: Architecture, lora: Lora) -> Iterator[Adapter]:
-    return adapters(replace(architecture, num_layers=1), (1,), 0, lora)
+    return adapters(last_layer(architecture), (1,), 1, 0, lora)

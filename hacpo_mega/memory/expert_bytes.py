@@ -30,12 +30,18 @@ class ExpertBytes:
     worst: int
 
 
-def expert_bytes(a: Architecture, layout: Layout, own_tokens: int, number: int) -> ExpertBytes:
-    """Of `own_tokens` that a rank of cp has, whose tensor ranks have a part of them each, in numbers of so many bytes.
+def expert_bytes(
+    a: Architecture, layout: Layout, own_tokens: int, number: int, are_trained: bool = True
+) -> ExpertBytes:
+    """Of `own_tokens` that a rank of cp has, whose tensor ranks have a part of them each, in numbers of so many bytes;
+    of a dense model none.
 
     Backward takes the most where shares have met their rows, whose gradients are put in order; where the second matrix
-    gets its gradient; at the activation; where the first matrix gets its gradient.
+    gets its gradient; at the activation; where the first matrix gets its gradient. Frozen matrices (`are_trained`) have
+    none, and keep nothing of what they read.
     """
+    if not a.has_experts:
+        return ExpertBytes(0, 0, 0, 0)
     tokens, per_token, experts = own_tokens // layout.tp, a.experts_per_token, a.num_experts // layout.ep
     rows = tokens * per_token
     hidden, ffn = rows * a.hidden_size * number, rows * a.expert_ffn * number
@@ -44,12 +50,13 @@ def expert_bytes(a: Architecture, layout: Layout, own_tokens: int, number: int) 
     # Probabilities of all experts; shares before and after they add up to 1, their sum, the numbers of their experts.
     routing = tokens * (a.num_experts * FLOAT32 + per_token * (2 * FLOAT32 + INT64) + FLOAT32)
     orders = rows * INT64 * (3 if crosses else 1)
-    # Rows as they come, gate and up, their product, rows as they went back.
-    kept = routing + orders + 2 * hidden + 3 * ffn
+    # Gate and up, rows as they went back; rows as they come, and the product of gate and up.
+    kept = routing + orders + hidden + 2 * ffn + (hidden + ffn if are_trained else 0)
+    learnt = (ffn + down, 2 * ffn - hidden, 2 * down - ffn) if are_trained else (ffn, 3 * ffn - hidden)
     more = tokens * (layout.ep * min(per_token, experts) - per_token)
     return ExpertBytes(
         kept=kept,
-        working=max(2 * hidden, ffn + down, 2 * ffn - hidden, 2 * down - ffn),
+        working=max(2 * hidden, *learnt),
         forward=routing + (3 if crosses else 2) * hidden + 3 * ffn,
-        worst=more * ((a.hidden_size + 3 * a.expert_ffn) * number + 2 * INT64),
+        worst=more * ((are_trained * a.hidden_size + (2 + are_trained) * a.expert_ffn) * number + 2 * INT64),
     )

@@ -11,10 +11,10 @@ Names are peft's. Imports no torch. Not here: modules and merging (megatron/lora
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Cut, Slot, Source, segments, stage_slots
+from hacpo_mega.models.segments import Cut, Slot, Source, rank_slots, segments, stage_slots
 
 ALL_LINEAR = "all-linear"
 # The layers of Megatron that may have an adapter.
@@ -49,8 +49,13 @@ class Adapter:
 
 def target_names(architecture: Architecture) -> tuple[str, ...]:
     """Every name that a target may have in this model."""
-    layer = stage_slots(replace(architecture, num_layers=1), (1,), 0)
+    layer = stage_slots(last_layer(architecture), (1,), 0)
     return tuple(_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
+
+
+def last_layer(architecture: Architecture) -> Architecture:
+    """The model of that layer alone, as which all are where there may be adapters."""
+    return next(iter(architecture.kinds([architecture.num_layers - 1])))
 
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
@@ -73,10 +78,10 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Why this model cannot have these adapters on `tp` ranks, a line each."""
-    if architecture.has_experts:
-        yield "lora: adapters are for dense models, and this one has experts. Nearest: without lora"
+    if architecture.shared_ffn:
+        yield f"lora: a {architecture.family} model has shared experts, and none has adapters beside them. Nearest: no lora"
         return
-    for adapter in adapters(replace(architecture, num_layers=1), (1,), 0, lora):
+    for adapter in adapters(last_layer(architecture), (1,), 1, 0, lora):
         smallest = min(min(source.shape) for source in adapter.base.sources)
         if lora.rank > smallest:
             yield (
@@ -92,9 +97,11 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
             )
 
 
-def adapters(architecture: Architecture, stages: tuple[int, ...], pp_rank: int, lora: Lora) -> Iterator[Adapter]:
-    """The adapters of a pipeline stage, in a fixed order."""
-    for slot in stage_slots(architecture, stages, pp_rank):
+def adapters(
+    architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int, lora: Lora
+) -> Iterator[Adapter]:
+    """The adapters of a pipeline rank, in a fixed order; arguments as those of `rank_slots`."""
+    for slot in rank_slots(architecture, chunks, pp, pp_rank):
         chosen = tuple(n for n, source in enumerate(slot.sources) if _last(source) in lora.targets)
         if _layer_of(slot) and chosen:
             yield _adapter(slot, chosen, lora.rank)
@@ -112,14 +119,16 @@ def _adapter(base: Slot, chosen: tuple[int, ...], rank: int) -> Adapter:
     return Adapter(module, base, down, up)
 
 
-def adapter_slots(architecture: Architecture, stages: tuple[int, ...], pp_rank: int, lora: Lora) -> tuple[Slot, ...]:
-    """Both factors of every adapter of a pipeline stage."""
-    return tuple(slot for each in adapters(architecture, stages, pp_rank, lora) for slot in (each.down, each.up))
+def adapter_slots(
+    architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int, lora: Lora
+) -> tuple[Slot, ...]:
+    """Both factors of every adapter of a pipeline rank."""
+    return tuple(slot for each in adapters(architecture, chunks, pp, pp_rank, lora) for slot in (each.down, each.up))
 
 
 def adapter_sources(architecture: Architecture, lora: Lora) -> tuple[Source, ...]:
     """Every tensor of peft's adapter_model.safetensors, of the whole model."""
-    slots = adapter_slots(architecture, (architecture.num_layers,), 0, lora)
+    slots = adapter_slots(architecture, (architecture.num_layers,), 1, 0, lora)
     return tuple(source for slot in slots for source in slot.sources)
 
 

@@ -1,6 +1,6 @@
 """Who sends which numbers to whom, so that every engine of a cell has the weights of the actor: shard to shard.
 
-A shard is a rectangle of a Hugging Face tensor that a rank holds. The actor's are cut by Megatron (segments.py), the
+A shard is a rectangle of a tensor that a rank holds (shards.py). The actor's are cut by Megatron (segments.py), the
 engine's by vLLM's weight loaders (rollout/parts.py). Where they meet is a piece, which one rank reads and one writes,
 most often the same: a strided copy. Only the others cross the wire, in buckets. So the bytes of a publication are known
 before it. Imports no torch; not here: the exchange itself (megatron/publish.py), and where in memory a shard lies.
@@ -12,39 +12,15 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import Cut, Rectangle, Slot, gate_rows, padded_vocab_size, rectangles, shard_shape
+from hacpo_mega.models.shards import Shard, runs, stack_name, stacked
 
 BUCKET_BYTES = 1 << 28
 NUMBER = re.compile(r"\.\d+(?=\.)")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A rectangle of the Hugging Face tensor `name` that a rank holds."""
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Numbers."""
-        return math.prod(self.sizes)
-
-    def overlap(self, other: "Shard") -> "Shard | None":
-        """What both hold of the same tensor."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
-        sizes = tuple(end - start for start, end in zip(starts, ends))
-        return None if min(sizes) <= 0 else Shard(self.name, starts, sizes)
-
-    def __str__(self) -> str:
-        ranges = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
-        return f"{self.name}[{', '.join(ranges)}]"
 
 
 @dataclass(frozen=True)
@@ -134,42 +110,46 @@ def publish_plan(
         for number, shard in enumerate(shards):
             if shard.size:
                 holders[shard.name][shard].append((rank, number))
+    shared: dict[Shard, _Shared] = {}  # engines over fewer ranks than the cell has need the same
     pieces = []
     for rank, shards in enumerate(targets):
         for number, shard in enumerate(shards):
-            pieces += _pieces_of(shard, rank, number, holders.get(shard.name, {}))
+            if shard not in shared:
+                shared[shard] = _shared(shard, rank, holders.get(shard.name, {}))
+            for overlap, where in shared[shard]:
+                source, read = min(where, key=lambda holder: (abs(holder[0] - rank), holder))
+                pieces += _split(Piece(overlap, source, read, rank, number), bucket_bytes // itemsize)
     order = {name: place for place, name in enumerate(holders)}
-    pieces = [part for piece in pieces for part in _split(piece, bucket_bytes // itemsize)]
     pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
     return PublishPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
 
 
-def _pieces_of(
-    shard: Shard, rank: int, number: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]
-) -> Iterator[Piece]:
-    found = 0
-    for held, where in holders.items():
-        overlap = held.overlap(shard)
-        if overlap is None:
-            continue
-        source, read = min(where, key=lambda holder: (abs(holder[0] - rank), holder))
-        found += overlap.size
-        yield Piece(overlap, source, read, rank, number)
-    if found != shard.size:
+# What others hold of a shard: each rectangle, and the ranks and numbers of their shards that it lies in.
+_Shared = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
+
+
+def _shared(shard: Shard, rank: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]) -> _Shared:
+    """`rank` is one that needs the shard. ValueError unless each of its numbers is held in one way."""
+    found = [(overlap, where) for held, where in holders.items() if (overlap := held.overlap(shard)) is not None]
+    num_found = sum(overlap.size for overlap, _ in found)
+    if num_found != shard.size:
         raise ValueError(
             f"{shard}, which the engine of rank {rank} of the cell needs, has {shard.size} numbers, and the actor's "
-            f"shards have {found} of them: the actor and the engine were not built from the same config.json"
+            f"shards have {num_found} of them: the actor and the engine were not built from the same config.json"
         )
+    return found
 
 
 def _split(piece: Piece, limit: int) -> Iterator[Piece]:
-    """The same in blocks of rows of at most `limit` numbers, or single rows."""
+    """The same in blocks of at most `limit` numbers, cut along the first dimension that has several rows."""
     what = piece.what
-    rows = max(1, limit // max(1, what.size // what.sizes[0]))
-    for row in range(0, what.sizes[0], rows):
-        offsets = (what.offsets[0] + row, *what.offsets[1:])
-        sizes = (min(rows, what.sizes[0] - row), *what.sizes[1:])
-        yield Piece(Shard(what.name, offsets, sizes), piece.source, piece.read, piece.target, piece.written)
+    if what.size <= limit:
+        yield piece
+        return
+    dim = next((dim for dim, size in enumerate(what.sizes) if size > 1), 0)
+    rows = max(1, limit // (what.size // what.sizes[dim]))
+    for start in range(0, what.sizes[dim], rows):
+        yield from _split(replace(piece, what=what.part(dim, start, min(rows, what.sizes[dim] - start))), limit)
 
 
 def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]:
@@ -216,8 +196,21 @@ def actor_shards(
             yield slot, rectangle
 
 
-def shard_of(rectangle: Rectangle) -> Shard:
-    """The same, without its place in memory."""
+def actor_stacks(
+    slots: Sequence[Slot], architecture: Architecture, **place: int
+) -> Iterator[tuple[Slot, tuple[Rectangle, ...]]]:
+    """The same, with those together that are published as one shard (`stack_of`); `place` is that of actor_shards."""
+    held = list(actor_shards(slots, architecture, **place))
+    for run in runs((_shard_of(rectangle), slot.parameter, rectangle.start) for slot, rectangle in held):
+        yield held[run[0]][0], tuple(held[number][1] for number in run)
+
+
+def stack_of(rectangles: Sequence[Rectangle]) -> Shard:
+    """As what these are published, which are of neighbouring experts or a single one."""
+    return stacked([_shard_of(rectangle) for rectangle in rectangles])
+
+
+def _shard_of(rectangle: Rectangle) -> Shard:
     return Shard(rectangle.source.name, rectangle.offsets, rectangle.sizes)
 
 
@@ -247,11 +240,9 @@ def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: in
     """A part of what every expert computes between its two products."""
     named, size = architecture.kin.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
-    for source in slot.sources:
-        dim = int(source.name.endswith(f".{named.down}.weight"))
-        offsets, sizes = [0, 0], list(source.shape)
-        offsets[dim], sizes[dim] = size * rank, size
-        yield Shard(source.name, tuple(offsets), tuple(sizes))
+    for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
+        whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))
+        yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
 
 
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hacpo_mega.models.publish_plan import Shard
+from hacpo_mega.models.shards import Shard
 from hacpo_mega.models.weight_files import HEAD
 from hacpo_mega.rollout.expert_weights import experts_problem, packs_experts, take_experts
 from hacpo_mega.rollout.held_weights import EMBEDDING
 from hacpo_mega.rollout.host_process import quiet
-from hacpo_mega.rollout.parts import Part, Recording, record
+from hacpo_mega.rollout.parts import Part, Recording, record, stacked_parts
 from hacpo_mega.rollout.quantized_weights import Quantizing
 
 
@@ -44,7 +44,10 @@ class Reloading:
 
 
 class EngineWeights:
-    """The parameters of a live model that are written part by part."""
+    """The parameters of a live model that are written part by part.
+
+    parts   what is written, experts' matrices stacked; a part's number is its place here
+    """
 
     @classmethod
     def recorded(
@@ -69,12 +72,8 @@ class EngineWeights:
             if reason := self._problem(path, parts):
                 recording.leave([part.shard.name for part in parts], reason)
         self._recording = recording
+        self.parts = stacked_parts(recording.parts)
         self._packed = _packed_by_weight(model)
-
-    @property
-    def parts(self) -> list[Part]:
-        """What is written part by part; a part's number is its place here."""
-        return self._recording.parts
 
     @property
     def left_over(self) -> Mapping[str, str]:
@@ -98,6 +97,7 @@ class EngineWeights:
         """Leaves these over, too, and what is loaded into the same layers."""
         for name, reason in reasons.items():
             self._recording.leave([name], reason)
+        self.parts = stacked_parts(self._recording.parts)
 
     def _problem(self, path: tuple[str, str], parts: list[Part]) -> str | None:
         """Why a parameter cannot be written part by part; None where it can."""

@@ -139,14 +139,7 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
     """Trajectories as a message of wire.py with rows of ROW."""
-    rows = np.empty(len(trajectories), ROW)
-    for row, trajectory in zip(rows, trajectories):
-        rollout = trajectory.rollout
-        row["reward"], row["mean_logprob"] = trajectory.reward, trajectory.mean_logprob
-        row["engine_weight"] = trajectory.engine_weight
-        row["prompt_index"], row["rollout_index"] = rollout.prompt_index, rollout.rollout_index
-        row["agent"], row["num_scored"] = trajectory.agent, trajectory.num_scored
-        row["stop"], row["verdict"] = rollout.stop, trajectory.verdict
+    rows = np.array([_row(trajectory) for trajectory in trajectories], ROW)
     tokens = [trajectory.rollout.token_ids for trajectory in trajectories]
     return wire.encode(wire.Table(rows, tokens, [_text_of(trajectory) for trajectory in trajectories]))
 
@@ -155,7 +148,7 @@ def decode(message: bytes, sender: str) -> list[Trajectory]:
     """The trajectories in a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     trajectories = []
     table = wire.decode(message, ROW, sender)
-    for row, token_ids, text in zip(table.rows, table.tokens, table.texts):
+    for row, token_ids, text in zip(table.rows.tolist(), table.tokens, table.texts):  # a column at a time is slow
         try:
             trajectories.append(_from_row(row, token_ids, text))
         except (ValueError, AssertionError) as error:
@@ -198,17 +191,17 @@ def _text_of(trajectory: Trajectory) -> str:
     return text
 
 
-def _from_row(row: np.void, token_ids: np.ndarray, text: str) -> Trajectory:
-    rollout = Rollout(int(row["prompt_index"]), int(row["rollout_index"]), token_ids, text, Stop(int(row["stop"])))
-    return Trajectory(
-        agent=int(row["agent"]),
-        rollout=rollout,
-        verdict=Verdict(int(row["verdict"])),
-        reward=float(row["reward"]),
-        mean_logprob=float(row["mean_logprob"]),
-        num_scored=int(row["num_scored"]),
-        engine_weight=float(row["engine_weight"]),
-    )
+def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, int, int, int]:
+    """The fields of ROW."""
+    rollout, scored = trajectory.rollout, (trajectory.mean_logprob, trajectory.engine_weight)
+    place = rollout.prompt_index, rollout.rollout_index, trajectory.agent, trajectory.num_scored
+    return trajectory.reward, *scored, *place, rollout.stop, trajectory.verdict
+
+
+def _from_row(row: tuple, token_ids: np.ndarray, text: str) -> Trajectory:
+    reward, mean_logprob, engine_weight, prompt_index, rollout_index, agent, num_scored, stop, verdict = row
+    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop))
+    return Trajectory(agent, rollout, Verdict(verdict), reward, mean_logprob, num_scored, engine_weight)
 
 
 def _named(keys: Counter) -> str:

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from hacpo_mega.models.publish_plan import Shard
+from hacpo_mega.models.shards import STAR, Shard
 from hacpo_mega.rollout.expert_weights import expert_halves, experts_problem, holds_experts
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
@@ -34,7 +34,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What an engine has of a published tensor.
+    """What an engine has of a published tensor, or of that of all experts (models/shards.py).
 
     own         its own tensor, which may hold parts of others too
     is_packed   whether that comes out of a product, which shows finite numbers alone
@@ -95,15 +95,14 @@ def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
     halves = cache(lambda: expert_halves(module))
     names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
     size = module.intermediate_size_per_partition
-    for expert in range(module.local_num_experts):
-        for place, name in enumerate(names):
-            cut = Cut(int(place == 2), module.moe_config.tp_rank * size, size)
-            own = partial(_one_of, halves, place, expert)
-            yield HeldPart(f"{parent}.{expert}.{name}.weight", cut, own, is_packed=False)
+    for place, name in enumerate(names):
+        cut = Cut(2 if place == 2 else 1, module.moe_config.tp_rank * size, size)
+        own = partial(_one_of, halves, place)
+        yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, own, is_packed=False)
 
 
-def _one_of(halves: Callable[[], Sequence[Tensor]], place: int, expert: int) -> Tensor:
-    return halves()[place][expert]
+def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
+    return halves()[place]
 
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:

@@ -7,15 +7,16 @@ those tensors are left over, each with the reason. It gets vLLM's model handed i
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hacpo_mega.models.publish_plan import Shard, said_whole
+from hacpo_mega.models.publish_plan import said_whole
+from hacpo_mega.models.shards import Shard, runs, stacked
 from hacpo_mega.models.weight_files import CORRECTION
 
 # The vLLM of the locks, whose loaders the tests have followed.
@@ -73,6 +74,19 @@ class Recording:
             layers = layers.union(*(self.spoilt.get(name, ()) for name in self.left_over))
             names = {part.shard.name for part in self.parts if part.layer in layers} - self.left_over.keys()
         self.parts = [part for part in self.parts if part.shard.name not in self.left_over]
+
+
+def stacked_parts(parts: Sequence[Part]) -> list[Part]:
+    """The same, with those of experts that lie at equal distances in one parameter as one."""
+    found = []
+    for run in runs((part.shard, (part.path, part.strides), part.offset) for part in parts):
+        those = [parts[number] for number in run]
+        first, shard = those[0], stacked([part.shard for part in those])
+        if shard != first.shard:
+            step = those[1].offset - first.offset if len(those) > 1 else first.shard.size
+            first = replace(first, shard=shard, strides=(step, *first.strides))
+        found.append(first)
+    return found
 
 
 class _Copies(TorchFunctionMode):

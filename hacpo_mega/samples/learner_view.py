@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -89,26 +89,63 @@ def learner_view(
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     samples = []
     trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # a tensor is slow to index one by one
+    readings = _readings(pool, trains, learner, codec, rules)
     for p, prompt in enumerate(pool.prompts):
         prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
         for j, group in enumerate(pool.trajectories_PNG[p]):
-            if j != learner and not rules.shares_answers:
+            is_self = j == learner
+            if not is_self and not rules.shares_answers:
                 continue
             for g, trajectory in enumerate(group):
                 if not trains[p][j][g]:
                     tallies[j]["num_zero_advantage" if trajectory.is_judged else "num_unjudged"] += 1
                     continue
-                answer_ids = _answer_ids(trajectory, j == learner, codec, rules, tallies[j])
+                answer_ids = _answer_ids(trajectory, is_self, codec, rules, readings, tallies[j])
                 if answer_ids is not None:
                     advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
-                    own = own_scores.get((prompt.index, trajectory.rollout.rollout_index)) if j == learner else None
-                    is_self = j == learner
+                    own = own_scores.get((prompt.index, trajectory.rollout.rollout_index)) if is_self else None
                     samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, own, rules))
     return samples, tuple(ViewCounts(**tally) for tally in tallies)
 
 
+class Reading(NamedTuple):
+    """A text in the learner's tokens, None where it has none for it; and what these read as, nothing where one steers
+    the model: that is no change of the text but worse, and counted by itself.
+    """
+
+    ids: tuple[int, ...] | None
+    text: str | None
+
+
+def _readings(
+    pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ViewRules
+) -> dict[str, Reading]:
+    """How the learner reads each text that it may take from another tokenizer: all at once, equal ones once."""
+    foreign = [j for j, source in enumerate(rules.sources) if j != learner and not _are_twins(source, codec)]
+    texts = {
+        trajectory.rollout.text: None
+        for p, group_N in enumerate(pool.trajectories_PNG)
+        for j in (foreign if rules.shares_answers else ())
+        for g, trajectory in enumerate(group_N[j])
+        if trains[p][j][g] and REPLACEMENT not in trajectory.rollout.text
+    }
+    ids = codec.encode_answers(list(texts))
+    steers = [found is None or not codec.control_ids.isdisjoint(found) for found in ids]
+    read = [None if steer else codec.decode_answer(found) for found, steer in zip(ids, steers)]
+    return dict(zip(texts, map(Reading, ids, read)))
+
+
+def _are_twins(source: TextCodec, codec: TextCodec) -> bool:
+    return source.fingerprint == codec.fingerprint
+
+
 def _answer_ids(
-    trajectory: Trajectory, is_self: bool, codec: TextCodec, rules: ViewRules, tally: Counter[str]
+    trajectory: Trajectory,
+    is_self: bool,
+    codec: TextCodec,
+    rules: ViewRules,
+    readings: Mapping[str, Reading],
+    tally: Counter[str],
 ) -> np.ndarray | None:
     """The answer in the learner's tokens, or None when it is not trained on; counts which and why."""
     rollout = trajectory.rollout
@@ -122,8 +159,12 @@ def _answer_ids(
     if not is_self and not _is_finite(trajectory):
         tally["num_not_finite"] += 1
         return None
-    ids = rollout.token_ids if is_self else _in_own_tokens(trajectory, codec, rules, tally)
-    tally["num_undecodable"] += not _is_shown(trajectory, rules) or REPLACEMENT in rollout.text
+    is_shown = rules.sources[trajectory.agent].shows(_sampled(rollout))
+    tally["num_undecodable"] += not is_shown or REPLACEMENT in rollout.text
+    if is_self:
+        ids = rollout.token_ids
+    else:  # one of the learner's tokenizer is held back, too: its model may have no row for an id that is no token
+        ids = _in_own_tokens(trajectory, codec, rules, readings, tally) if is_shown else None
     if ids is not None:
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
@@ -139,25 +180,22 @@ def _sampled(rollout: Rollout) -> np.ndarray:
     return rollout.token_ids[:-1] if rollout.stop == Stop.EOS else rollout.token_ids
 
 
-def _is_shown(trajectory: Trajectory, rules: ViewRules) -> bool:
-    return rules.sources[trajectory.agent].shows(_sampled(trajectory.rollout))
-
-
 def _in_own_tokens(
-    trajectory: Trajectory, codec: TextCodec, rules: ViewRules, tally: Counter[str]
+    trajectory: Trajectory,
+    codec: TextCodec,
+    rules: ViewRules,
+    readings: Mapping[str, Reading],
+    tally: Counter[str],
 ) -> np.ndarray | None:
     rollout = trajectory.rollout
-    # a learner of the same tokenizer leaves these out too: its model may have no row for an id that is no token
-    if not _is_shown(trajectory, rules):
-        return None
-    is_twin = rules.sources[trajectory.agent].fingerprint == codec.fingerprint
-    text_ids = _sampled(rollout) if is_twin else _reencoded(rollout.text, codec, rules, tally)
+    is_twin = _are_twins(rules.sources[trajectory.agent], codec)
+    text_ids = _sampled(rollout).tolist() if is_twin else _reencoded(rollout.text, readings, rules, tally)
     if text_ids is None:
         return None
-    if not codec.control_ids.isdisjoint(text_ids.tolist()):
+    if not codec.control_ids.isdisjoint(text_ids):
         tally["num_control_tokens"] += 1
         return None
-    ids = np.append(text_ids, np.int32(codec.eos_id)) if rollout.stop == Stop.EOS else text_ids
+    ids = np.array([*text_ids, codec.eos_id] if rollout.stop == Stop.EOS else text_ids, dtype=np.int32)
     if is_twin:
         return ids
     if len(ids) > rules.max_answer_tokens:
@@ -168,21 +206,20 @@ def _in_own_tokens(
     return ids
 
 
-def _reencoded(text: str, codec: TextCodec, rules: ViewRules, tally: Counter[str]) -> np.ndarray | None:
+def _reencoded(
+    text: str, readings: Mapping[str, Reading], rules: ViewRules, tally: Counter[str]
+) -> tuple[int, ...] | None:
     """The text in the learner's tokens, or None where it has none for it, or they read differently."""
     if REPLACEMENT in text:
         return None
-    try:
-        ids = codec.encode_answer(text, ended=False)
-    except ValueError:
+    ids, read = readings[text]
+    if ids is None:
         tally["num_unencodable"] += 1
         return None
-    # a control token is not a change of the text but worse, and counted by itself
-    is_compared = codec.control_ids.isdisjoint(ids)
-    is_changed = is_compared and codec.decode_answer(ids) != text
-    tally["num_compared"] += is_compared
+    is_changed = read is not None and read != text
+    tally["num_compared"] += read is not None
     tally["num_changed"] += is_changed
-    return None if is_changed and not rules.trains_changed else np.array(ids, dtype=np.int32)
+    return None if is_changed and not rules.trains_changed else ids
 
 
 def _sample(

@@ -14,16 +14,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.chat_messages import contents, lost_message, tools_of
-from hacpo_mega.config.prompting import TRIALS
+from hacpo_mega.config.chat_messages import contents, lost_message
 from hacpo_mega.models.folder import read_config, read_json
 from hacpo_mega.models.tokenizer_files import PLAIN_CLASSES
+from hacpo_mega.samples.chat_templates import check_chat_template, rendered
 
 PAD, EOS = "<pad>", "<eos>"
 # Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
@@ -31,6 +30,7 @@ PAD, EOS = "<pad>", "<eos>"
 CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
 PROBES = ("x", "1", "a")
 ANCHORS = ("=", "\n", "a", "1")
+PLAIN = {"add_special_tokens": False, "split_special_tokens": True}
 # How much of a long prompt is encoded to see that it is too long, for each token that it may have; text has about 4.
 CHARACTERS_OF_A_TOKEN = 16
 
@@ -133,7 +133,7 @@ class TextCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
         """ValueError when the tokenizer has no chat template, or one that does not read what it is given."""
         if prompting.chat_template:
-            _check_chat_template(tokenizer, prompting)
+            check_chat_template(tokenizer, prompting)
         self.tokenizer = tokenizer
         self.prompting = prompting
         self.eos_id: int = tokenizer.eos_token_id
@@ -209,6 +209,18 @@ class TextCodec:
                 return ids[len(anchor_ids) :] + end
         return self._plain_ids(text) + end
 
+    def encode_answers(self, texts: Sequence[str]) -> list[tuple[int, ...] | None]:
+        """What `encode_answer` gives for each text that has not ended, mostly in one call; None where it raises."""
+        (anchor, start), *_ = (*self._anchors, ("", ()))
+        try:
+            found = self.tokenizer([anchor + text for text in texts], **PLAIN).input_ids if texts else []
+        except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
+            found = [None] * len(texts)
+        return [
+            tuple(ids[len(start) :]) if text and ids and tuple(ids[: len(start)]) == start else self._tried(text)
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
     def decode_answer(self, ids: Sequence[int]) -> str:
         """The text of an answer's ids, without special tokens; the first space is kept, nothing is cleaned up."""
         if not self._anchors:
@@ -221,13 +233,12 @@ class TextCodec:
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return tuple(self.decode_answer([token]) or str(name) for token, name in zip(ids, names, strict=True))
 
-    def has_tokens(self, ids: np.ndarray) -> bool:
-        """Whether every id is a token; a model may have more rows than its tokenizer has tokens, and sample those."""
-        return bool(np.all(ids < len(self._has_token_V)) and self._has_token_V[ids].all())
-
     def shows(self, ids: np.ndarray) -> bool:
-        """Whether the text of these ids shows them all: ids without a token and control tokens leave no trace in it."""
-        return self.has_tokens(ids) and self.control_ids.isdisjoint(ids.tolist())
+        """Whether the text of these ids shows them all: control tokens leave no trace in it, nor do ids that are no
+        token, which a model with more rows than its tokenizer has tokens may sample.
+        """
+        known = self._has_token_V.take(ids, mode="clip").all() and ids.max(initial=0) < len(self._has_token_V)
+        return bool(known) and self.control_ids.isdisjoint(ids.tolist())
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         return self._checked(text, self._encode(self._as_read(text), **self._prompt_options))
@@ -238,7 +249,7 @@ class TextCodec:
             return self.prompting.without_template(text)
         for content in contents(text):
             self._refuse_control_texts(content)
-        read = _rendered(self.tokenizer, self.prompting, text)
+        read = rendered(self.tokenizer, self.prompting, text)
         if lost := lost_message(text, read):
             raise ValueError(f"the chat template of {self.tokenizer.name_or_path} {lost}")
         return read
@@ -278,7 +289,13 @@ class TextCodec:
             raise ValueError(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
 
     def _plain_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._encode(text, add_special_tokens=False, split_special_tokens=True)) if text else ()
+        return tuple(self._encode(text, **PLAIN)) if text else ()
+
+    def _tried(self, text: str) -> tuple[int, ...] | None:
+        try:
+            return self.encode_answer(text, ended=False)
+        except ValueError:
+            return None
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -299,31 +316,6 @@ class TextCodec:
     def _find_anchors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         usable = [a for a in ANCHORS if self._can_write(a) or self._text(self._plain_ids(a)) == a]
         return tuple((anchor, self._plain_ids(anchor)) for anchor in usable)
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
-    given = {**prompting.template_kwargs, **({"tools": tools} if (tools := tools_of(text)) else {})}
-    try:
-        return tokenizer.apply_chat_template(
-            prompting.messages(text), add_generation_prompt=True, tokenize=False, **given
-        )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
-    except Exception as error:  # a template is a program: whatever it raises is its fault
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} fails with {what}") from error
-
-
-def _check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting) -> None:
-    """A template ignores in silence what it does not know: a misspelled argument, a system prompt."""
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"chat_template is on, but the tokenizer of {tokenizer.name_or_path} has none; "
-            "switch it off for a base model, or add chat_template.jinja to the folder"
-        )
-    texts = [_rendered(tokenizer, prompting, probe) for probe in TRIALS]
-    if problem := prompting.template_problem(str(tokenizer.chat_template), texts):
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} {problem}")
 
 
 def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:

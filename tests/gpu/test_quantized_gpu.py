@@ -12,7 +12,7 @@ SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "ffn_size": 512, "t
 @pytest.mark.parametrize("kind", ["fp8", "fp8_per_channel", "fp8_per_block"])
 def test_what_is_published_is_what_a_fresh_load_makes(kind, tmp_path):
     folder = make_model(tmp_path / "model", "qwen2", **SIZES)
-    run_script("quantized_job", 1, folder, tmp_path, kind, 1, 1, 1)
+    run_script("quantized_job", 1, folder, tmp_path, kind, 1, 1, 1, 0)
     seen = torch.load(tmp_path / "0.pt", weights_only=False)
     assert seen["left over"] == {}
     assert seen["differences"] == [[], []] and seen["behind"] and seen["mended"] == []

@@ -136,10 +136,10 @@ def test_what_a_killed_run_was_writing_is_gone(resumed):
     assert sorted(path.name for path in (resumed / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
 
 
-def test_a_new_run_branches_off_with_only_num_steps_changed(undisturbed):
+def test_a_new_run_branches_off_and_may_have_its_state_in_host_memory(undisturbed):
     """It does step 3 as the run did that it comes from, evaluation aside: it is its last."""
     run, branch = undisturbed.parent / "run", undisturbed.parent / "branch"
-    overrides = (f"run_dir={branch}", "num_steps=3")
+    overrides = (f"run_dir={branch}", "num_steps=3", "agents.*.offload=optimizer")
     run_command(NUM_RANKS, "train", undisturbed, *overrides, "--from", folder_of(run, 2))
     steps = read_metrics(branch / "metrics.jsonl")
     expected = read_metrics(run / "metrics.jsonl")[3].values

@@ -1,4 +1,4 @@
-"""A whole run with an agent of experts, which two ranks share, beside one without: trained, resumed, exported.
+"""A whole run with an agent of experts, which two ranks share, beside one of adapters: trained, resumed, exported.
 
 It reduces gradients inside backward, gathers weights during forward and has its optimizer away while its engine, which
 is over both ranks, answers.
@@ -18,6 +18,7 @@ from hacpo_mega.logbook.metrics import read_metrics
 
 pytestmark = pytest.mark.nightly
 
+LORA = {"rank": 4, "alpha": 8.0}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 
 
@@ -27,7 +28,7 @@ def config(tmp_path_factory) -> Path:
     layout = {"tp": 2, "ep": 2, "data_parallel": OVERLAP, "offload": "optimizer"}
     agents = [
         agent_table(folder, "sparse", "qwen3_moe", CHARACTERS, **layout),
-        agent_table(folder, "dense", "llama", CHARACTERS + PAIRS),
+        agent_table(folder, "dense", "llama", CHARACTERS + PAIRS, lora=LORA),
     ]
     training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
     checkpoint = {"every_steps": 1, "keep_every": 1}
@@ -67,6 +68,18 @@ def test_a_run_in_two_parts_is_the_same_bit_for_bit(config, undisturbed):
     shards = [path for path in one.files if path.endswith(".distcp")]
     assert len(shards) == 3
     assert [other.files[path] for path in shards] == [one.files[path] for path in shards]
+
+
+def test_engines_on_ranks_of_their_own_change_no_bit(config, undisturbed):
+    """Experts go from two ranks to an engine over two others, merged adapters to one; all of it is verified."""
+    run_dir = config.parent / "apart"
+    counts = ("agents.sparse.rollout_gpus=2", "agents.dense.rollout_gpus=1")
+    train(config, f"run_dir={run_dir}", "placement=apart", "agents.sparse.offload=none", *counts)
+    one, other = (read_metrics(run / "metrics.jsonl") for run in (undisturbed, run_dir))
+    assert [step.values for step in other.values()] == [step.values for step in one.values()]
+    for name in ("sparse", "dense"):
+        found, expected = (load_file(run / "agents" / name / "model.safetensors") for run in (run_dir, undisturbed))
+        assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected), name
 
 
 def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):

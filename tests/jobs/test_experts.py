@@ -1,7 +1,7 @@
 """Actors with experts: scores, gradients, clipping and files on every layout, against Hugging Face in float64.
 
 Gradients are read off the weights after a step of plain gradient descent, and named as Hugging Face saves them.
-unit/test_moe.py looks at a layer alone, test_expert_checkpoints.py at what is stored and at options.
+unit/test_moe.py looks at a layer alone, test_expert_options.py at what is stored and at options.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ from tiny_models import make_model
 
 from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.megatron.router import Router
 from hacpo_mega.models.weight_files import CORRECTION
+from hacpo_mega.samples.packing import input_length
 
 pytestmark = pytest.mark.nightly
 
@@ -73,8 +75,11 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     actor.save_hf(export)
     mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (NUM_RANKS // cells)]
     gradient, stats = gradient_by_descent(actor, lambda: actor.learn(mine, objective))
+    routers = [module for module in actor.model.modules() if isinstance(module, Router)]
+    tokens = stats.num_tokens, sum(input_length(sample) for sample in mine if sample.num_trained)
     return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
-            "norm": stats.grad_norm, "experts": stats.experts, "export": export}  # fmt: skip
+            "norm": stats.grad_norm, "experts": stats.experts, "export": export, "tokens": tokens,
+            "pairs": [int(router.load_E.sum()) for router in routers]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +133,24 @@ def test_the_norm_that_clips_is_of_both_parts(seen, expected, name, layout):
 
 @EACH
 def test_the_load_of_experts_is_the_same_on_every_rank(seen, name, layout):
-    """Of other layouts it is that, but for the few tokens that fill a micro-batch up."""
-    num_experts, expected = MODELS[name]["num_experts"], seen[name, (2, 2, 1, 2)][0]["experts"]
+    """Of other layouts that read a prompt as often it is that, but for the few tokens that fill a micro-batch up."""
+    alike = next(other for model, other in RUNS if model == name and (other[1] == 1) == (layout[1] == 1))
+    num_experts, expected = MODELS[name]["num_experts"], seen[name, alike][0]["experts"]
     for found in seen[name, layout]:
         experts = found["experts"]
         assert experts == seen[name, layout][0]["experts"]
         assert 1 / num_experts < experts.fullest_share == pytest.approx(expected.fullest_share, abs=0.02)
         assert 1.0 > experts.entropy == pytest.approx(expected.entropy, abs=0.02)
+
+
+def test_a_shared_prompt_is_routed_once(seen):
+    """Every token that is read goes to three experts of a layer once, and prompts are read fewer times than answers."""
+    for found in seen["qwen3_moe", (1, 1, 1, 1)]:
+        read, if_apart = found["tokens"]
+        assert found["pairs"] == [3 * read] * 2 and read <= if_apart
+    assert sum(found["tokens"][0] for found in seen["qwen3_moe", (1, 1, 1, 1)]) < sum(
+        found["tokens"][1] for found in seen["qwen3_moe", (1, 1, 1, 1)]
+    )
 
 
 @EACH

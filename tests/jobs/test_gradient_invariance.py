@@ -90,7 +90,7 @@ def alone():
 
 @pytest.fixture(scope="module")
 def by_layout(folders, samples):
-    """(ranks, tp, cp, pp) -> {model: (gradient, update stats) of every rank}; one job has the fast layouts."""
+    """(ranks, tp, cp, pp) -> {model: (gradient, update stats) of every rank}; one job for all of so many ranks."""
 
     @functools.cache
     def visit(layouts):
@@ -98,7 +98,7 @@ def by_layout(folders, samples):
         return {key: [answer[key] for answer in answers] for key in answers[0]}
 
     def find(*layout):
-        found = visit(tuple(FAST) if layout in FAST else (layout,))
+        found = visit(tuple(other for other in (FAST if layout in FAST else OTHERS) if other[0] == layout[0]))
         return {key: answers for (of, key), answers in found.items() if of == layout}
 
     return find

@@ -1,7 +1,4 @@
-"""Offload and turns on shared devices change no bit: of an actor and its checkpoints, and of whole runs.
-
-The runs take up each other's steps.
-"""
+"""Offload and turns on shared devices change no bit: of an actor and its checkpoints, and of whole runs."""
 
 import gzip
 import json
@@ -10,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from actor_cases import objective, random_samples
-from job import run_command, run_group, run_script
+from job import run_group, run_script
 from offload_cases import kept, num_bytes, play
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
@@ -165,15 +162,6 @@ def offloading(plain) -> Path:
 
 
 @pytest.fixture(scope="module")
-def branched(plain) -> Path:
-    """The folder of a run with offload that goes on where the one without was after two steps."""
-    run_dir = plain.parent / "branched"
-    overrides = (*WATCHED, f"run_dir={run_dir}", OFFLOAD)
-    run_command(3, "train", plain, *overrides, "--from", folder_of(plain.parent / "run", 2))
-    return run_dir
-
-
-@pytest.fixture(scope="module")
 def shared(plain) -> Path:
     """The folder of the same run, whose agents take turns for two steps and no more; the second is traced."""
     run_dir, noted = plain.parent / "shared", plain.parent / "noted in turns"
@@ -184,21 +172,13 @@ def shared(plain) -> Path:
     return run_dir
 
 
-@pytest.fixture(scope="module")
-def shared_later(plain) -> Path:
-    """The folder of a run whose agents take turns from where those of the one without were after two steps."""
-    run_dir = plain.parent / "shared_later"
-    overrides = (*WATCHED, f"run_dir={run_dir}", SHARED, "checkpoint.asynchronous=false")
-    run_command(3, "train", plain, *overrides, "--from", folder_of(plain.parent / "run", 2))
-    return run_dir
+@pytest.mark.parametrize("how", ["offloading", "shared"])
+def test_a_run_of_which_something_leaves_is_the_run_without(how, plain, request):
+    """Metrics, answers, every shard of every checkpoint, and what is exported; an evaluation more where it stopped.
 
-
-@pytest.mark.parametrize(
-    "how, steps", [("offloading", [1, 2, 3]), ("branched", [3]), ("shared", [1, 2, 3]), ("shared_later", [3])]
-)
-def test_a_run_of_which_something_leaves_is_the_run_without(how, steps, plain, request):
-    """Metrics, answers, every shard of every checkpoint, and what is exported; an evaluation more where it stopped."""
-    run, other = plain.parent / "run", request.getfixturevalue(how)
+    Such runs take up others' steps in test_checkpoint.py (with offload) and in test_three_agents.py (in turns).
+    """
+    run, other, steps = plain.parent / "run", request.getfixturevalue(how), [1, 2, 3]
     assert committed_steps(other) == steps
     expected, metrics = (read_metrics(folder / "metrics.jsonl") for folder in (run, other))
     for step in steps:

@@ -23,9 +23,10 @@ from hacpo_mega.megatron.publish import ActorShards, Exchange
 from hacpo_mega.megatron.reshard import full_tensors
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.publish_plan import Shard, engine_shards, publish_plan
+from hacpo_mega.models.layout import VIRTUAL, Layout
+from hacpo_mega.models.publish_plan import engine_shards, publish_plan
 from hacpo_mega.models.segments import stage_slots
+from hacpo_mega.models.shards import Shard, stack_name
 
 MODELS = {
     "dense tied": {"family": "qwen3", "tied": True},
@@ -34,22 +35,29 @@ MODELS = {
     "experts": {"family": "qwen3_moe", "tied": False, "ffn_size": 32, "num_experts": 8},
 }
 SIZES = (1, 2, 4)
-LAYOUTS = [layout for layout in itertools.product(SIZES, repeat=2) if layout[0] * layout[1] <= 4]
-CASES = [(model, layout, 1) for model, layout in itertools.product(MODELS, LAYOUTS) if model != "experts"]
-CASES += [("experts", (2, 2), 2), ("experts", (4, 1), 2), ("experts", (4, 1), 4)]
+LAYOUTS = [Layout(tp=tp, pp=pp) for tp, pp in itertools.product(SIZES, repeat=2) if tp * pp <= 4]
+CASES = [("dense tied", layout) for layout in LAYOUTS]
+CASES += itertools.product(["dense untied", "one key/value head"], [each for each in LAYOUTS if each.cell_size == 4])
+CASES += [("experts", Layout(tp=tp, pp=4 // tp, ep=ep)) for tp, ep in ((2, 2), (4, 2), (4, 4))]
+CASES += [("experts", Layout(tp=2, cp=2, ep=4)), ("dense tied", Layout(tp=1, cp=2, pp=2))]
+CASES += [("dense untied", Layout(tp=2, cp=2)), ("dense tied", Layout(tp=1, pp=4, vpp=2))]
 BUCKET_BYTES = 20_000
 
 
-def publish_everywhere(folder: Path, tp: int, pp: int, ep: int) -> list[dict[str, object]]:
+def publish_everywhere(folder: Path, layout: Layout) -> list[dict[str, object]]:
     """Into engines of every size that a cell can have."""
-    architecture = Architecture.from_folder(folder)
-    initialize_parallel(tp, pp, seed=1, ep=ep if architecture.has_experts else None)
-    model = build_model(architecture, tp=tp, pp=pp, ep=ep, dtype=torch.float32, max_positions=64)
+    architecture, sizes = Architecture.from_folder(folder), {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    initialize_parallel(**sizes, seed=1, ep=layout.ep if architecture.has_experts else None)
+    chunks = {} if layout.vpp == 1 else {VIRTUAL: layout.vpp}
+    model = build_model(architecture, **sizes, ep=layout.ep, dtype=torch.float32, max_positions=64, overrides=chunks)
     load_hf_weights(model, folder)
-    full = {name: tensor.clone() for name, tensor in full_tensors(model)}
+    full: dict[str, torch.Tensor] = {}
+    for name, tensor in full_tensors(model):
+        stack = stack_name(name)
+        full[stack] = tensor.clone() if stack == name else torch.stack([*full.get(stack, ()), tensor])
     found = []
-    for engine_tp in [size for size in SIZES if size <= tp * pp]:
-        least = least_received(architecture, Layout(tp=tp, pp=pp, ep=ep), engine_tp)
+    for engine_tp in [size for size in SIZES if size <= layout.cell_size]:
+        least = least_received(architecture, layout, engine_tp)
         found.append(publish(model, architecture, full, engine_tp, [4 * numbers for numbers in least]))
     parallel_state.destroy_model_parallel()
     return found
@@ -59,7 +67,7 @@ def publish(
     model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int, least: list[int]
 ) -> dict[str, object]:
     """`least` by rank of a cell."""
-    group = parallel_state.get_model_parallel_group()
+    group = cell_group()
     own, spans, rank = ActorShards(model), Spans(), group.rank()
     slots = stage_slots(architecture, (architecture.num_layers,), 0)
     mine = list(engine_shards(slots, architecture, tp=engine_tp, rank=rank % engine_tp))
@@ -97,6 +105,12 @@ def publish(
     }  # fmt: skip
 
 
+def cell_group() -> dist.ProcessGroup:
+    """Megatron's leaves those out that share a sequence: here they are in the only cell."""
+    alone = parallel_state.get_context_parallel_world_size() == 1
+    return parallel_state.get_model_parallel_group() if alone else dist.group.WORLD
+
+
 def inside(tensor: torch.Tensor, shard: Shard | None, what: Shard) -> torch.Tensor:
     for dim, (start, size) in enumerate(zip(what.offsets, what.sizes, strict=True)):
         tensor = tensor.narrow(dim, start - (shard.offsets[dim] if shard else 0), size)
@@ -105,7 +119,7 @@ def inside(tensor: torch.Tensor, shard: Shard | None, what: Shard) -> torch.Tens
 
 def other_plan_is_refused(plan) -> bool:
     """Where one rank of the cell has left a bucket out."""
-    if parallel_state.get_model_parallel_group().rank() == 1:
+    if cell_group().rank() == 1:
         plan = type(plan)(plan.num_ranks, plan.itemsize, plan.buckets[1:])
     try:
         Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
@@ -115,11 +129,10 @@ def other_plan_is_refused(plan) -> bool:
 
 
 @pytest.mark.nightly  # unit/test_publish_plan.py executes all plans on arrays, jobs/test_publish.py one with vLLM
-@pytest.mark.parametrize("model, layout, ep", CASES)
-def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, ep, tmp_path):
-    folder = make_model(tmp_path / "model", num_layers=4, **MODELS[model])
-    ranks = run_group(4, publish_everywhere, folder, *layout, ep)
-    tp, pp = layout
+@pytest.mark.parametrize("model, layout", CASES)
+def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, tmp_path):
+    folder = make_model(tmp_path / "model", num_layers=4 * layout.vpp, **MODELS[model])
+    ranks = run_group(4, publish_everywhere, folder, layout)
     for found in zip(*ranks, strict=True):
         assert [rank["differing"] for rank in found] == [[]] * 4
         assert [rank["left"] for rank in found] == [{0}] * 4, "each number is told of once in each publication"
@@ -130,12 +143,12 @@ def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, 
         assert len({rank["digest"] for rank in found}) == 1
         assert all(rank["other plan"] for rank in found)
         assert all(rank["buckets"] > 5 for rank in found)
-    if ep > 1:
+    if layout.ep > 1:
         # An engine's rank has a part of every expert, the actor's some experts.
         assert all(engine["sent"] > 0 for rank in ranks for engine in rank)
-    elif pp == 1:
+    elif layout.pp == 1:
         # Cut alike, but for key/value heads that several ranks share: Megatron cuts through them, vLLM copies them.
         num_kv_heads = MODELS[model].get("num_kv_heads", 2)
-        assert all((rank[SIZES.index(tp)]["sent"] > 0) == (tp > num_kv_heads) for rank in ranks)
-    else:
+        assert all((rank[SIZES.index(layout.tp)]["sent"] > 0) == (layout.tp > num_kv_heads) for rank in ranks)
+    elif layout.cp == 1:
         assert all(rank[0]["sent"] > 0 for rank in ranks)

@@ -11,9 +11,9 @@ import torch
 from job import run_script
 from tiny_models import make_model
 
-# tp, pp, ranks of an engine
-LAYOUTS = ((2, 1, 2), (1, 2, 1))
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# tp, pp, ranks of an engine, ranks that only answer
+COLOCATED, APART = ((2, 1, 2, 0), (1, 2, 1, 0)), (1, 1, 1, 1)
+each_layout = pytest.mark.parametrize("layout", COLOCATED)
 pytestmark = pytest.mark.nightly
 
 
@@ -55,6 +55,23 @@ def test_scales_and_numbers_are_verified(saw, layout):
         assert seen["mended"] == []
         name, found = seen["flipped"]
         assert found == ([f"{name}: not what a fresh load of the actor's weights makes"] if rank == 1 else [])
+
+
+def test_an_engine_on_a_rank_of_its_own_quantizes_what_comes_and_is_verified(saw):
+    """Nothing of it goes as full tensors; its actor's rank has no engine, and holds nothing that could differ."""
+    trains, answers = saw(APART)
+    assert answers["left over"] == {} and answers["differing"] == [[], []] and trains["differing"] == []
+    sent, planned = trains["sent"]
+    assert 0 < planned <= sent < planned + 64, "which step it is, too"
+    assert answers["sent"][1] == 0
+    for seen in (trains, answers):
+        assert seen["differences"] == [[], []] and seen["mended"] == []
+    behind = {line.partition(": ")[0] for line in answers["behind"]}
+    quantized = {f"model.layers.0.mlp.down_proj.{kind}" for kind in ("weight", "weight_scale")}
+    assert quantized | {"model.embed_tokens.weight"} <= behind
+    name, found = answers["flipped"]
+    assert found == [f"{name}: not what a fresh load of the actor's weights makes"]
+    assert trains["behind"] == trains["flipped"][1] == []
 
 
 @each_layout

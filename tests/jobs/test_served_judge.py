@@ -102,15 +102,18 @@ def _wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
         with suppress(httpx.HTTPError):
             if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
                 return
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def test_of_64_requests_at_once_only_scores_count_and_those_that_hang_are_given_up(server):
     texts = [f"answer {i}" for i in range(NUM_REQUESTS)]
+    began = time.monotonic()
     said = [reply.partition("Score: ")[2] for reply in asyncio.run(server.replies(texts, max_tokens=300))]
+    # in which the replies that end had ended, beside those that would not; three times as long on a busier machine
+    request_s = 10.0 + 3.0 * (time.monotonic() - began)
     scores = [float(digit) if digit in ("0", "1") else math.nan for digit in said]
     assert {"0", "1", "6", ""} <= set(said)  # the last: it would not end
-    options = {"max_tokens": 30_000, "request_s": 75.0, "extra_body": json.dumps(GUIDED)}
+    options = {"max_tokens": 30_000, "request_s": request_s, "extra_body": json.dumps(GUIDED)}
     most_open = 0.0
     with ThreadPoolExecutor(1) as pool:
         judging = pool.submit(server.judge, texts, **options)

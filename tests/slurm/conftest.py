@@ -1,15 +1,11 @@
 """One cluster and one preloaded interpreter for all tests of this folder; both end with the tests."""
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, why_not
-from repository import ROOT
+from job import interpreter
 from submitter import Submitter
 
 
@@ -27,20 +23,8 @@ def slurm(cluster) -> Submitter:
 
 
 @pytest.fixture(scope="session")
-def python(slurm) -> Iterator[Path]:
+def python(slurm) -> Path:
     """The interpreter of jobs that train: a process of it is forked from one that has imported everything."""
-    program, socket = ROOT / "tests/support/forked_python.py", Path(slurm.environment["FORKED_PYTHON"])
-    paths = f"{slurm.environment['PYTHONPATH']}:{ROOT / 'tests/support'}"
-    server = subprocess.Popen(
-        [sys.executable, program, "--serve", socket],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-    )
-    try:
-        while not socket.exists():
-            assert server.poll() is None
-            time.sleep(0.05)
-        yield program
-    finally:
-        server.kill()
-        server.wait()
+    program, environment = interpreter()
+    slurm.environment["FORKED_PYTHON"] = environment["FORKED_PYTHON"]
+    return Path(program)

@@ -17,7 +17,6 @@ class Submitter:
         self.environment = {
             "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
             "OMP_NUM_THREADS": "1",
-            "FORKED_PYTHON": f"{cluster.root}/python.socket",
             "PLAIN_PYTHON": sys.executable,
             "HOME": os.environ.get("HOME", "/"),
         }

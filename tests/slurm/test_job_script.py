@@ -1,8 +1,10 @@
 """launch/slurm.sbatch in a real Slurm: what it makes of the ways in which the ranks of an attempt may end.
 
-No rank trains here: ending.sh stands before its command and ends as it is told.
+No rank trains here: ending.sh stands before its command and ends as it is told. Jobs that are queued again wait for
+seconds each time: they go at once, and the nodes have room for four.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,31 +15,87 @@ from run_cases import CHARACTERS, agent_table, write_config
 pytestmark = pytest.mark.nightly
 
 NODES = {"gpus_per_node": 2, "preflight": False}
+DEAF = ("slurm.signal_s=30", "slurm.time=60")
 ENDING = f'["bash", "{Path(__file__).parent / "ending.sh"}"]'
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("endings")
+def configure(folder: Path) -> Path:
     wide = agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2)
     return write_config(folder, [wide, agent_table(folder, "narrow", "llama", CHARACTERS)], slurm=NODES)
 
 
-def play(slurm, config: Path, name: str, endings: str, *overrides: str) -> tuple[str, str, dict[str, str]]:
-    """A job whose attempts end like that: its number, what its log says, and what Slurm says of it in the end."""
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return configure(tmp_path_factory.mktemp("endings"))
+
+
+@pytest.fixture(scope="module")
+def going(slurm, config, python, tmp_path_factory) -> Iterator[dict[str, tuple[str, Path]]]:
+    """The number and the log of jobs that were submitted together; the node that fails "bad" has another model."""
+    elsewhere = configure(tmp_path_factory.mktemp("spoiled"))
+    model = str(elsewhere.parent / "wide")
+    slurm.cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", model)
+    try:
+        yield {
+            "again": submit(slurm, config, "again", "1:9 75 1:2"),
+            "deaf": submit(slurm, config, "deaf", "deaf 0", *DEAF),
+            "circle": submit(slurm, config, "circle", "begun begun begun begun", f"slurm.python={python}"),
+            "bad": submit(slurm, elsewhere, "bad", "0 0", "slurm.preflight=true", f"slurm.python={python}"),
+        }
+    finally:
+        slurm.cluster.on("node1", "umount", model)
+
+
+def submit(slurm, config: Path, name: str, endings: str, *overrides: str) -> tuple[str, Path]:
+    """A job whose attempts end like that: its number and its log."""
+    number = slurm.submit(config, *told(config, name, endings), *overrides)
+    return number, config.parent / name / "slurm" / f"{number}.log"
+
+
+def told(config: Path, name: str, endings: str) -> tuple[str, ...]:
     run_dir = config.parent / name
     variables = f'{{ENDINGS = "{endings}", RUN = "{run_dir}"}}'
-    number = slurm.submit(
-        config, f"run_dir={run_dir}", f"slurm.environment={variables}", f"slurm.run_with={ENDING}", *overrides
-    )
-    log = run_dir / "slurm" / f"{number}.log"
+    return f"run_dir={run_dir}", f"slurm.environment={variables}", f"slurm.run_with={ENDING}"
+
+
+def end_of(slurm, number: str, log: Path) -> tuple[str, dict[str, str]]:
+    """What a job's log says, and what Slurm says of it in the end."""
     slurm.wait_for_end(number, log)
-    return number, log.read_text(), slurm.cluster.job(number)
+    return log.read_text(), slurm.cluster.job(number)
 
 
-def test_a_job_queues_again_until_starting_again_would_change_nothing(slurm, config):
+def test_a_checkpoint_that_takes_too_long_is_not_waited_for(slurm, config, going):
+    number, log = going["deaf"]
+    slurm.cluster.wait(lambda: (config.parent / "deaf/logs/attempt_1/rank_2.log").exists(), f"the ranks, see {log}")
+    second = assert_a_running_job_keeps_its_run(slurm, config, (*told(config, "deaf", "deaf 0"), *DEAF), number)
+    slurm.cluster.on(CONTROL, "scancel", "--batch", "--signal=USR1", number)  # as Slurm does before the time limit
+    assert slurm.wait_for_end(number, log) == "COMPLETED"
+    assert slurm.wait_for_end(second, log) in ("COMPLETED", "FAILED")
+    assert slurm.cluster.job(number)["EndTime"] <= slurm.cluster.job(second)["StartTime"], "one goes at a time"
+    said = log.read_text()
+    assert said.index("the time limit is near") < said.index("no checkpoint in time") < said.index("] done")
+
+
+def assert_a_running_job_keeps_its_run(slurm, config: Path, overrides: tuple[str, ...], number: str) -> str:
+    """A second submission waits, with its own configuration, and --fresh takes nothing away; the second's number."""
+    folder = config.parent / "deaf" / "slurm"
+    before = (folder / "config.1.toml").read_text()
+    refused = slurm.run(config, *overrides, "--fresh")
+    assert refused.returncode == 2 and f"--fresh: job {number} RUNNING on node" in refused.stderr, refused.stderr
+    assert f"scancel {number}" in refused.stderr and not (config.parent / "deaf.1").exists()
+    added = slurm.run(config, *overrides, 'slurm.environment={ENDINGS = "0", RUN = "/tmp"}', "num_steps=99")
+    assert added.returncode == 0 and f"this run has a job already: job {number} RUNNING" in added.stdout, added
+    assert (folder / "config.1.toml").read_text() == before != (folder / "config.2.toml").read_text()
+    assert oct(folder.stat().st_mode)[-2:] == "55" and oct((folder / "job.2.sbatch").stat().st_mode)[-2:] == "44"
+    shown = slurm.run("--status", config.parent / "deaf")
+    assert shown.returncode == 0 and f"queue    job {number} RUNNING on node[" in shown.stdout, shown
+    assert "PENDING (Dependency)" in shown.stdout and "0 of 99, safe 0" in shown.stdout
+    return next(line.split()[1].rstrip(",") for line in added.stdout.splitlines() if line.startswith("job "))
+
+
+def test_a_job_queues_again_until_starting_again_would_change_nothing(slurm, config, going):
     """A rank fails, then the run is told to end, then its input is wrong: three attempts in one log."""
-    _, said, job = play(slurm, config, "again", "1:9 75 1:2")
+    said, job = end_of(slurm, *going["again"])
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "2")
     first, second, third = said.split("] attempt ")[1:]
     assert "rank 1 on node1 ended first, with status 9; the end of" in first
@@ -67,7 +125,7 @@ def assert_told_afresh(run_dir: Path, num_attempts: int) -> None:
 
 
 def test_attempts_have_an_end(slurm, config):
-    _, said, job = play(slurm, config, "once", "0:gone", "slurm.max_attempts=1")
+    said, job = end_of(slurm, *submit(slurm, config, "once", "0:gone", "slurm.max_attempts=1"))
     assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
     assert "no word from the ranks 0: their node is gone, or they were killed" in said
     assert said.rstrip().endswith("stops: 1 attempts (slurm.max_attempts)")
@@ -75,65 +133,22 @@ def test_attempts_have_an_end(slurm, config):
 
 def test_where_nothing_may_queue_again_the_user_is_told_how(slurm, config):
     """And where Slurm hands nothing down (--export=NONE), the processes find their environment all the same."""
-    _, said, job = play(slurm, config, "never", "75", 'slurm.sbatch_options=["--no-requeue", "--export=NONE"]')
+    kept = 'slurm.sbatch_options=["--no-requeue", "--export=NONE"]'
+    said, job = end_of(slurm, *submit(slurm, config, "never", "75", kept))
     assert job["JobState"] == "FAILED"
     assert f"cannot queue again; by hand: sbatch {config.parent}/never/slurm/job.1.sbatch" in said
 
 
-def test_a_run_that_gets_nowhere_is_stopped_with_the_reason(slurm, config):
+def test_a_run_that_gets_nowhere_is_stopped_with_the_reason(slurm, going):
     """Three attempts are killed as soon as they have begun; the fourth does not begin."""
-    _, said, job = play(slurm, config, "circle", "begun begun begun begun")
+    said, job = end_of(slurm, *going["circle"])
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "3")
     assert "does not get past step 0: the last 3 attempts of this job all began after it" in said
     assert said.count("begins after step 0; ") == 3 and said.count("MASTER_ADDR=node1 ") == 3
 
 
-def test_a_checkpoint_that_takes_too_long_is_not_waited_for(slurm, config):
-    run_dir = config.parent / "deaf"
-    overrides = (
-        f"run_dir={run_dir}",
-        f'slurm.environment={{ENDINGS = "deaf 0", RUN = "{run_dir}"}}',
-        f"slurm.run_with={ENDING}",
-        "slurm.signal_s=30",
-        "slurm.time=60",
-    )
-    number = slurm.submit(config, *overrides)
-    log = run_dir / "slurm" / f"{number}.log"
-    slurm.cluster.wait(lambda: (run_dir / "logs/attempt_1/rank_2.log").exists(), f"the ranks, see {log}")
-    second = assert_a_running_job_keeps_its_run(slurm, config, overrides, number)
-    slurm.cluster.on(CONTROL, "scancel", "--batch", "--signal=USR1", number)  # as Slurm does before the time limit
-    assert slurm.wait_for_end(number, log) == "COMPLETED"
-    assert slurm.wait_for_end(second, log) in ("COMPLETED", "FAILED")
-    assert slurm.cluster.job(number)["EndTime"] <= slurm.cluster.job(second)["StartTime"], "one goes at a time"
-    said = log.read_text()
-    assert said.index("the time limit is near") < said.index("no checkpoint in time") < said.index("] done")
-
-
-def assert_a_running_job_keeps_its_run(slurm, config: Path, overrides: tuple[str, ...], number: str) -> str:
-    """A second submission waits, with its own configuration, and --fresh takes nothing away; the second's number."""
-    folder = config.parent / "deaf" / "slurm"
-    before = (folder / "config.1.toml").read_text()
-    refused = slurm.run(config, *overrides, "--fresh")
-    assert refused.returncode == 2 and f"--fresh: job {number} RUNNING on node" in refused.stderr, refused.stderr
-    assert f"scancel {number}" in refused.stderr and not (config.parent / "deaf.1").exists()
-    added = slurm.run(config, *overrides, 'slurm.environment={ENDINGS = "0", RUN = "/tmp"}', "num_steps=99")
-    assert added.returncode == 0 and f"this run has a job already: job {number} RUNNING" in added.stdout, added
-    assert (folder / "config.1.toml").read_text() == before != (folder / "config.2.toml").read_text()
-    assert oct(folder.stat().st_mode)[-2:] == "55" and oct((folder / "job.2.sbatch").stat().st_mode)[-2:] == "44"
-    shown = slurm.run("--status", config.parent / "deaf")
-    assert shown.returncode == 0 and f"queue    job {number} RUNNING on node[" in shown.stdout, shown
-    assert "PENDING (Dependency)" in shown.stdout and "0 of 99, safe 0" in shown.stdout
-    return next(line.split()[1].rstrip(",") for line in added.stdout.splitlines() if line.startswith("job "))
-
-
-def test_a_node_that_fails_the_preflight_is_left_out(slurm, config, python):
-    """On node1 the folder of a model is another one."""
-    cluster, model = slurm.cluster, str(config.parent / "wide")
-    cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", model)
-    try:
-        _, said, job = play(slurm, config, "bad", "0 0", "slurm.preflight=true", f"slurm.python={python}")
-    finally:
-        cluster.on("node1", "umount", model)
+def test_a_node_that_fails_the_preflight_is_left_out(slurm, going):
+    said, job = end_of(slurm, *going["bad"])
     assert (job["JobState"], job["Restarts"], job["ExcNodeList"]) == ("COMPLETED", "1", "node1")
     first, second = said.split("] attempt ")[1:]
     assert "--exclude=node1" in first and "queues again without node1" in first

@@ -29,6 +29,11 @@ REWARDS = [
         ("reward.options: 'number' has no option tol; its options are: rel_tol, abs_tol; did you mean 'rel_tol'?",),
     ),
     Case(
+        "an option's value",
+        ("reward.kind=number", "reward.options={rel_tol=-1}"),
+        ("reward.options: option rel_tol (-1) must be a number from 0, below 1",),
+    ),
+    Case(
         "an option of no parameter",
         ("reward.kind='{here}/mine.py:grader'", "reward.options={bonus=0.1, foo=2}"),
         ("reward.options: '{here}/mine.py:grader' has no option foo; its parameters are: p, a, g, bonus",),

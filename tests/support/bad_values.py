@@ -176,9 +176,6 @@ PASSED_ON = [
     one("nan for vllm", "agents.a.vllm.x=nan", "agents.a.vllm: needs finite numbers, found nan"),
     one("inf for Megatron", "agents.a.megatron.x=[1, {y=-inf}]", "agents.a.megatron: needs finite numbers, found -inf"),
     one("nan for the template", "agents.a.chat_template_kwargs.x=nan", "agents.a.chat_template_kwargs: needs finite"),
-    Case("chunks that overlap", ("agents.a.megatron={virtual_pipeline_model_parallel_size=2}",
-         "agents.a.data_parallel.overlap_grad_reduce=true"), ("virtual_pipeline_model_parallel_size (2) needs pp >= 3",
-         "virtual_pipeline_model_parallel_size does not go with data_parallel.overlap_grad_reduce. Nearest")),
 ]  # fmt: skip
 BATCHES = [
     one("updates", "training.prompts_per_step=10", "(10) must be a multiple of training.prompts_per_update (4). Neares",

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.models.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
 
 Weights = dict[str, torch.Tensor]
@@ -61,16 +62,25 @@ def by_parts(engine: Engine, parts, full: Weights) -> None:
         receiver.load((name, full[name]) for name in parts.left_over)
 
 
-def cut(full: Weights, shard) -> torch.Tensor:
-    return full[shard.name][tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes))]
+def cut(full: Weights, shard: Shard) -> torch.Tensor:
+    members = [shard.member(number) for number in range(shard.num_members)]
+    cuts = [
+        full[one.name][tuple(slice(start, start + size) for start, size in zip(one.offsets, one.sizes))]
+        for one in members
+    ]
+    return cuts[0] if members == [shard] else torch.stack(cuts)
 
 
 def differing(engine: Engine, full: Weights) -> list[str]:
     """Tensors of which the engine does not hold the bits that it should, and those that it does not hold at all."""
+    shapes, right = stacked_shapes({name: tuple(tensor.shape) for name, tensor in full.items()}), set()
     with engine.held() as held:
-        shards = [(part, part.shard(full[part.name].shape)) for part in held]
-        wrong = {part.name for part, shard in shards if not torch.equal(part.view(shard), cut(full, shard))}
-        return sorted(wrong | full.keys() - {part.name for part, _ in shards})
+        for part in held:
+            shard = part.shard(shapes[part.name])
+            rows = (tensor.reshape(shard.num_members, -1) for tensor in (part.view(shard), cut(full, shard)))
+            alike = map(torch.equal, *rows)
+            right |= {shard.member(number).name for number, is_alike in enumerate(alike) if is_alike}
+    return sorted(full.keys() - right)
 
 
 def flipped(engine: Engine, full: Weights, victim: str) -> list[str]:

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """An interpreter that has imported torch, Megatron and vLLM already: what is started by it is forked from one that has.
 
-    forked_python.py --serve SOCKET          a server: imports preloaded.py and forks (job.py has one of its own)
     forked_python.py -m MODULE ...           asks the server of $FORKED_PYTHON for a process and stands for it
     forked_python.py ...                     is $PLAIN_PYTHON, for the small processes that a rank starts
 
@@ -19,7 +18,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 from contextlib import suppress
 
 SPACES = ("net", "uts", "ipc", "mnt", "pid")  # joining the last one takes effect for children only
@@ -111,7 +109,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))  # the server's is read, and locked, by a thread
+    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.executable = os.path.abspath(__file__)
     _, module, *arguments = wanted["argv"]
@@ -132,10 +130,7 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-        serve(sys.argv[2])
-    elif sys.argv[1] == "-m":
+    if sys.argv[1] == "-m":
         sys.exit(ask(os.environ["FORKED_PYTHON"]))
     else:
         os.execv(os.environ["PLAIN_PYTHON"], [os.environ["PLAIN_PYTHON"], *sys.argv[1:]])

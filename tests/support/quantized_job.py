@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
-from publish_job import MAX_MODEL_LEN, answer
+from publish_job import MAX_MODEL_LEN, answer, as_sequence
 
 from hacpo_mega.agent import publication as publication_module
 from hacpo_mega.agent.publication import Publication
@@ -25,6 +25,7 @@ from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_door import worker_of
 
 LARGEST = 448.0
+LEARNT = [as_sequence([5, 6, 7], np.arange(8, 108, dtype=np.int32))]
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
@@ -47,13 +48,12 @@ def by_definition(full: dict[str, torch.Tensor], layer: int, name: str, tp: int,
     return {"weight": numbers.T, "weight_scale": scale}
 
 
-def differing(engine: Engine, actor, tp: int, rank: int) -> list[str]:
+def differing(engine: Engine, full: dict[str, torch.Tensor], tp: int, rank: int) -> list[str]:
     """Tensors of the engine that are not, in every bit, what they are by definition."""
-    full = {name: tensor.clone() for name, tensor in actor.weights()}
     found = []
     with engine._door.open() as llm:
         held = dict(worker_of(llm).get_model().named_parameters())
-    for layer in range(actor.architecture.num_layers):
+    for layer in range(2):
         for name in FUSED:
             for kind, tensor in by_definition(full, layer, name, tp, rank).items():
                 own = held[f"model.layers.{layer}.{name}.{kind}"]
@@ -72,37 +72,50 @@ def flip_a_bit(engine: Engine) -> str:
     return name
 
 
-def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp: int) -> None:
-    """Writes what this rank saw to OUT/<rank>.pt."""
-    with Place.join(RankMap(1, (AgentShape("one", tp=tp, pp=pp, engine_tp=engine_tp),)), TIMEOUT_S) as place:
-        sizes = {"max_tokens_per_microbatch": 256, "max_positions": MAX_MODEL_LEN, "dtype": torch.bfloat16}
-        actor = Actor(folder, layout=Layout(tp=tp, pp=pp), optimizer=OptimizerConfig(lr=3e-3), total_updates=3, **sizes)
-        rank = place.coordinate.engine_rank
-        engine = Engine(
-            folder, max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, tensor_parallel_size=engine_tp, eos_ids=[7],
-            random_weights=True, options={"quantization": quantization, "kv_cache_memory_bytes": 64 << 20},
-        )  # fmt: skip
+def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp: int, rollout: int) -> None:
+    """Writes what this rank saw to OUT/<rank>.pt; `rollout` ranks only answer, behind those that train, if any."""
+    shape = AgentShape("one", tp=tp, pp=pp, engine_tp=engine_tp, rollout=rollout)
+    with Place.join(RankMap(1, (shape,)), TIMEOUT_S) as place:
+        rank, actor, engine = place.coordinate.engine_rank, None, None
+        if place.trains:
+            actor = Actor(
+                folder, layout=Layout(tp=tp, pp=pp), optimizer=OptimizerConfig(lr=3e-3), total_updates=3,
+                max_tokens_per_microbatch=256, max_positions=MAX_MODEL_LEN, dtype=torch.bfloat16,
+            )  # fmt: skip
+        if place.coordinate.answers:
+            engine = Engine(
+                folder, max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, tensor_parallel_size=engine_tp, eos_ids=[7],
+                random_weights=True, options={"quantization": quantization, "kv_cache_memory_bytes": 64 << 20},
+            )  # fmt: skip
         # Small buckets: a layer's tensors come in several.
         publication_module.publish_plan = partial(publish_plan, bucket_bytes=8_192)
         publication = Publication(place, actor, engine)
         seen = {"left over": publication.left_over, "differing": [], "differences": [], "gaps": []}
         seen["buckets"] = len(publication.plan.buckets)
         for step in range(2):
+            if actor is not None:
+                full = {name: tensor.clone() for name, tensor in actor.weights()}
+                torch.save(full, out / f"{place.coordinate.cell_rank} after {step}.pt")
             place.spans.take_sent()
-            publication.publish()
-            sent = place.spans.take_sent().get(("", "cell"), 0)
+            publication.publish(step)
+            sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
             seen["sent"] = (sent, publication.plan.sent_bytes()[place.coordinate.cell_rank])
-            if not torch.cuda.is_available():  # where kernels keep matrices in forms of their own
-                seen["differing"].append(differing(engine, actor, engine_tp, rank))
+            if engine is not None and not torch.cuda.is_available():  # where kernels have forms of their own
+                full = torch.load(out / f"0 after {step}.pt")
+                seen["differing"].append(differing(engine, full, engine_tp, rank))
             seen["differences"].append(publication.differences())
-            samples, sampled = answer(engine, step, 0)
-            scored = actor.token_logprobs(samples)
-            seen["gaps"].append([float(np.abs(a - b).mean()) for a, b in zip(sampled, scored, strict=True)])
-            actor.learn_supervised(samples, num_trained_tokens=100)
+            if engine is not None and actor is not None:
+                samples, sampled = answer(engine, step, 0)
+                scored = actor.token_logprobs(samples)
+                seen["gaps"].append([float(np.abs(a - b).mean()) for a, b in zip(sampled, scored, strict=True)])
+            if actor is not None:
+                actor.learn_supervised(LEARNT, num_trained_tokens=100)
         seen["behind"] = publication.differences()
         seen["mended"] = publication.differences()
-        flipped = flip_a_bit(engine) if place.coordinate.agent_rank == tp * pp - 1 else None
+        flipped = flip_a_bit(engine) if place.coordinate.cell_rank == shape.cell_size - 1 else None
         seen["flipped"] = flipped, publication.differences()
         torch.save(seen, out / f"{place.coordinate.agent_rank}.pt")
-        engine.close()
-        parallel_state.destroy_model_parallel()
+        if engine is not None:
+            engine.close()
+        if actor is not None:
+            parallel_state.destroy_model_parallel()

@@ -168,7 +168,7 @@ def test_what_is_declared_for_other_rooms_is_what_they_have():
     for kind, options in REWARD_KINDS.items():
         grader = load_by_name(KINDS[kind].grader)
         has = inspect.signature(grader).parameters.values()
-        assert tuple(p.name for p in has if isinstance(grader, type) or p.kind is p.KEYWORD_ONLY) == options, kind
+        assert tuple(p.name for p in has if isinstance(grader, type) or p.kind is p.KEYWORD_ONLY) == (*options,), kind
     for skill, size in SKILLS.items():
         assert len(training_examples(skill)) == size.num_training
         assert len(evaluation_examples(skill, size.num_held_out)) == size.num_held_out

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from bad_cases import GROUPS
+from dataset_rows import check_data
 from experiment_cases import grid_file
 from run_cases import CHARACTERS, agent_table, write_config
 
@@ -26,7 +27,7 @@ from hacpo_mega.cluster.seat import Seat, from_launcher
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.config.run import config_of_run
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.data.files import MAX_LINE_BYTES, check_data
+from hacpo_mega.data.files import MAX_LINE_BYTES
 from hacpo_mega.evaluation.answers import SETTINGS, check_folder, read_answers
 from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.logbook.metrics import read_metrics

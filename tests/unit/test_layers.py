@@ -5,7 +5,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from hacpo_mega.megatron import shared_prompts
 from hacpo_mega.megatron.layers import PackedAttention
 from hacpo_mega.megatron.shared_prompts import packed_segments, similar_lengths
 
@@ -71,6 +73,24 @@ def test_answers_attend_to_the_prompt_they_share(prompts, answers, window):
     found_TND = attended(inputs, starts, torch.tensor(seen, dtype=torch.int32), window)
     (found_TND * direction_TND).sum().backward()
     require_close(found_TND, expected_TND, inputs, expected_inputs)
+
+
+def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(monkeypatch):
+    """Backward gathers them again: seven rows for each of nine answers of a token to a prompt of six."""
+    gathered, gather = [], shared_prompts.gather_tokens
+
+    def noted(tensor_TKD, places):
+        found = gather(tensor_TKD, places)
+        gathered.append((found.numel() // KV_HEADS // HEAD_DIM, StorageWeakRef(found.untyped_storage())))
+        return found
+
+    monkeypatch.setattr(shared_prompts, "gather_tokens", noted)
+    inputs = [torch.randn(15, heads, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    starts, seen = torch.tensor([0, *range(6, 16)]).int(), torch.tensor([(0, 0)] + 9 * [(0, 6)]).int()
+    found_TND = attended(inputs, starts, seen, None)
+    assert [rows for rows, _ in gathered] == [9 * 7] * 2 and all(storage.expired() for _, storage in gathered)
+    found_TND.sum().backward()
+    assert [rows for rows, _ in gathered] == [9 * 7] * 4
 
 
 @pytest.mark.parametrize("window", [None, 2, 4])

@@ -144,10 +144,17 @@ def test_every_choice(plan):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("targets", "recompute"), [(ALL_LINEAR, "none"), (("q_proj", "v_proj"), "mlp")])
-def test_adapters(targets, recompute):
+@pytest.mark.parametrize(
+    ("plan", "targets"),
+    [
+        (plan_of(tp=2), ALL_LINEAR),
+        (plan_of(tp=2, recompute="mlp"), ("q_proj", "v_proj")),
+        (plan_of(EXPERTS, tp=2, ep=2), ("q_proj", "v_proj")),
+    ],
+    ids=("all", "some", "beside experts"),
+)
+def test_adapters(plan, targets):
     """The base takes two bytes a weight; a matrix without an adapter keeps nothing of what it read."""
-    plan = plan_of(tp=2, recompute=recompute)
     plan = replace(plan, lora=Lora(16, 32.0, chosen_targets(plan.architecture, targets)))
     check(plan, traced(plan))
 

@@ -262,6 +262,10 @@ def test_a_mean_of_graded_rewards_is_not_called_an_accuracy() -> None:
     assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .500"
     values["agent/a/accuracy_square"] = 0.5
     assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .500"
+    values["agent/a/accuracy"] = values["agent/a/accuracy_square"] = 0.0
+    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .000"
+    del values["agent/a/accuracy_square"]
+    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .000"
 
 
 def test_console_says_which_step_a_crash_would_return_to() -> None:

@@ -130,3 +130,15 @@ def test_load_by_hand():
     assert found.entropy == pytest.approx((0.0 + 1.5 * math.log(2)) / math.log(4) / 2, rel=1e-12)
     assert expert_load(torch.tensor([[3, 3, 3, 3]])) == ExpertLoad(0.25, pytest.approx(1.0, rel=1e-12))
     assert expert_load(torch.zeros(2, 4, dtype=torch.int64)) is None
+
+
+def test_the_rows_of_a_token_are_added_up_in_float32():
+    """Rounded to half precision once: 2^-8 of the sum, beside float32's roundings of what is added."""
+    generator = torch.Generator().manual_seed(7)
+    rows_RH = torch.randn(16 * 6, 32, generator=generator).bfloat16()
+    experts_nk = torch.rand(16, 8, generator=generator).argsort(dim=1)[:, :6]
+    shares_nk, order = torch.rand(16, 6, generator=generator), moe.by_expert(experts_nk, 8)[0]
+    found_nH = moe._Combine.apply(rows_RH, order, shares_nk).double()
+    terms_nkH = rows_RH.double()[order.argsort()].unflatten(0, (16, 6)) * shares_nk.double()[..., None]
+    error_nH = (found_nH - terms_nkH.sum(dim=1)).abs()
+    assert (error_nH <= 2.0**-8 * terms_nkH.sum(dim=1).abs() + 7 * 2.0**-24 * terms_nkH.abs().sum(dim=1)).all()

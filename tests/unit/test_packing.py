@@ -151,6 +151,13 @@ def test_first_fit_decreasing_by_hand():
     assert [[input_length(s) for s in b.sequences] for b in pack(samples, 10)] == [[8, 2], [4, 4, 1, 1]]
 
 
+def test_as_many_as_fit_share_a_prompt_by_hand():
+    """A prompt of 3 tokens and three each of its answers, the last one of which is not read: 12 with three answers."""
+    answers = [TokenSequence(np.int32([5, 6, 7]), np.int32([1, 2, 3, n]), num_trained=4) for n in range(4)]
+    batches = pack(answers, 12, shares_prompts=True)
+    assert [(len(batch.sequences), len(batch.tokens_T)) for batch in batches] == [(3, 12), (1, 6)]
+
+
 def test_samples_without_trained_tokens_are_left_out():
     samples = [make_sample(0, 0, 0, num_trained=0), make_sample(0, 0, 1), make_sample(0, 1, 0, num_trained=0)]
     assert [identity(s) for b in pack(samples, 20) for s in b.sequences] == [(0, 0, 1)]

@@ -226,6 +226,10 @@ def test_a_cluster_that_is_no_file_or_no_toml_is_refused(tmp_path):
         (["agents.qwen-8b.model=Qwen/Qwen3-9B"], ["Qwen/Qwen3-9B is no folder", "Nearest: Qwen/Qwen3-8B"]),
         (["agents.qwen-8b.tp=3"], ["tp (3) must divide the model's 32 attention heads. Nearest: tp = 2"]),
         (["placement=shared"], ["agents that take turns on devices are not planned for. Nearest: placement=split"]),
+        (
+            ["placement=apart"],
+            ["their own are not planned for. `check` says what both kinds of device hold; the plan of"],
+        ),
         (["rollout.one_step_off=true", "agents.*.engine_tp=1"], ["rollout.one_step_off: steps that overlap are not"]),
         (["lanes=3"], ["must be a multiple of lanes x cells_per_lane", "Nearest: 63 or 66"]),
         (["agents.qwen-8b.pp=5"], ["pp (5) must divide the model's 36 layers", "Nearest: pp = 4"]),

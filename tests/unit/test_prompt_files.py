@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from dataset_rows import write_lines
+from dataset_rows import check_data, write_lines
 
 from hacpo_mega.data.datasets import layouts_of, read_dataset
-from hacpo_mega.data.files import check_data, load_prompts
+from hacpo_mega.data.files import load_prompts
 
 
 def test_json_lines_and_parquet_give_the_same_rows(tmp_path):

@@ -6,11 +6,11 @@ import re
 import pyarrow
 import pyarrow.parquet
 import pytest
-from dataset_rows import write_lines
+from dataset_rows import check_data, write_lines
 
 from hacpo_mega.config.chat_messages import messages_of, tools_of
 from hacpo_mega.data.datasets import layouts_of, read_dataset
-from hacpo_mega.data.files import check_data, load_prompts
+from hacpo_mega.data.files import load_prompts
 from hacpo_mega.grading.grader_calls import messages_in
 
 

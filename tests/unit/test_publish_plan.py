@@ -18,13 +18,13 @@ from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.publish_plan import (
     PublishPlan,
-    Shard,
-    actor_shards,
+    actor_stacks,
     engine_shards,
     publish_plan,
-    shard_of,
+    stack_of,
 )
 from hacpo_mega.models.segments import all_sources, stage_slots
+from hacpo_mega.models.shards import Shard, stacked_shapes
 
 BASE = Architecture(
     family="qwen3", num_layers=4, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=12, vocab_size=256,
@@ -69,8 +69,8 @@ each_case = pytest.mark.parametrize("model, tp, cp, pp, engine_tp, ep", CASES)
 def actor_side(model: Architecture, tp: int, cp: int, pp: int, ep: int = 1) -> list[list[Shard]]:
     return [
         [
-            shard_of(held)
-            for _, held in actor_shards(
+            stack_of(held)
+            for _, held in actor_stacks(
                 stage_slots(model, STAGES[pp], stage), model, tp=tp, tp_rank=place % tp, ep=ep, ep_rank=place % ep
             )
         ]
@@ -106,9 +106,9 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
     sources, targets = actor_side(model, tp, cp, pp, ep), engine_side(model, tp * cp * pp, engine_tp)
     plan = publish_plan(sources, targets, 4, bucket_bytes=1024)
     first, full = 0, {}
-    for source in all_sources(model):
-        full[source.name] = np.arange(first, first + np.prod(source.shape)).reshape(source.shape)
-        first += full[source.name].size
+    for name, shape in stacked_shapes({source.name: source.shape for source in all_sources(model)}).items():
+        full[name] = np.arange(first, first + np.prod(shape)).reshape(shape)
+        first += full[name].size
     own = [[part(full[shard.name], shard).copy() for shard in shards] for shards in sources]
     engine = [[np.full(shard.sizes, -1) for shard in shards] for shards in targets]
     for piece in plan.pieces:

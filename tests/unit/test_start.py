@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,7 +16,7 @@ from hacpo_mega.cli.start import absent
 from hacpo_mega.cluster.environment import LAUNCHER_PID, used_since_begin
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.jobs.forked_rank import ForkedRank
-from hacpo_mega.jobs.local import AT_ONCE, DEFERRED
+from hacpo_mega.jobs.local import AT_ONCE, DEFERRED, run_on_this_machine
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.start_parts import StartParts
 
@@ -71,6 +73,55 @@ def test_a_forked_rank_that_a_signal_ends_has_its_number(tmp_path, monkeypatch):
     rank.wait()
     rank.send_signal(signal.SIGTERM)  # it is gone: nobody else may be told
     assert rank.returncode == -signal.SIGTERM
+
+
+def test_a_signal_finds_nobody_where_a_rank_has_just_ended(tmp_path, monkeypatch):
+    """As in a handler that strikes when the kernel has told of the end and Python has not noted it yet."""
+    (tmp_path / "ends.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rank = ForkedRank("ends", [], {}, SIGNALS)
+    os.waitpid(rank.pid, 0)
+    rank.send_signal(signal.SIGTERM)
+
+
+FORKED_AND_FRESH = pytest.mark.parametrize("imports", [lambda: None, None], ids=["forked", "fresh"])
+
+
+@pytest.fixture
+def rank_that(tmp_path, monkeypatch):
+    """Says what a rank of the launcher runs instead of a command."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("hacpo_mega.jobs.local.MODULE", "rank_that")
+    return lambda text: (tmp_path / "rank_that.py").write_text(text)
+
+
+@contextmanager
+def ignored(number: signal.Signals) -> Iterator[None]:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+@FORKED_AND_FRESH
+def test_a_launcher_hears_how_ranks_end_though_it_was_started_to_ignore_it(imports, rank_that):
+    """As by a shell's `trap '' CHLD`: no end would ever be told, or every one would be a good one."""
+    rank_that("raise SystemExit(3)")
+    looks = iter(range(300))
+    with ignored(signal.SIGCHLD):
+        assert run_on_this_machine([], 1, look=lambda: next(looks), imports=imports) == 3
+
+
+@FORKED_AND_FRESH
+def test_a_job_under_nohup_outlives_its_terminal(imports, rank_that):
+    rank_that("import os, signal\nos.kill(os.getppid(), signal.SIGHUP)\nos.kill(os.getpid(), signal.SIGHUP)")
+    assert run_on_this_machine([], 1, imports=imports) == 128 + signal.SIGHUP
+    with ignored(signal.SIGHUP):
+        assert run_on_this_machine([], 1, imports=imports) == 0
 
 
 def test_the_parts_of_a_start_are_the_slowest_ranks():

@@ -94,7 +94,8 @@ def test_characters_without_a_token_are_an_error(small):
     for texts, found in ((["1+1", "1+x"], "cannot encode '1\\+x'"), (["1+1", ""], "has no tokens")):
         with pytest.raises(ValueError, match=found):
             codec.prompt_lengths(texts)
-    assert codec.prompt_lengths([]) == []
+    assert codec.prompt_lengths([]) == codec.encode_answers([]) == []
+    assert codec.encode_answers(["1+1", "1+x", ""]) == [codec.encode_answer("1+1", ended=False), None, ()]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +136,8 @@ def test_which_tokens_are_no_text(small, tmp_path):
 
 def test_ids_that_are_no_tokens(small):
     codec = TextCodec(small["chars"])
-    assert codec.has_tokens(np.array([], dtype=np.int32)) and codec.shows(np.array([], dtype=np.int32))
-    assert codec.has_tokens(np.array([0, 1, 18])) and not codec.has_tokens(np.array([2, 19]))
-    assert codec.shows(np.array([2, 18])) and not codec.shows(np.array([2, 1])) and not codec.shows(np.array([99999]))
+    assert codec.shows(np.array([], dtype=np.int32)) and codec.shows(np.array([2, 18]))
+    assert not any(codec.shows(np.array(ids)) for ids in ([2, 1], [2, 19], [99999]))
 
 
 @real
@@ -186,6 +186,13 @@ def test_an_answer_survives_alone_and_behind_its_prompt(real_codecs, text):
         assert codec.decode_answer(ids) == text, name
         behind = codec.tokenizer.decode(codec.encode_prompt(prompt) + ids, skip_special_tokens=True)
         assert behind == prompt + text, name
+
+
+@real
+def test_answers_encoded_together_are_those_encoded_alone(real_codecs):
+    """Also where a text merges with the first anchor ("== 4" behind "=")."""
+    for codec in real_codecs.values():
+        assert codec.encode_answers(["", *ANSWERS]) == [codec.encode_answer(text, False) for text in ("", *ANSWERS)]
 
 
 @real

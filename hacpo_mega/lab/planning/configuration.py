@@ -33,7 +33,12 @@ def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Plan
     if config.placement == "shared":
         problems.append("placement: agents that take turns on devices are not planned for. Nearest: placement=split")
     if config.placement == "apart":
-        problems.append("placement: engines on devices of their own are not planned for. Nearest: placement=split")
+        problems.append(
+            "placement: engines on devices of their own are not planned for. `check` says what both kinds of device "
+            "hold; the plan of placement=split has the seconds of roll_out, which engines of as many devices take, "
+            "beside those of the rest, which the others do: one step off, the longer of both is a step. Nearest: "
+            "placement=split"
+        )
     if config.rollout.one_step_off:
         problems.append("rollout.one_step_off: steps that overlap are not planned for. Nearest: one_step_off=false")
     models, wrong = named_models(config)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
+from hacpo_mega.models.publish_plan import actor_stacks, engine_shards, stack_of
 from hacpo_mega.models.segments import Cut, Slot, stage_slots
+from hacpo_mega.models.shards import Shard
 
 LAYER = "decoder.layers."
 
@@ -121,7 +122,7 @@ def _beside_layers(architecture: Architecture, tp: int, engine_tp: int) -> list[
 def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, ep: int, engine_tp: int) -> _Counted:
     """Of slots that are shared by `tp` ranks, or of experts, which `ep` ranks share."""
     actor = [
-        [shard_of(r) for _, r in actor_shards(slots, architecture, tp=tp, tp_rank=n % tp, ep=ep, ep_rank=n % ep)]
+        [stack_of(r) for _, r in actor_stacks(slots, architecture, tp=tp, tp_rank=n % tp, ep=ep, ep_rank=n % ep)]
         for n in range(tp * ep)
     ]
     engine = [_by_name(engine_shards(slots, architecture, tp=engine_tp, rank=e)) for e in range(engine_tp)]

@@ -15,8 +15,9 @@ from hacpo_mega.memory.budget import Budget
 from hacpo_mega.memory.quantized import KINDS
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, chunk_layers
-from hacpo_mega.models.publish_plan import Shard, actor_shards, engine_shards, shard_of
+from hacpo_mega.models.publish_plan import actor_stacks, engine_shards, stack_of
 from hacpo_mega.models.segments import Cut, Slot, rank_slots, stage_slots
+from hacpo_mega.models.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -
         slots = rank_slots(architecture, chunks, layout.pp, stage)
         both = {
             overlap
-            for _, rectangle in actor_shards(slots, architecture, **shares)
-            for shard in needed[place].get(rectangle.source.name, ())
-            if (overlap := shard.overlap(shard_of(rectangle))) is not None
+            for own in (stack_of(those) for _, those in actor_stacks(slots, architecture, **shares))
+            for shard in needed[place].get(own.name, ())
+            if (overlap := shard.overlap(own)) is not None
         }
         found.append(total[place] - sum(shard.size for shard in both))
     return tuple(found)

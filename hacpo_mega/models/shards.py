@@ -1,0 +1,108 @@
+"""Rectangles of Hugging Face tensors, and the matrices of neighbouring experts as one rectangle of three dimensions.
+
+A folder has a tensor for each matrix of each expert, 18,432 of them in Qwen3-30B-A3B; an actor and an engine hold those
+of all their experts at equal distances in one memory. Published one by one they would be a hundred times as many
+pieces as there are copies to make, so all experts' matrices of a kind and layer count as one tensor [experts, rows,
+columns], whose name has a star for the number of the expert. Imports no torch.
+"""
+
+import math
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+STAR = "*"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of the tensor `name` that a rank holds."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: "Shard") -> "Shard | None":
+        """What both hold of the same tensor."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
+        sizes = tuple(end - start for start, end in zip(starts, ends))
+        return None if min(sizes) <= 0 else Shard(self.name, starts, sizes)
+
+    def part(self, dim: int, start: int, size: int) -> "Shard":
+        """So many of its rows in a dimension, from its own row `start` on."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + start, size
+        return replace(self, offsets=tuple(offsets), sizes=tuple(sizes))
+
+    @property
+    def num_members(self) -> int:
+        """Of how many tensors of a folder it has a rectangle, each as large as the others."""
+        return self.sizes[0] if STAR in self.name else 1
+
+    def member(self, number: int) -> "Shard":
+        """One of these rectangles."""
+        if STAR not in self.name:
+            return self
+        return Shard(self.name.replace(STAR, str(self.offsets[0] + number)), self.offsets[1:], self.sizes[1:])
+
+    def __str__(self) -> str:
+        ranges = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
+        return f"{self.name}[{', '.join(ranges)}]"
+
+
+def stack_name(name: str) -> str:
+    """Of a folder's tensor: that of the tensor that it counts as, its own if it is no expert's."""
+    return EXPERT.sub(STAR, name)
+
+
+def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a folder, name -> shape, with those of experts as one."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        stack = stack_name(name)
+        found[stack] = shape if stack == name else (found.get(stack, (0,))[0] + 1, *shape)
+    return found
+
+
+def stacked(shards: Sequence[Shard]) -> Shard:
+    """The one shard that these of neighbouring experts are; that of a tensor which is no expert's is itself."""
+    first = shards[0]
+    expert = _expert(first)
+    if expert is None:
+        (only,) = shards
+        return only
+    return Shard(stack_name(first.name), (expert, *first.offsets), (len(shards), *first.sizes))
+
+
+def runs(held: Iterable[tuple[Shard, Hashable, int]]) -> list[list[int]]:
+    """Which shards, by their numbers, are one: equal rectangles of neighbouring experts at equal distances.
+
+    Of every shard: in which memory it lies, and from where on.
+    """
+    found: list[list[int]] = []
+    # of a kind of matrix: its last run, the last expert in it, where that lies, and how far from the one before
+    latest: dict[Hashable, tuple[list[int], int, int, int | None]] = {}
+    for number, (shard, memory, place) in enumerate(held):
+        expert = _expert(shard)
+        kind = (stack_name(shard.name), shard.offsets, shard.sizes, memory)
+        run, last, before, step = latest.get(kind, ([], -1, 0, None))
+        distance = place - before
+        if not run or expert is None or expert != last + 1 or distance <= 0 or step not in (None, distance):
+            run, distance = [], None
+            found.append(run)
+        run.append(number)
+        if expert is not None:
+            latest[kind] = run, expert, place, distance
+    return found
+
+
+def _expert(shard: Shard) -> int | None:
+    number = EXPERT.search(shard.name)
+    return None if number is None else int(number[0])
