@@ -79,7 +79,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Why this model cannot have these adapters on `tp` ranks, a line each."""
     if architecture.shared_ffn:
-        yield f"lora: a {architecture.family} model has shared experts, and none has adapters beside them. Nearest: no lora"
+        yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
         return
     for adapter in adapters(last_layer(architecture), (1,), 1, 0, lora):
         smallest = min(min(source.shape) for source in adapter.base.sources)
