@@ -41,7 +41,7 @@ from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.engine_defaults import engine_defaults, require_free_options, require_head_size
+from hacpo_mega.rollout.engine_defaults import cpu_attention, engine_defaults, require_free_options
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
@@ -115,7 +115,7 @@ class Engine:
             expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
         )
         if not self._on_cuda:
-            require_head_size(model, CPUAttentionBackend.get_supported_head_sizes())
+            defaults |= FOR_CPU | cpu_attention(model, CPUAttentionBackend, dtype.itemsize, options or {})
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len, self._names = max_model_len, published_names(model)
         self._memory, self._is_loaded = Memory.AWAKE, not random_weights
@@ -133,7 +133,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
             load_format="dummy" if random_weights else "auto",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **({} if self._on_cuda else FOR_CPU), **defaults, **(options or {})},
+            **{"use_tqdm_on_load": False, **defaults, **(options or {})},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)

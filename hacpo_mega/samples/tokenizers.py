@@ -23,6 +23,7 @@ from hacpo_mega.config.chat_messages import contents, lost_message
 from hacpo_mega.models.folder import read_config, read_json
 from hacpo_mega.models.tokenizer_files import PLAIN_CLASSES
 from hacpo_mega.samples.chat_templates import check_chat_template, rendered
+from hacpo_mega.samples.many_texts import ids_of_all
 
 PAD, EOS = "<pad>", "<eos>"
 # Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
@@ -141,9 +142,7 @@ class TextCodec:
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.control_ids = control_ids(tokenizer)
         self._control_texts = tokenizer.convert_ids_to_tokens(sorted(self.control_ids))
-        known = np.array(list(tokenizer.get_vocab().values()))
-        self._has_token_V = np.zeros(known.max() + 1, dtype=bool)
-        self._has_token_V[known] = True
+        self._has_token_V = np.bincount(list(tokenizer.get_vocab().values())) > 0
         self._anchors = self._find_anchors() if self._marks_the_start() else ()
         self._prompt_ids = functools.lru_cache(maxsize=8192)(self._encode_prompt)
 
@@ -174,7 +173,7 @@ class TextCodec:
         is_long = [most is not None and self._starts_beyond(text, most) for text in read]
         some = [text for text, long in zip(read, is_long) if not long]
         try:
-            ids = iter(self.tokenizer(some, **self._prompt_options).input_ids if some else [])
+            ids = iter(ids_of_all(self.tokenizer, some, self._prompt_options))
         except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
             return [most + 1 if long else len(self.encode_prompt(text)) for text, long in zip(texts, is_long)]
         return [most + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]

@@ -3,9 +3,11 @@
     make bench-peers-grid                                            the whole grid; goes on where it was stopped
     make bench-peers-grid GRID="--sizes 10M 60M --prompts 20"        a part of it
 
-Both trainers of a model live side by side and take measured steps by turns, one while the other waits. GSPO, 8 answers
-to a prompt, random weights (the work does not depend on them); answers of one length, and of a long tail. What differs
-between the two: docs/measurements/peers.md. Every finished part lies in --out as JSON and is not measured again.
+All trainers of a model live side by side and take measured steps by turns, one while the others wait. GSPO, 8 answers
+to a prompt, random weights (the work does not depend on them); answers of one length, and of a long tail. hacpo_mega is
+there as one process on all cores and as one a core, and the table has the faster. What differs from TRL:
+docs/measurements/peers.md. Every finished part lies in --out as JSON and is not measured again. Cores are those that
+the process may use (taskset).
 """
 
 import argparse
@@ -13,23 +15,23 @@ import json
 import math
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
-from bench import WARM_UP, Machine, checked
-from table import Turn, grid_markdown, resident
+from bench import THEIRS, WARM_UP, Machine, checked
+from paced import paced_job, say, wait
+from table import Turn, grid_markdown
 
 from hacpo_mega.cluster.environment import prepare_environment
-from hacpo_mega.config import InitConfig, load_config
+from hacpo_mega.cluster.machine_limits import num_cores
+from hacpo_mega.config import InitConfig
 
 if TYPE_CHECKING:
     from hacpo_mega.lab.throughput.workload import Workload
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 G = 8
 LONGEST, EQUAL = 48, 24
 LENGTHS = ("equal", "tail")
+MOST_WORK = 1e12  # parameters times tokens of all steps
+# {lengths: {number of hacpo_mega's processes, or TRL: turns by round}}
+Measured = dict[str, dict[str, list[Turn]]]
 TAIL = statistics.NormalDist(3.0, 0.5)  # of the logarithm of tokens: mean 22
 
 
@@ -178,127 +183,143 @@ def workload_of(cell: Cell, kinds: Sequence[str]) -> "Workload":
     return Workload(LONGEST, tuple(steps))
 
 
-def paced_rank(config_file: str, num_steps: int, workload: "Workload", line: str) -> None:
-    """hacpo_mega's rank, in a process forked from the server: over the socket `line` it is told to take a step."""
-    imported_bytes = resident("VmRSS")
-    from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
-
-    steps, config, cpu_began = [], load_config(config_file), 0.0
-    with socket.socket(socket.AF_UNIX) as connection, measured_trainer(config, workload) as trainer:
-        connection.connect(line)
-        told = connection.makefile("rw")
-        for number in range(num_steps):
-            if number >= WARM_UP:
-                _say(told, "ready")
-                told.readline()
-            wall_began = time.perf_counter()
-            trainer.step()
-            # What is still written of a step after its end is processor time of the next.
-            cpu_ended = time.process_time()
-            steps.append((time.perf_counter() - wall_began, cpu_ended - cpu_began))
-            cpu_began = cpu_ended
-        _say(told, "ready")
-        _say(told, json.dumps([steps[WARM_UP:], resident("VmHWM"), imported_bytes]))
-
-
-def measure(cell: Cell, asked: argparse.Namespace, peer: dict[str, str], work: Path) -> dict[str, list[list[Turn]]]:
-    """{lengths: [turns of hacpo_mega by round, turns of TRL]}. RuntimeError when a trainer fails."""
-    kinds = LENGTHS * asked.rounds
+def measure(cell: Cell, asked: argparse.Namespace, peer: dict[str, str], work: Path) -> Measured:
+    """Every trainer takes every step of every kind of lengths, one after the other. RuntimeError when one fails."""
+    kinds, cores = LENGTHS * rounds_of(cell, asked.rounds), num_cores()
     file = write_inputs(cell, work, WARM_UP + len(kinds))
     asked = argparse.Namespace(**{**vars(asked), "config": file, "overrides": [], "steps": len(kinds)})
     config, _ = checked(asked)
-    workload, threads = workload_of(cell, kinds), int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    workload = workload_of(cell, kinds)
     machine = Machine(config, workload, asked, peer)
-    line = str(work / "line")
-    call = (str(file), WARM_UP + len(kinds), workload, line)
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(line)
-        listener.listen()
-        theirs = stack.enter_context(machine.peer_process(0, work, threads))
+        theirs = stack.enter_context(machine.peer_process(0, work, cores))
         stack.callback(theirs.kill)
-        (rank,) = stack.enter_context(machine.server.ranks(1, work, paced_rank, *call))
         try:
-            with _accepted(listener, rank) as ours:
-                steps, *memory = _in_turn(ours, (theirs.stdout, theirs.stdin), len(kinds))
+            jobs = {}
+            for size in processes_of(cell, cores):
+                run = with_processes(file, size)
+                job = paced_job(machine.server, size, run.parent / f"ours_{size}", run, len(kinds), workload)
+                jobs[str(size)] = stack.enter_context(job)
+            for job in jobs.values():
+                job.is_ready()
+            wait(theirs.stdout)
+            for _ in kinds:
+                for job in jobs.values():
+                    job.step()
+                say(theirs.stdin, "go")
+                wait(theirs.stdout)
+            tokens = [sum(n for group in step.values() for n, _ in group) for step in workload.steps[WARM_UP:]]
+            found = {size: job.turns(tokens) for size, job in jobs.items()}
         except OSError as error:
-            said = [(work / name).read_text(errors="replace")[-1500:] for name in ("0.err", "0/err")]
-            raise RuntimeError(f"a trainer of {cell.name} failed. hacpo_mega: {said[0]}\nTRL: {said[1]}") from error
+            said = [f"{name.relative_to(work)}: {name.read_text(errors='replace')[-1500:]}" for name in errors_of(work)]
+            raise RuntimeError(f"a trainer of {cell.name} failed ({error}). {' '.join(said)}") from error
         theirs.communicate()
-    tokens = [sum(n for group in step.values() for n, _ in group) for step in workload.steps[WARM_UP:]]
-    turns = [Turn(1, *took, number, number, *memory) for took, number in zip(steps, tokens, strict=True)]
-    sides = (turns, machine.read(0, work, threads))
-    return {kind: [side[place :: len(LENGTHS)] for side in sides] for place, kind in enumerate(LENGTHS)}
+    found[THEIRS] = machine.read(0, work, cores)
+    return {
+        kind: {trainer: turns[place :: len(LENGTHS)] for trainer, turns in found.items()}
+        for place, kind in enumerate(LENGTHS)
+    }
 
 
-def _accepted(listener: socket.socket, rank: BaseProcess) -> TextIO:
-    """The rank's end of the line; ConnectionError when it has ended before."""
-    listener.settimeout(1.0)
-    while rank.is_alive():
-        with suppress(TimeoutError):
-            connection, _ = listener.accept()
-            connection.settimeout(None)
-            return connection.makefile("rw")
-    raise ConnectionError
+def rounds_of(cell: Cell, asked: int) -> int:
+    """Fewer than asked where a part would take more than some three minutes of two quiet cores; at least one."""
+    tokens = cell.num_prompts * G * (cell.prompt_tokens + LONGEST)
+    return max(1, min(asked, int(MOST_WORK / (len(LENGTHS) * tokens * num_parameters(cell)))))
 
 
-def _in_turn(ours: TextIO, theirs: tuple[TextIO, TextIO], num_steps: int) -> list:
-    """Lets the two take a step each until all are done; what hacpo_mega says of its own. OSError when one is gone."""
-    _wait(ours)
-    _wait(theirs[0])
-    for _ in range(num_steps):
-        _say(ours, "go")
-        _wait(ours)
-        _say(theirs[1], "go")
-        _wait(theirs[0])
-    return json.loads(ours.readline())
+def num_parameters(cell: Cell) -> int:
+    """Without norms."""
+    size = SIZES[cell.size]
+    layer = size.hidden * (2 * (size.heads + size.kv_heads) * size.head_dim + 3 * size.ffn)
+    return size.layers * layer + cell.vocabulary * size.hidden
 
 
-def _say(line: TextIO, word: str) -> None:
-    line.write(word + "\n")
-    line.flush()
+def errors_of(work: Path) -> list[Path]:
+    """The files of what trainers have said before they ended."""
+    return [file for file in (*work.glob("ours_*/*.err"), work / "0" / "err") if file.stat().st_size]
 
 
-def _wait(line: TextIO) -> None:
-    while (said := line.readline()) != "ready\n":
-        if not said:
-            raise ConnectionError
+def processes_of(cell: Cell, cores: int) -> list[int]:
+    """Of hacpo_mega, each a cell of its own: one that has all cores, and as many as share cores and prompts evenly."""
+    return sorted({1, math.gcd(cores, cell.num_prompts // cell.num_updates)})
+
+
+def with_processes(file: Path, size: int) -> Path:
+    """A configuration of so many lanes beside that of one."""
+    changed = file.with_name(f"lanes_{size}.toml")
+    text = file.read_text(encoding="utf-8").replace(f"{file.parent}/run", f"{file.parent}/run_{size}")
+    changed.write_text(f"lanes = {size}\n{text}", encoding="utf-8")
+    return changed
 
 
 def row_name(cell: Cell, kind: str) -> tuple[str, ...]:
     """What a row of the table is of (table.GRID_WORK)."""
-    size = SIZES[cell.size]
-    widths = size.heads + size.kv_heads
-    layer = size.hidden * (2 * widths * size.head_dim + 3 * size.ffn)
-    total = size.layers * layer + cell.vocabulary * size.hidden
-    num_answers = cell.num_prompts * G
-    lengths = lengths_of(kind, num_answers, 0)
-    tokens = f"{EQUAL}" if kind == "equal" else f"{sum(lengths) / num_answers:.0f}, at most {max(lengths)}"
-    work = (str(cell.vocabulary), str(cell.prompt_tokens), str(num_answers), tokens, str(cell.num_updates))
-    return (cell.size, f"{total / 1e6:.1f}M", *work)
+    tokens = f"{EQUAL}" if kind == "equal" else kind
+    return (
+        f"{num_parameters(cell) / 1e6:.1f}M",
+        f"{cell.vocabulary}, {cell.prompt_tokens}",
+        f"{cell.num_prompts * G}, {tokens}",
+    )
+
+
+def faster(found: Measured) -> str:
+    """The number of processes with which hacpo_mega has taken the fewest seconds over all that was measured."""
+    sizes = [size for size in found[LENGTHS[0]] if size != THEIRS]
+    return min(sizes, key=lambda size: sum(turn.wall_s for kind in LENGTHS for turn in found[kind][size]))
+
+
+def found_before(file: Path, made_with: dict[str, object]) -> Measured | None:
+    """A part that was finished so; None: there is none."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if found.pop("made with", None) != made_with:
+        return None
+    return {kind: {who: [Turn(**turn) for turn in turns] for who, turns in found[kind].items()} for kind in LENGTHS}
+
+
+def write_part(file: Path, made_with: dict[str, object], found: Measured) -> None:
+    """What `found_before` reads; a file that was begun is none."""
+    told = {kind: {who: [asdict(turn) for turn in turns] for who, turns in found[kind].items()} for kind in LENGTHS}
+    begun = file.with_suffix(".begun")
+    begun.write_text(json.dumps({"made with": made_with, **told}), encoding="utf-8")
+    begun.rename(file)
 
 
 def run(asked: argparse.Namespace, peer: dict[str, str]) -> str:
-    """Measures what is missing; the table of all that was asked for."""
+    """Measures what is missing; the table of all that was asked for. RuntimeError when parts of it failed."""
     from hacpo_mega.logbook.provenance import source_commit
 
-    rows, commit = {}, source_commit() or "unknown"
+    rows, failed = {}, []
+    made_with = {"commit": source_commit() or "unknown", "rounds": asked.rounds, "cores": num_cores()}
     asked.out.mkdir(parents=True, exist_ok=True)
     for cell in cells(asked):
-        file, made_with = asked.out / f"{cell.name}.json", {"commit": commit, "rounds": asked.rounds}
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        if found.get("made with") != made_with:
-            began = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="hacpo_grid_") as work:
-                turns = measure(cell, asked, peer, Path(work))
-            parts = {kind: [[asdict(turn) for turn in side] for side in turns[kind]] for kind in LENGTHS}
-            found = {"made with": made_with, **parts}
-            file.write_text(json.dumps(found), encoding="utf-8")
-            print(f"{cell.name}: {time.monotonic() - began:.0f} s", flush=True)
+        file, began = asked.out / f"{cell.name}.json", time.monotonic()
+        if (found := found_before(file, made_with)) is None:
+            try:
+                with tempfile.TemporaryDirectory(prefix="hacpo_grid_") as work:
+                    found = measure(cell, asked, peer, Path(work))
+            except RuntimeError as error:  # the others are worth their minutes
+                failed.append(str(error))
+                print(error, file=sys.stderr, flush=True)
+                continue
+            write_part(file, made_with, found)
+            print(f"{cell.name}: {time.monotonic() - began:.0f} s; {said_of(found)}", flush=True)
         for kind in LENGTHS:
-            rows[row_name(cell, kind)] = tuple([Turn(**turn) for turn in side] for side in found[kind])
+            ours = faster(found)
+            rows[*row_name(cell, kind), ours] = found[kind][ours], found[kind][THEIRS]
         (asked.out / "grid.md").write_text(grid_markdown(rows), encoding="utf-8")
+    if failed:
+        raise RuntimeError(f"{len(failed)} parts failed; the others: {asked.out}/grid.md")
     return grid_markdown(rows)
+
+
+def said_of(found: Measured) -> str:
+    """Seconds a step of each trainer, of processors in brackets."""
+    said = []
+    for who in found[LENGTHS[0]]:
+        turns = [turn for kind in LENGTHS for turn in found[kind][who]]
+        wall_s, cpu_s = (sum(seconds) / len(turns) for seconds in zip(*((turn.wall_s, turn.cpu_s) for turn in turns)))
+        said.append(f"{who if who == THEIRS else f'{who} process(es)'} {wall_s:.2f} s a step ({cpu_s:.2f})")
+    return ", ".join(said)
 
 
 def main() -> None:
@@ -306,6 +327,7 @@ def main() -> None:
     asked = arguments()
     # The user's, less PYTHONPATH: the folder `kernels` of this repository would shadow a package of theirs.
     peer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    os.environ.pop("OMP_NUM_THREADS", None)  # cores are shared by the processes of a trainer
     prepare_environment()
     try:
         print("\n" + run(asked, peer))

@@ -9,7 +9,8 @@ from pathlib import Path
 MIB = 2**20
 # What trl_gspo.py notes of a step, in its order.
 MEASURED = ("wall_s", "cpu_s", "generated_tokens", "trained_tokens")
-GRID_WORK = ("model", "parameters", "vocabulary", "prompt", "answers", "tokens", "updates")
+# Of a row: vocabulary and tokens of a prompt; how many answers, and how long; processes of hacpo_mega.
+GRID_WORK = ("model", "vocabulary, prompt", "answers, tokens", "processes")
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,17 @@ def to_markdown(turns: Mapping[tuple[str, str], Sequence[Turn]]) -> str:
 def grid_markdown(rows: Mapping[Sequence[str], tuple[Sequence[Turn], Sequence[Turn]]]) -> str:
     """A row for each work, named by its first cells (GRID_WORK): turns by round of hacpo_mega, and of TRL."""
     head = [*GRID_WORK]
-    for unit in ("s/step", "tokens/s", "tokens per core-second", "peak MiB"):
+    for unit in ("tokens/s", "per core-second", "peak MiB"):
         head += [unit, "TRL", "ratio"]
-    lines = ["| " + " | ".join([*head, "ratio of tokens/s by round"]) + " |", "|" + "---|" * (len(head) + 1)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for work, (ours, theirs) in rows.items():
-        steps = [_sum(turns, "wall_s") / _sum(turns, "num_steps") for turns in (ours, theirs)]
-        peaks = [max(turn.peak_bytes for turn in turns) / MIB for turns in (ours, theirs)]
-        pairs = [(*steps, ".2f"), *((_rate(ours, s), _rate(theirs, s), ".0f") for s in ("wall_s", "cpu_s"))]
         cells = [*work]
-        for own, other, digits in [*pairs, (*peaks, ".0f")]:
-            cells += [f"{own:{digits}}", f"{other:{digits}}", f"{own / other:.2f}"]
-        cells.append(" ".join(f"{other.wall_s / own.wall_s:.2f}" for own, other in zip(ours, theirs, strict=True)))
+        for own, other in ((_rate(ours, s), _rate(theirs, s)) for s in ("wall_s", "cpu_s")):
+            cells += [f"{own:.0f}", f"{other:.0f}", f"{own / other:.2f}"]
+        by_round = [other.wall_s / own.wall_s for own, other in zip(ours, theirs, strict=True)]
+        cells[len(work) + 2] += f" ({min(by_round):.2f} to {max(by_round):.2f})"
+        own, other = (max(turn.peak_bytes for turn in turns) / MIB for turns in (ours, theirs))
+        cells += [f"{own:.0f}", f"{other:.0f}", f"{own / other:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

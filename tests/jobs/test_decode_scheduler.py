@@ -7,6 +7,7 @@ from job import run_script
 from tiny_models import make_model
 
 from hacpo_mega.records import Stop
+from hacpo_mega.rollout.engine_defaults import BLOCK
 
 CASES = ["preempted", "own ends", "cut", "greedy", "ended within a step", "waves", "long"]
 pytestmark = pytest.mark.nightly
@@ -49,6 +50,13 @@ def test_the_cases_are_what_they_are_called(seen):
     assert len(theirs["ended within a step"]["answers"]) == 24 - 3
     assert max(len(step["running"]) for step in theirs["waves"]["steps"]) == 12
     assert max(len(ids) for ids, _, _ in theirs["long"]["answers"]) > 64
+
+
+def test_answers_read_the_whole_blocks_of_their_prompt_once(seen):
+    first, *others = seen["ours"]["waves"]["steps"][0]["new"][:8]
+    *_, num_read_before, length = first
+    assert num_read_before == 0 and length > 2 * BLOCK
+    assert {new[2:] for new in others} == {((length - 1) // BLOCK * BLOCK, length)}
 
 
 def test_the_short_way_was_taken(seen):

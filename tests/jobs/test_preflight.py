@@ -26,19 +26,24 @@ def models(tmp_path_factory) -> list[dict]:
 
 
 class Visit:
-    """A preflight of four nodes: exit statuses, what they wrote, and the record for programs."""
+    """A preflight of four nodes; once it is over exit statuses, what they wrote, and the record for programs."""
 
     def __init__(self, folder: Path, models: list[dict], faults: dict[int, str], wait_s: float = PATIENCE_S) -> None:
         config = write_config(folder, models, run_dir="run")
-        ranks = start_ranks(4, folder, preflight_job.visit, config, faults, wait_s)
-        for rank in ranks:
+        self.folder, self.ranks = folder, start_ranks(4, folder, preflight_job.visit, config, faults, wait_s)
+
+    def over(self) -> "Visit":
+        """Itself, when all ranks have ended."""
+        folder = self.folder
+        for rank in self.ranks:
             rank.join()
-        self.statuses = [rank.exitcode for rank in ranks]
+        self.statuses = [rank.exitcode for rank in self.ranks]
         self.outputs = [(folder / f"{rank}.out").read_text() for rank in range(4)]
         self.errors = [(folder / f"{rank}.err").read_text() for rank in range(4)]
         record = folder / "run/logs/preflight.json"
         self.record = json.loads(record.read_text()) if record.exists() else {}
         self.left = sorted(path.name for path in record.parent.glob("*"))
+        return self
 
     def texts(self) -> dict[str, list[str]]:
         """What was found, by node."""
@@ -48,8 +53,19 @@ class Visit:
         return found
 
 
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory, models) -> dict[str, Visit]:
+    """Visits that wait for somebody, all at once."""
+    faults = {
+        "never comes": ({2: "never comes"}, 20.0),
+        "first never comes": ({0: "never comes"}, 4.0),
+        "hangs": ({2: "hangs"}, 30.0),
+    }
+    return {name: Visit(tmp_path_factory.mktemp("waiting"), models, *how) for name, how in faults.items()}
+
+
 def test_a_sound_job_passes_and_is_measured(tmp_path, models):
-    visit = Visit(tmp_path, models, {})
+    visit = Visit(tmp_path, models, {}).over()
     assert visit.statuses == [0] * 4, (visit.outputs, visit.errors)
     record = visit.record
     assert (record["exit_code"], record["bad_nodes"], record["exclude"], record["findings"]) == (0, [], "", [])
@@ -74,7 +90,7 @@ def test_a_sound_job_passes_and_is_measured(tmp_path, models):
 @pytest.mark.nightly
 def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     """Three faults at a time; the fourth node has none, and is not named."""
-    visit = Visit(tmp_path, models, {1: "other version", 2: "full disk", 3: "no model"})
+    visit = Visit(tmp_path, models, {1: "other version", 2: "full disk", 3: "no model"}).over()
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     assert visit.record["bad_nodes"] == ["n2", "n3", "n1"]
     texts = visit.texts()
@@ -90,7 +106,7 @@ def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
 
 @pytest.mark.nightly
 def test_what_takes_two_nodes_is_found(tmp_path, models):
-    visit = Visit(tmp_path, models, {1: "closed port", 2: "own run folder", 3: "wrong clock"})
+    visit = Visit(tmp_path, models, {1: "closed port", 2: "own run folder", 3: "wrong clock"}).over()
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     texts = visit.texts()
     assert sorted(texts) == ["n1", "n2", "n3"], texts
@@ -101,8 +117,8 @@ def test_what_takes_two_nodes_is_found(tmp_path, models):
 
 
 @pytest.mark.nightly
-def test_a_node_that_never_comes_is_named(tmp_path, models):
-    visit = Visit(tmp_path, models, {2: "never comes"}, wait_s=20.0)
+def test_a_node_that_never_comes_is_named(waiting):
+    visit = waiting["never comes"].over()
     assert visit.statuses == [NODE_BAD, NODE_BAD, 0, NODE_BAD], (visit.outputs, visit.errors)
     assert visit.texts() == {"n2": ["did not come"]}
     assert visit.record["missing_ranks"] == [2]
@@ -110,9 +126,9 @@ def test_a_node_that_never_comes_is_named(tmp_path, models):
 
 
 @pytest.mark.nightly
-def test_a_first_node_that_never_comes_is_named(tmp_path, models):
+def test_a_first_node_that_never_comes_is_named(waiting):
     """By its address, since nobody could be told its name."""
-    visit = Visit(tmp_path, models, {0: "never comes"}, wait_s=4.0)
+    visit = waiting["first never comes"].over()
     assert visit.statuses == [0, NODE_BAD, NODE_BAD, NODE_BAD], (visit.outputs, visit.errors)
     assert visit.record["bad_nodes"] == ["127.0.0.1"]
     for rank in (1, 2, 3):
@@ -121,15 +137,15 @@ def test_a_first_node_that_never_comes_is_named(tmp_path, models):
 
 
 @pytest.mark.nightly
-def test_a_node_that_hangs_while_groups_are_made_is_named(tmp_path, models):
-    visit = Visit(tmp_path, models, {2: "hangs"}, wait_s=30.0)
+def test_a_node_that_hangs_while_groups_are_made_is_named(waiting):
+    visit = waiting["hangs"].over()
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     assert list(visit.texts()) == ["n2"], visit.record
 
 
 @pytest.mark.nightly
 def test_another_number_of_ranks_is_refused_before_anybody_waits(tmp_path, models):
-    visit = Visit(tmp_path, [models[0]], {})
+    visit = Visit(tmp_path, [models[0]], {}).over()
     assert visit.statuses == [2] * 4, (visit.outputs, visit.errors)
     assert "needs 2 ranks" in visit.errors[0] and not any(visit.errors[1:])
 
@@ -137,6 +153,6 @@ def test_another_number_of_ranks_is_refused_before_anybody_waits(tmp_path, model
 @pytest.mark.nightly
 def test_what_all_nodes_find_wrong_is_the_users(tmp_path, models):
     """Said once, and it is nobody's node."""
-    visit = Visit(tmp_path, models, dict.fromkeys(range(4), "no model"))
+    visit = Visit(tmp_path, models, dict.fromkeys(range(4), "no model")).over()
     assert visit.statuses == [2] * 4, (visit.outputs, visit.errors)
     assert "nowhere" in visit.errors[0] and not any(visit.errors[1:]) and visit.record == {}

@@ -11,6 +11,8 @@ import torch
 from job import run_script
 from tiny_models import make_model
 
+from hacpo_mega.config.quantization import OF_QUANTIZED_FOLDERS
+
 # tp, pp, ranks of an engine, ranks that only answer
 COLOCATED, APART = ((2, 1, 2, 0), (1, 2, 1, 0)), (1, 1, 1, 1)
 each_layout = pytest.mark.parametrize("layout", COLOCATED)
@@ -79,3 +81,8 @@ def test_the_engine_answers_with_the_policy_up_to_fp8(saw, layout):
     """Nats a token: weights and activations of three bits behind the leading one, through two layers."""
     for seen in saw(layout):
         assert all(0 < gap < 0.25 for gaps in seen["gaps"] for gap in gaps)
+
+
+def test_kinds_that_need_a_quantized_folder_are_those_that_are_refused(saw):
+    """By vLLM's own classes (config/quantization.py reads none)."""
+    assert saw(COLOCATED[0])[0]["of quantized folders"] == OF_QUANTIZED_FOLDERS

@@ -12,6 +12,8 @@ import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
 from publish_job import MAX_MODEL_LEN, answer, as_sequence
+from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
 from hacpo_mega.agent import publication as publication_module
 from hacpo_mega.agent.publication import Publication
@@ -72,6 +74,20 @@ def flip_a_bit(engine: Engine) -> str:
     return name
 
 
+def of_quantized_folders() -> set[str]:
+    """Kinds of which vLLM makes nothing without what a folder says of itself."""
+    found = set()
+    for kind in set(QUANTIZATION_METHODS) - set(ONLINE_QUANT_SHORTHAND_NAMES):
+        made = get_quantization_config(kind)
+        try:
+            made()
+        except TypeError:
+            found.add(kind)
+        if made.get_config_filenames():
+            found.add(kind)
+    return found
+
+
 def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp: int, rollout: int) -> None:
     """Writes what this rank saw to OUT/<rank>.pt; `rollout` ranks only answer, behind those that train, if any."""
     shape = AgentShape("one", tp=tp, pp=pp, engine_tp=engine_tp, rollout=rollout)
@@ -91,6 +107,7 @@ def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp
         publication_module.publish_plan = partial(publish_plan, bucket_bytes=8_192)
         publication = Publication(place, actor, engine)
         seen = {"left over": publication.left_over, "differing": [], "differences": [], "gaps": []}
+        seen["of quantized folders"] = of_quantized_folders()
         seen["buckets"] = len(publication.plan.buckets)
         for step in range(2):
             if actor is not None:

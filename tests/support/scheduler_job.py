@@ -18,7 +18,7 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.row_noise import answer_seed
 
-EOS, BLOCK, MAX_MODEL_LEN, NUM_BLOCKS = 7, 32, 256, 40
+EOS, MAX_MODEL_LEN, NUM_BLOCKS = 7, 256, 80
 VLLMS = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
@@ -38,7 +38,7 @@ class Watched:
             max_model_len=MAX_MODEL_LEN,
             dtype=torch.float32,
             eos_ids=[EOS],
-            options={"block_size": BLOCK} | options,
+            options=options,
         )
         with self.engine._door.open() as llm:
             self.core = llm.llm_engine.engine_core.engine_core
@@ -53,7 +53,8 @@ class Watched:
         self.steps.append(
             {
                 "new": [
-                    (number(new.req_id), new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs
+                    (number(new.req_id), new.block_ids, new.num_computed_tokens, len(new.prompt_token_ids))
+                    for new in step.scheduled_new_reqs
                 ],
                 "cached": list(map(number, cached.req_ids)),
                 "resumed": sorted(map(number, cached.resumed_req_ids)),

@@ -7,7 +7,7 @@ from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hacpo_mega.megatron import shared_prompts
+from hacpo_mega.megatron import layers, shared_prompts
 from hacpo_mega.megatron.layers import PackedAttention
 from hacpo_mega.megatron.shared_prompts import packed_segments, similar_lengths
 
@@ -75,8 +75,22 @@ def test_answers_attend_to_the_prompt_they_share(prompts, answers, window):
     require_close(found_TND, expected_TND, inputs, expected_inputs)
 
 
-def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(monkeypatch):
-    """Backward gathers them again: seven rows for each of nine answers of a token to a prompt of six."""
+class Kernel(torch.autograd.Function):
+    """Keeps what flash attention keeps; its output is a sum in which every key and value counts once."""
+
+    @staticmethod
+    def forward(ctx, query_TND, key_MKD, value_MKD):
+        ctx.save_for_backward(query_TND, key_MKD, value_MKD)
+        return torch.zeros_like(query_TND) + key_MKD.sum() + value_MKD.sum()
+
+    @staticmethod
+    def backward(ctx, grad_TND):
+        return tuple(torch.ones_like(kept) for kept in ctx.saved_tensors)
+
+
+@pytest.mark.parametrize("attend", [layers._attend_in_groups, layers._attend_flash])
+def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(attend, monkeypatch):
+    """Backward gathers them again: of a prompt of six and nine answers of a token each."""
     gathered, gather = [], shared_prompts.gather_tokens
 
     def noted(tensor_TKD, places):
@@ -85,12 +99,16 @@ def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(monkeypatch):
         return found
 
     monkeypatch.setattr(shared_prompts, "gather_tokens", noted)
-    inputs = [torch.randn(15, heads, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    monkeypatch.setattr(layers, "varlen_attn", lambda *given, **_how: Kernel.apply(*given[:3]))
+    query, key, value = (torch.randn(15, heads, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     starts, seen = torch.tensor([0, *range(6, 16)]).int(), torch.tensor([(0, 0)] + 9 * [(0, 6)]).int()
-    found_TND = attended(inputs, starts, seen, None)
-    assert [rows for rows, _ in gathered] == [9 * 7] * 2 and all(storage.expired() for _, storage in gathered)
+    found_TND = attend(query, key, value, packed_segments(starts, seen, starts.device), None, None)
+    rows = 9 * 7 + 6 * (attend is layers._attend_flash)  # which has the prompt's own as well
+    assert [number for number, _ in gathered] == [rows] * 2 and all(kept.expired() for _, kept in gathered)
     found_TND.sum().backward()
-    assert [rows for rows, _ in gathered] == [9 * 7] * 4
+    assert [number for number, _ in gathered] == [rows] * 4
+    if attend is layers._attend_flash:
+        assert key.grad[:, 0, 0].tolist() == value.grad[:, 0, 0].tolist() == [10.0] * 6 + [1.0] * 9
 
 
 @pytest.mark.parametrize("window", [None, 2, 4])

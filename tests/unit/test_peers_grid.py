@@ -3,10 +3,10 @@
 launch/peers/grid.py measures; TRL is in no environment of the tests.
 """
 
+import io
 import json
 import runpy
 import sys
-from dataclasses import asdict
 
 import pytest
 from repository import ROOT
@@ -22,7 +22,7 @@ def grid():
         patch.syspath_prepend(FOLDER)
         names = runpy.run_path(str(FOLDER / "grid.py"))
         yield names
-        for name in ("table", "bench"):
+        for name in ("table", "bench", "paced"):
             sys.modules.pop(name, None)
 
 
@@ -30,11 +30,26 @@ def test_the_table_is_the_one_worked_out_by_hand(grid):
     turn = grid["Turn"]
     ours = [turn(1, 1.0, 2.0, 50, 50, 90 * MIB, 0), turn(1, 3.0, 2.0, 50, 50, 80 * MIB, 0)]
     theirs = [turn(1, 4.0, 6.0, 50, 50, 60 * MIB, 0), turn(1, 4.0, 4.0, 50, 50, 60 * MIB, 0)]
-    work = ("1M", "1.0M", "300", "20", "256", "24", "4")
+    work = ("1.0M", "300, 20", "256, 24", "2")
     line = grid["grid_markdown"]({work: (ours, theirs)}).splitlines()[2]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    measured = ["2.00", "4.00", "0.50", "50", "25", "2.00", "50", "20", "2.50", "90", "60", "1.50", "4.00 1.33"]
-    assert cells == [*work, *measured]
+    assert cells == [*work, "50", "25", "2.00 (1.33 to 4.00)", "50", "20", "2.50", "90", "60", "1.50"]
+
+
+def test_ranks_of_a_job_are_one_turn(grid):
+    """The slowest has the clock; processors and memory are of all."""
+    said = [{"steps": [[1.0, 0.9], [3.0, 2.0]], "peak_bytes": 7, "imported_bytes": 2}]
+    said.append({"steps": [[2.0, 1.5], [1.0, 0.5]], "peak_bytes": 5, "imported_bytes": 3})
+    job = sys.modules["paced"].PacedJob([io.StringIO(json.dumps(rank) + "\n") for rank in said])
+    assert job.turns([10, 20]) == [grid["Turn"](1, 2.0, 2.4, 10, 10, 12, 5), grid["Turn"](1, 3.0, 2.5, 20, 20, 12, 5)]
+
+
+def test_processes_share_cores_and_the_prompts_of_an_update(grid):
+    cell, processes_of = grid["Cell"], grid["processes_of"]
+    assert processes_of(cell("1M", 300, 20), 2) == [1, 2]  # 8 prompts an update
+    assert processes_of(cell("1M", 300, 20), 6) == [1, 2] and processes_of(cell("1M", 300, 20), 1) == [1]
+    assert processes_of(cell("60M", 300, 400), 2) == [1]  # one prompt
+    assert [grid["rounds_of"](cell(size, 300, 400), 3) for size in ("1M", "60M", "120M")] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("num_answers", [8, 16, 256])
@@ -49,26 +64,38 @@ def test_the_models_are_as_large_as_they_are_called(grid):
     for name, size in grid["SIZES"].items():
         for prompt, (prompts, updates) in size.prompts.items():
             assert prompts % updates == 0
-            total = grid["row_name"](grid["Cell"](name, 300, prompt), "tail")[1]
+            total = grid["row_name"](grid["Cell"](name, 300, prompt), "tail")[0]
             assert float(total[:-1]) == pytest.approx(float(name[:-1]), rel=0.07)
 
 
 def test_a_finished_part_is_read_and_another_commits_is_not(grid, tmp_path, monkeypatch, capsys):
-    globals_of_run = grid["run"].__globals__
-    turn = asdict(grid["Turn"](1, 2.0, 2.0, 10, 10, MIB, 0))
-    made_with = {"commit": "c1", "rounds": 1}
-    kinds = {kind: [[turn], [{**turn, "wall_s": 4.0}]] for kind in grid["LENGTHS"]}
-    (tmp_path / "1M_v300_p20.json").write_text(json.dumps({"made with": made_with, **kinds}))
-    arguments = ["grid.py", "--sizes", "1M", "--vocabularies", "300", "--prompts", "20", "--rounds", "1"]
+    def turns(*walls_s):
+        return [grid["Turn"](1, wall_s, 2.0, 10, 10, MIB, 0) for wall_s in walls_s]
+
+    # Two processes are slower where answers have one length, and faster in all.
+    found = {"equal": {"1": turns(2.0), "2": turns(2.5), "TRL": turns(4.0)}}
+    found["tail"] = {"1": turns(3.0), "2": turns(1.0), "TRL": turns(4.0)}
+    made_with = {"commit": "c1", "rounds": 1, "cores": 2}
+    grid["write_part"](tmp_path / "1M_v300_p20.json", made_with, found)
+    arguments = ["grid.py", "--sizes", "1M", "--vocabularies", "300", "--prompts", "20", "400", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(tmp_path)])
-    asked = grid["arguments"]()
+    asked, measured = grid["arguments"](), []
 
     def refuse(cell, *_):
-        raise RuntimeError(f"measures {cell.name}")
+        measured.append(cell.name)
+        raise RuntimeError("a trainer failed")
 
-    monkeypatch.setitem(globals_of_run, "measure", refuse)
+    names = grid["run"].__globals__
+    monkeypatch.setitem(names, "measure", refuse)
+    monkeypatch.setitem(names, "num_cores", lambda: 2)
     monkeypatch.setattr("hacpo_mega.logbook.provenance.source_commit", lambda: "c1")
-    assert "| 2.00 | 4.00 | 0.50 |" in grid["run"](asked, {}) == (tmp_path / "grid.md").read_text()
+    with pytest.raises(RuntimeError, match=r"1 parts failed; the others: .*grid.md"):
+        grid["run"](asked, {})
+    assert measured == ["1M_v300_p400"] and capsys.readouterr().err == "a trainer failed\n"
+    rows = (tmp_path / "grid.md").read_text().splitlines()[2:]
+    assert ["| 2 | 8 | 5 | 1.60 (1.60 to 1.60) |" in rows[0], "| 2 | 20 | 5 | 4.00 (4.00 to 4.00) |" in rows[1]] == [
+        True
+    ] * 2
     monkeypatch.setattr("hacpo_mega.logbook.provenance.source_commit", lambda: "c2")
-    with pytest.raises(RuntimeError, match="measures 1M_v300_p20"):
+    with pytest.raises(RuntimeError, match="2 parts failed"):
         grid["run"](asked, {})
