@@ -24,7 +24,7 @@ from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import place_of, trained_slots
 from hacpo_mega.megatron.optimizer import ActorOptimizer, ParameterShare
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.stored_state import WEIGHT, Part, Parts, StateReader, stored_name, write_parts
+from hacpo_mega.megatron.stored_state import KINDS, WEIGHT, Part, Parts, StateReader, stored_name, write_parts
 from hacpo_mega.models.segments import Cut, Slot, rectangles
 
 
@@ -92,7 +92,7 @@ def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool)
             continue
         for place in rectangles(slot, model.architecture, **own, start=share.start, stop=share.stop):
             first = place.start - share.start
-            for kind in share.state:
+            for kind in (kind for kind in KINDS if kind in share.state):
                 data = share.state[kind].detach()[first : first + torch.Size(place.sizes).numel()].view(place.sizes)
                 parts[stored_name(kind, place.source.name)].append(Part(place.source.shape, place.offsets, data))
     return parts
