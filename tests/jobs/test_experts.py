@@ -78,9 +78,10 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     actor.save_hf(export)
     mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (NUM_RANKS // cells)]
     gradient, stats = gradient_by_descent(actor, lambda: actor.learn(mine, objective))
+    gradient = {name: tensor / STEEP for name, tensor in gradient.items()}
     routers = [module for module in actor.model.modules() if isinstance(module, Router)]
     tokens = stats.num_tokens, sum(input_length(sample) for sample in mine if sample.num_trained)
-    return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": {name: tensor / STEEP for name, tensor in gradient.items()},
+    return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
             "norm": stats.grad_norm, "experts": stats.experts, "export": export, "tokens": tokens,
             "pairs": [int(router.load_E.sum()) for router in routers]}  # fmt: skip
 
