@@ -39,7 +39,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+def free_memory_bytes() -> int:
     """Memory that the kernel says can be had without swapping."""
-    lines = meminfo.read_text(encoding="utf-8").splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron import layers, moe
+from hacpo_mega.megatron import gradient_sum, layers, moe
 from hacpo_mega.megatron.context_parallel import resize
 from hacpo_mega.megatron.lora import attach_adapters
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -97,6 +97,8 @@ def trace_actor(
         if on_cuda:
             stack.enter_context(_replaced(moe, "_fits", lambda *_: True))
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
+            # CUDA's adds in place; the CPU's takes float32 copies.
+            stack.enter_context(_replaced(gradient_sum, "add_product", lambda total, left, right: None))
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
         bare = build_model(
@@ -214,7 +216,7 @@ class _Run:
 def _step(optimizer: ActorOptimizer) -> None:
     """Megatron's step after clipping, which takes no memory, by the implementation that torch chooses on CUDA."""
     for group in optimizer.megatron.param_groups:
-        group["foreach"] = True
+        group["foreach"], group["fused"] = True, False
     optimizer.megatron.prepare_grads()
     # Gathered in place; torch has no fake of the coalesced gather.
     with _replaced(DistributedDataParallel, "start_param_sync", lambda self: None):

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
 from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.context_parallel import own_tokens, redo_output
+from hacpo_mega.megatron.gradient_sum import ADDS_AT_ONCE
 from hacpo_mega.megatron.layers import decoder_spec
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.platform import megatron_platform, plain_torch
 from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
 from hacpo_mega.megatron.shared_prompts import packed_segments
 from hacpo_mega.megatron.te_layers import te_decoder_spec
@@ -129,12 +130,8 @@ def build_model(
     layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep)
     if problems := layout_problems(architecture, layout, max_positions=max_positions):
         raise ValueError("\n".join(problems))
-    config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides or {})
-    if config.gradient_accumulation_fusion and transformer == "local" and not layers._grad_accum_fusion_available:
-        raise ValueError(
-            "agents.megatron: gradient_accumulation_fusion needs apex's fused_weight_gradient_mlp_cuda, which is not "
-            "installed here: build apex (launch/image/Dockerfile), or leave it out"
-        )
+    overrides = {"gradient_accumulation_fusion": ADDS_AT_ONCE[transformer], **(overrides or {})}
+    config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides)
     model = stage_model(architecture, config, max_positions=max_positions, transformer=transformer)
     # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by chunk_layers.
     assert model.chunks == chunk_layers(architecture.num_layers, layout), (model.chunks, layout)
@@ -230,7 +227,7 @@ def forward_packed(
     device = unwrapped(model).rope_P.device
     packed = packed_segments(cu_seqlens, prefixes_S2, device)
     tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
-    with megatron_platform():
+    with megatron_platform(), plain_torch():
         return model(input_ids=tokens_1T, position_ids=positions_1T, attention_mask=None, packed_seq_params=packed)
 
 

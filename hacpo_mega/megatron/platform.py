@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 CPU = torch.device("cpu")
 NAMES_A_DEVICE = (str, torch.device)
@@ -87,6 +87,19 @@ def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
         group = names.create_group(same, timeout=timeout, group_desc="EXPERT_DATA_PARALLEL_GROUP")
         if dist.get_rank() in same:
             names._EXPERT_DATA_PARALLEL_GROUP = names._INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = group
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Inside `megatron_platform`, what is replaced by name alone: for Megatron's layers, which name no device.
+
+    To look at every call of torch costs more than many of them. Where it is not looked at, a no-op.
+    """
+    if not isinstance(_get_current_function_mode(), _CudaMeansCpu):
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
 
 
 class _CudaMeansCpu(TorchFunctionMode):

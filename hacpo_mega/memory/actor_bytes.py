@@ -31,14 +31,12 @@ class Device:
     """How a kind of device computes, as far as it shows in bytes.
 
     number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
-    fused_norms      one kernel for a norm; else torch keeps the normalised numbers beside the input
     flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
     triton_head      the head's backward takes large chunks of logits in the weights' type; else small ones in float32
     engine_sleeps    the engine gives its memory back while the actor works
     """
 
     number: int
-    fused_norms: bool
     flash_attention: bool
     triton_head: bool
     engine_sleeps: bool
@@ -49,8 +47,8 @@ class Device:
         return self.number < FLOAT32
 
 
-CUDA = Device(number=2, fused_norms=True, flash_attention=True, triton_head=True, engine_sleeps=True)
-CPU = Device(number=4, fused_norms=False, flash_attention=False, triton_head=False, engine_sleeps=False)
+CUDA = Device(number=2, flash_attention=True, triton_head=True, engine_sleeps=True)
+CPU = Device(number=4, flash_attention=False, triton_head=False, engine_sleeps=False)
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,7 @@ class _Layer:
         a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
         columns = (a.shared_ffn if a.has_experts else a.ffn_size) // tp
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
-        # Plain torch keeps the normalised numbers for the gradient of a norm's weight.
-        norm = residual * (1 if plan.device.fused_norms or plan.lora is not None else 2) + tokens // tp * FLOAT32
+        norm = residual + tokens // tp * FLOAT32
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
@@ -258,7 +255,8 @@ def _attention(plan: ActorPlan) -> int:
     if a.qk_norm:
         # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
         kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
-        kept += 0 if plan.device.fused_norms else (q + k) * head
+        # One over all heads is written out, and keeps the normalised numbers.
+        kept += (q + k) * head if a.kin.whole_qk_norm else 0
     return kept
 
 

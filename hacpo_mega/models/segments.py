@@ -107,16 +107,10 @@ def rank_slots(architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_
     )
 
 
-def all_sources(architecture: Architecture, stages: tuple[int, ...] | None = None) -> Iterator[Source]:
-    """Every Hugging Face tensor of the whole model, stage by stage, each once; without `stages`, as of one stage."""
-    stages = stages or (architecture.num_layers,)
-    seen = set()
-    for pp_rank in range(len(stages)):
-        for slot in stage_slots(architecture, stages, pp_rank):
-            for source in slot.sources:
-                if source.name not in seen:
-                    seen.add(source.name)
-                    yield source
+def all_sources(architecture: Architecture) -> Iterator[Source]:
+    """Every Hugging Face tensor of the whole model, each once, in a fixed order."""
+    slots = stage_slots(architecture, (architecture.num_layers,), 0)
+    yield from dict.fromkeys(source for slot in slots for source in slot.sources)
 
 
 def _embedding_slots(architecture: Architecture) -> list[Slot]:

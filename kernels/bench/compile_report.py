@@ -67,12 +67,12 @@ def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, nu
     return Compiled(name, built.metadata.shared, registers, stack, built.asm["ptx"].count("wgmma.mma_async"))
 
 
-def types_of(kernel, pointers: dict[str, str], dtype: str = "fp32") -> dict[str, str]:
-    """Types of arguments by name: what a kernel annotates, the pointers named here, the other pointers to `dtype`."""
+def types_of(kernel, pointers: dict[str, str]) -> dict[str, str]:
+    """Types of arguments by name: what a kernel annotates, the pointers named here, the other pointers to fp32."""
     types = {}
     for parameter in kernel.params:
         scalar = "fp32" if parameter.name == "inverse_temperature" else "i32"
-        default = f"*{dtype}" if parameter.name.endswith("_ptr") else scalar
+        default = "*fp32" if parameter.name.endswith("_ptr") else scalar
         types[parameter.name] = parameter.annotation_type or pointers.get(parameter.name, default)
     return types
 

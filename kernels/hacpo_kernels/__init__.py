@@ -7,6 +7,7 @@ stats = objective_stats(terms)
 """
 
 from hacpo_kernels.api import linear_logprob, objective_from_mean, packed_objective, segment_sum
+from hacpo_kernels.autograd import add_product
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
 
@@ -14,6 +15,7 @@ __all__ = [
     "Bounds",
     "ObjectiveStats",
     "SequenceTerms",
+    "add_product",
     "linear_logprob",
     "objective_from_mean",
     "objective_stats",

@@ -125,7 +125,6 @@ def objective_from_mean(
     *,
     update_index: int,
     bounds: Bounds,
-    low: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
     """The sequence-level part of packed_objective, from mean log-probs [B] in nats per token, on any device.
 
@@ -133,9 +132,9 @@ def objective_from_mean(
     an autograd graph. Raises ValueError on arguments that do not fit.
     """
     checks.check_tensor("seq_logprob", seq_logprob, (None,), checks.LOGPROBS)
-    checks.check_objective(len(seq_logprob), seq_logprob, source_logprob, advantage, is_self, update_index, None, low)
+    checks.check_objective(len(seq_logprob), seq_logprob, source_logprob, advantage, is_self, update_index)
     loss_B, ratio_B, weight_B = reference.objective_from_mean(
-        seq_logprob.detach(), source_logprob, advantage, is_self, _lower_end(low, update_index, bounds), bounds
+        seq_logprob.detach(), source_logprob, advantage, is_self, bounds.low(update_index), bounds
     )
     loss_B, grad_B = loss_B.to(seq_logprob.dtype), (-weight_B * advantage.double()).to(seq_logprob.dtype)
     return loss_B, grad_B, SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)

@@ -84,7 +84,7 @@ def _fold_chunks(
         if wants_hidden:
             grad_hidden_NH[chunk] = _product(gradient_CV, vocabulary_VH, dtype)
         if wants_weight:
-            _add_product(grad_weight_VH[: head.num_columns], gradient_CV.t(), hidden_CH)
+            add_product(grad_weight_VH[: head.num_columns], gradient_CV.t(), hidden_CH)
     if wants_hidden and reduces:
         dist.all_reduce(grad_hidden_NH, group=head.group)
         grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
@@ -109,8 +109,8 @@ def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> tor
     return left.to(dtype) @ right.to(dtype)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right in the dtype of `total`: float32 over all chunks, however many there are."""
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, in place, in the dtype of `total`: float32 over all chunks, however many there are."""
     if left.is_cuda and left.dtype == right.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

@@ -66,7 +66,9 @@ def check_segments(token_logprob, cu_seqlens) -> None:
             raise ValueError(f"cu_seqlens gives sequence {row} a length of {int(lengths[row])}; expected 0 or more")
 
 
-def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, update_index, length, low) -> None:
+def check_objective(
+    num_sequences, anchor, source_logprob, advantage, is_self, update_index, length=None, low=None
+) -> None:
     """`anchor` is the tensor whose device the others share. The bounds have checked themselves (bounds.py)."""
     check_tensor("source_logprob", source_logprob, (num_sequences,), LOGPROBS, anchor)
     check_tensor("advantage", advantage, (num_sequences,), LOGPROBS, anchor)

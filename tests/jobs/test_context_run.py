@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from job import run_command, run_here
-from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from run_cases import (
+    CHARACTERS,
+    OVERLAP,
+    PAIRS,
+    agent_table,
+    require_exported_as_by_the_run,
+    require_same_in_two_parts,
+    train,
+    write_watched_config,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +38,6 @@ FACTORS = "adapter_model.safetensors"
 # Rounding errors themselves, and greedy answers of weights that Adam has moved by signs.
 OF_A_LAYOUT = re.compile("engine_|num_microbatches|accuracy")
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +47,7 @@ def config(tmp_path_factory) -> Path:
         agent_table(folder, "long", "qwen3", CHARACTERS, cp=2, data_parallel=OVERLAP, offload="optimizer"),
         agent_table(folder, "adapted", "llama", CHARACTERS + PAIRS, lora=LORA),
     ]
-    training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
-    looked_at = {"diagnose_every": 1, "verify_weights_every": 1}
-    return write_config(
-        folder,
-        agents,
-        algorithm={"kl_coef": 0.01},
-        checkpoint={"every_steps": 1, "keep_every": 1},
-        training=training | looked_at,
-    )
+    return write_watched_config(folder, agents, diagnose_every=1, algorithm={"kl_coef": 0.01})
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,7 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(undisturbed):
 
 
 def test_a_run_in_two_parts_is_the_same_bit_for_bit(config, undisturbed):
-    run_dir = config.parent / "in_two"
-    for steps in (1, 2):
-        train(config, f"run_dir={run_dir}", f"num_steps={steps}")
-    one, other = (read_checkpoint(folder_of(run, 2)) for run in (undisturbed, run_dir))
-    shards = [path for path in one.files if path.endswith(".distcp")]
-    assert len(shards) == 3
-    assert [other.files[path] for path in shards] == [one.files[path] for path in shards]
+    require_same_in_two_parts(config, undisturbed, num_shards=3)
 
 
 def test_one_rank_goes_on_by_rounding(config, undisturbed):
@@ -97,11 +91,7 @@ def test_one_rank_goes_on_by_rounding(config, undisturbed):
 
 
 def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
-    done = run_here("export", folder_of(undisturbed, 2), "--agent", "long", "--out", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    found, expected = (load_file(f / "model.safetensors") for f in (tmp_path / "out", undisturbed / "agents" / "long"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    require_exported_as_by_the_run(undisturbed, "long", tmp_path / "out")
 
 
 def test_an_adapted_agent_ends_as_its_base_with_the_adapters_merged(config, undisturbed):

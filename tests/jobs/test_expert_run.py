@@ -8,18 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import run_here
-from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from run_cases import (
+    CHARACTERS,
+    OVERLAP,
+    PAIRS,
+    agent_table,
+    require_exported_as_by_the_run,
+    require_same_in_two_parts,
+    require_same_weights,
+    train,
+    write_watched_config,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
 from hacpo_mega.logbook.metrics import read_metrics
 
 pytestmark = pytest.mark.nightly
 
 LORA = {"rank": 4, "alpha": 8.0}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +37,7 @@ def config(tmp_path_factory) -> Path:
         agent_table(folder, "sparse", "qwen3_moe", CHARACTERS, **layout),
         agent_table(folder, "dense", "llama", CHARACTERS + PAIRS, lora=LORA),
     ]
-    training = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
-    checkpoint = {"every_steps": 1, "keep_every": 1}
-    return write_config(folder, agents, checkpoint=checkpoint, training=training | {"verify_weights_every": 1})
+    return write_watched_config(folder, agents)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +66,7 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(undisturbed):
 
 
 def test_a_run_in_two_parts_is_the_same_bit_for_bit(config, undisturbed):
-    run_dir = config.parent / "in_two"
-    for steps in (1, 2):
-        train(config, f"run_dir={run_dir}", f"num_steps={steps}")
-    one, other = (read_checkpoint(folder_of(run, 2)) for run in (undisturbed, run_dir))
-    shards = [path for path in one.files if path.endswith(".distcp")]
-    assert len(shards) == 3
-    assert [other.files[path] for path in shards] == [one.files[path] for path in shards]
+    require_same_in_two_parts(config, undisturbed, num_shards=3)
 
 
 def test_engines_on_ranks_of_their_own_change_no_bit(config, undisturbed):
@@ -78,13 +77,8 @@ def test_engines_on_ranks_of_their_own_change_no_bit(config, undisturbed):
     one, other = (read_metrics(run / "metrics.jsonl") for run in (undisturbed, run_dir))
     assert [step.values for step in other.values()] == [step.values for step in one.values()]
     for name in ("sparse", "dense"):
-        found, expected = (load_file(run / "agents" / name / "model.safetensors") for run in (run_dir, undisturbed))
-        assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected), name
+        require_same_weights(run_dir / "agents" / name, undisturbed / "agents" / name)
 
 
 def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
-    done = run_here("export", folder_of(undisturbed, 2), "--agent", "sparse", "--out", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    found, expected = (load_file(f / "model.safetensors") for f in (tmp_path / "out", undisturbed / "agents/sparse"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    require_exported_as_by_the_run(undisturbed, "sparse", tmp_path / "out")

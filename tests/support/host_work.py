@@ -191,7 +191,7 @@ def record_actor(folder: Path) -> dict[str, Asked]:
     actor.optimizer.make_moments()
     for part in actor.optimizer.parts:
         for group in part.optimizer.param_groups:
-            group["foreach"] = True  # as torch chooses on CUDA
+            group["foreach"], group["fused"] = True, False  # as torch chooses on CUDA
     work = HostWork(actor.model.module, *_of_optimizer(actor), unwrapped(actor.model).rope_P)
     with ExitStack() as stack:
         for owner, name, called in [

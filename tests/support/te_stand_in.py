@@ -175,6 +175,11 @@ def _named_part(name):
     return _Named.__getattr__(None, name)
 
 
+def get_dummy_wgrad(shape, dtype, zero=False):
+    """module/base.py: what autograd is handed for a gradient that is in its sum already."""
+    return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
+
+
 class _Described(importlib.metadata.Distribution):
     """What pip would have written of the package."""
 
@@ -206,6 +211,8 @@ class _Package(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__version__ = VERSION
         if module.__name__ == "transformer_engine.pytorch.cpu_offload":
             module.get_cpu_offload_context = get_cpu_offload_context
+        if module.__name__ == "transformer_engine.pytorch.module.base":
+            module.get_dummy_wgrad = get_dummy_wgrad
         if module.__name__ == "transformer_engine.pytorch":
             for declared in (Linear, LayerNormLinear, RMSNorm, DotProductAttention):
                 setattr(module, declared.__name__, declared)

@@ -14,8 +14,6 @@ from repository import ROOT
 from tiny_models import make_model
 
 from hacpo_mega.megatron.fused_optimizer import chosen_kernels
-from hacpo_mega.megatron.model import build_model
-from hacpo_mega.models.architecture import Architecture
 
 EVERY = ("te", "apex", "torch")
 
@@ -88,14 +86,6 @@ def test_what_is_there_is_said_by_name_and_version(found):
     assert [found[name]["said"] for name in EVERY] == [
         "Adam of TransformerEngine 2.11.0", "Adam of apex 0.1", f"Adam of torch {torch.__version__}"
     ]  # fmt: skip
-
-
-def test_a_fusion_that_only_apex_has_is_one_line(tmp_path):
-    folder = make_model(tmp_path / "model", "qwen3", tied=True)
-    options = {"tp": 1, "pp": 1, "dtype": torch.float32, "max_positions": 64}
-    with pytest.raises(ValueError, match="gradient_accumulation_fusion needs apex's fused_weight_gradient_m") as said:
-        build_model(Architecture.from_folder(folder), overrides={"gradient_accumulation_fusion": True}, **options)
-    assert "\n" not in str(said.value)
 
 
 def test_an_apex_of_another_torch_is_one_line(monkeypatch):
