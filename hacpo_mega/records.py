@@ -8,7 +8,7 @@ A TokenSequence is what a model reads and what of it counts; a Sample adds what 
 import enum
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,11 +67,14 @@ class Completion:
     stop        why it ended
     logprobs    float32 [num_tokens], log-probs of the sampled tokens under the distribution they were drawn from;
                 None if not asked for
+    routing     which experts each layer chose for every token that was read, those of the prompt first: uint8 or uint16
+                [tokens of prompt and answer - 1, layers, experts of a token] (samples/routing.py); None: nobody says
     """
 
     token_ids: np.ndarray
     stop: Stop
     logprobs: np.ndarray | None = None
+    routing: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert (self.token_ids.dtype, self.token_ids.ndim) == (np.int32, 1), self.token_ids
@@ -83,8 +86,8 @@ class Rollout:
     """A fresh answer in the tokens of the agent that wrote it.
 
     `token_ids` is int32 [num_tokens] and keeps the final EOS when there is one; `text` is without special tokens.
-    `logprobs` are those the engine sampled the tokens with, float32 nats [num_tokens]; None where it was not asked for
-    them, and for answers of other agents, with which they do not travel.
+    `logprobs` are those the engine sampled the tokens with, float32 nats [num_tokens], and `routing` is as in
+    Completion; None where it was not asked, and for answers of other agents, with which they do not travel.
     """
 
     prompt_index: int
@@ -93,6 +96,7 @@ class Rollout:
     text: str
     stop: Stop
     logprobs: np.ndarray | None = None
+    routing: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
@@ -171,13 +175,17 @@ class TokenSequence:
 
     prompt_ids, answer_ids    int32; answer_ids keeps a final EOS if the answer ended by itself
     num_trained               how many leading answer tokens count (all, or all but the final EOS)
+    routing                   which experts read these tokens, as in Completion; None: the model's router says
     """
 
     prompt_ids: np.ndarray
     answer_ids: np.ndarray
     num_trained: int
+    routing: np.ndarray | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        num_read = len(self.prompt_ids) + len(self.answer_ids) - 1
+        assert self.routing is None or len(self.routing) == num_read, (self.routing.shape, num_read)
         assert len(self.prompt_ids) >= 1, "an answer is predicted from at least one prompt token"
         assert 0 <= self.num_trained <= len(self.answer_ids), (self.num_trained, len(self.answer_ids))
 
@@ -279,6 +287,7 @@ class MicroBatch:
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
     row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
     sequences, num_tokens        the sequences, in packed order; T without the tail
+    routing_TLK                  int16: the K experts of each layer, -1 where its router says; None: it always does
     """
 
     tokens_T: torch.Tensor
@@ -290,6 +299,7 @@ class MicroBatch:
     row_cu_seqlens_B: torch.Tensor
     sequences: tuple[TokenSequence, ...]
     num_tokens: int
+    routing_TLK: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -298,10 +308,12 @@ class ExpertLoad:
 
     fullest_share   of the pairs of a token and one of its experts, those of the expert that has the most
     entropy         of these shares over all experts, as a share of the most that it can be: 1 where all have as many
+    changed         of the pairs that were replayed, those that the router had not chosen; None: none was replayed
     """
 
     fullest_share: float
     entropy: float
+    changed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -326,25 +338,3 @@ class UpdateStats:
     num_tokens: int
     num_trained: int
     experts: ExpertLoad | None = None
-
-
-@dataclass(frozen=True)
-class GradientProducts:
-    """The gradients g_0, g_1, ... of groups of an update's samples, of the whole model, as lengths and angles.
-
-    squares     <g_i, g_i> of every group
-    products    <g_0, g_i> of every group, the first with itself included
-    """
-
-    squares: tuple[float, ...]
-    products: tuple[float, ...]
-
-    @property
-    def norms(self) -> tuple[float, ...]:
-        """|g_i|, before clipping."""
-        return tuple(map(math.sqrt, self.squares))
-
-    def cosine(self, group: int) -> float | None:
-        """Of the angle between g_0 and g_i; None where one of them is 0, NaN where one is not finite."""
-        first, other = self.norms[0], self.norms[group]
-        return None if 0.0 in (first, other) else self.products[group] / first / other

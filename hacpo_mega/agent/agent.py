@@ -8,6 +8,7 @@ what an advantage is (algorithm/).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from hacpo_mega.agent.policy_loss import (
 )
 from hacpo_mega.agent.publication import Publication
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.algorithm import sample_weight
+from hacpo_mega.algorithm import GradientProducts, sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
 from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
@@ -39,7 +40,6 @@ from hacpo_mega.megatron.fused_optimizer import SAID
 from hacpo_mega.megatron.optimizer import Leaves
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
-    GradientProducts,
     Prompt,
     Rollout,
     Sample,
@@ -169,7 +169,9 @@ class Agent(Answering):
             return {}
         counted = [sample for sample in update if sample.is_self or self._algorithm.kl_on == "all"]
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in counted]
-        return dict(zip(keys, self.actor.reference_token_logprobs(counted)))
+        # Of another policy than the engine's: its own routers send its tokens.
+        unrouted = [replace(sample, routing=None) for sample in counted]
+        return dict(zip(keys, self.actor.reference_token_logprobs(unrouted)))
 
     def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
         """What AgentState says of weights and optimizer, and what writes these into an empty folder; as Actor.save.

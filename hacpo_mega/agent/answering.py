@@ -17,6 +17,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.device_memory import engine_options
+from hacpo_mega.config.pass_through import RETURNS_ROUTING
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_thread import EngineThread, Generate
@@ -49,6 +50,12 @@ class Answering:
     def publication_said(self) -> str:
         """What is not published shard by shard, for people; empty where there is none."""
         return f"{self.name}: {self.publication.said}" if self.publication.said else ""
+
+    @property
+    def routing_said(self) -> str:
+        """Whose word on where the engine sends tokens is replayed, for people; empty where none is."""
+        routing = None if self.engine is None else self.engine.routing
+        return "" if routing is None else f"{self.name}: router replay, by {routing.said}"
 
     @property
     def asleep_bytes(self) -> int | None:
@@ -147,6 +154,6 @@ def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, age
             random_weights=True,
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,
-            options=engine_options(config, spec),
+            options=engine_options(config, spec) | ({RETURNS_ROUTING: True} if spec.router_replay else {}),
             on_progress=place.progress,
         )

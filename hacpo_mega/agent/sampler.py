@@ -44,6 +44,7 @@ class Sampler:
     def __init__(self, codec: TextCodec, agent: int, share: slice, config: Config) -> None:
         """`share` are the places of a cell that this rank's engine answers; `agent` is the agent's index."""
         self._codec, self._agent, self._share = codec, agent, share
+        self._replays = config.agents[agent].router_replay
         self._seed, self._rollout, self._answers_per_prompt = config.seed, config.rollout, config.answers_per_prompt
 
     def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
@@ -83,7 +84,8 @@ class Sampler:
         (prompt, g), ended = place, completion.stop is Stop.EOS
         # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
         text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
-        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs)
+        routing = completion.routing if self._replays else None  # answers may be of a run that did
+        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs, routing)
 
     def _requests(self, places: Sequence[AnswerPlace], seeds: Sequence[int], **how: Any) -> Requests:
         mine = tuple(places[self._share])

@@ -89,7 +89,7 @@ class Scoring:
 
     def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
         prompt_ids = np.array(self._codec.encode_prompt(prompt_text), dtype=np.int32)
-        return TokenSequence(prompt_ids, rollout.token_ids, self._num_trained(rollout))
+        return TokenSequence(prompt_ids, rollout.token_ids, self._num_trained(rollout), routing=rollout.routing)
 
     def _num_trained(self, rollout: Rollout) -> int:
         return trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._eos_in_loss)

@@ -5,6 +5,7 @@ from hacpo_mega.algorithm.band import BandTracker
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios, reward_tally
 from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
+from hacpo_mega.algorithm.gradient_products import GradientProducts
 from hacpo_mega.algorithm.learning import learning_of
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.algorithm.named import named_objective
@@ -20,6 +21,7 @@ from hacpo_mega.algorithm.objective import (
 __all__ = [
     "BandTracker",
     "CapabilityTracker",
+    "GradientProducts",
     "advantages_of",
     "capability_ratios",
     "engine_weights",

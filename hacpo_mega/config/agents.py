@@ -83,7 +83,7 @@ class LoraConfig(Section):
     """What the product is multiplied with, times rank; peft calls it lora_alpha."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Which matrices of every layer have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
-    "all-linear", every one but embedding and head."""
+    "all-linear", every one but embedding, router and head."""
 
 
 class SkillShare(Section):
@@ -187,6 +187,9 @@ class AgentConfig(Section):
     transformer: Literal["auto", "local", "te"] = "auto"
     """Whose layers the actor has: Megatron's own with torch's attention (local), TransformerEngine's, for bf16 on CUDA
     (te), or the latter where it is installed and the actor is such a one (auto)."""
+    router_replay: Flag = False
+    """Whether tokens of the agent's own answers go to the experts that its engine has sent them to, wherever it scores
+    and learns them (R3, arXiv 2510.11370); else its own router sends them, which rounds otherwise."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and the learning rate of this agent."""
     lora: LoraConfig | None = None

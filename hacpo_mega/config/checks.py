@@ -11,11 +11,12 @@ from pathlib import Path
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.apart_checks import apart_problems
 from hacpo_mega.config.choices import SKILLS
-from hacpo_mega.config.device_memory import memory_problems
+from hacpo_mega.config.device_memory import capacity, memory_problems
 from hacpo_mega.config.input_checks import input_problems
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.pass_through import engine_head_sizes, table_problems
 from hacpo_mega.config.quantization import quantization_problems
+from hacpo_mega.config.routing_checks import routing_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.config.tokenizer_checks import tokenizer_problems
 from hacpo_mega.models.architecture import Architecture
@@ -41,6 +42,7 @@ def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
         found = found or [
             *quantization_problems(config, agent),
+            *routing_problems(agent, architecture_of(agent), on_cpu=capacity(config) is None),
             *memory_problems(config, agent, architecture_of(agent)),
         ]
         problems += [f"agents.{agent.name}: {problem}" for problem in found]

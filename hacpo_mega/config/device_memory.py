@@ -178,7 +178,16 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         shares=config.placement == "shared",
         device=CPU if on_cpu else CUDA,
         lora=agent.adapters(architecture),
+        replayed=_replayed_tokens(config, agent),
     )
+
+
+def _replayed_tokens(config: Config, agent: AgentConfig) -> int:
+    if not agent.router_replay:
+        return 0
+    cells, rollout = config.lanes * agent.cells_per_lane, config.rollout
+    answers = -(-config.training.prompts_per_step // cells) * config.answers_per_prompt
+    return answers * (rollout.max_prompt_tokens + rollout.max_answer_tokens)
 
 
 def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
@@ -207,7 +216,8 @@ def memory_table(budgets: dict[str, Budget]) -> str:
     """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
 
     In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
-    in no phase: pinned memory of the process, for what is away while the engine generates; nor is "experts at worst".
+    in no phase: pinned memory of the process, for what is away while the engine generates; nor are "experts at worst"
+    and "answers' routing", which is on the host, too.
     """
     columns = list(budgets.values())
     unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)

@@ -18,6 +18,8 @@ from hacpo_mega.config.passed_values import megatron_value_problem, vllm_value_p
 from hacpo_mega.models.documents import short
 from hacpo_mega.models.megatron_fields import DECIDED, DECIDED_BY_RECOMPUTE
 
+# Set by agents.router_replay.
+RETURNS_ROUTING = "enable_return_routed_experts"
 # vLLM's engine arguments that this project decides itself.
 DECIDED_VLLM = frozenset(
     (
@@ -51,6 +53,7 @@ DECIDED_VLLM = frozenset(
         # Every engine rank has a part of every expert: what publishing and verification count on.
         "enable_expert_parallel",
         "enable_eplb",
+        RETURNS_ROUTING,
     )
 )
 

@@ -15,10 +15,10 @@ import torch
 from hacpo_kernels import ObjectiveStats, objective_stats
 from torch import Tensor
 
+from hacpo_mega.algorithm import GradientProducts
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.records import (
-    GradientProducts,
     Judgement,
     Prompt,
     Rollout,
@@ -205,6 +205,8 @@ def add_update(
     if result.experts is not None:
         metrics.add(f"{prefix}/fullest_expert_share", result.experts.fullest_share, 1)
         metrics.add(f"{prefix}/expert_entropy", result.experts.entropy, 1)
+        if result.experts.changed is not None and update_index == 0:  # later the router has learnt
+            metrics.add(f"{prefix}/replay_changed", result.experts.changed, 1)
     for report in result.reports:
         stats = objective_stats(report.terms)
         metrics.add(f"{prefix}/self/ratio_mean", *stats.ratio_self.tolist())

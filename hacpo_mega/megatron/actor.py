@@ -22,7 +22,7 @@ from hacpo_kernels import SequenceTerms, linear_logprob
 from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
-from hacpo_mega.algorithm import mean_logprobs
+from hacpo_mega.algorithm import GradientProducts, mean_logprobs
 from hacpo_mega.cluster.device import actor_dtype
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.cluster.tree import share_bytes
@@ -54,7 +54,7 @@ from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.lora import Lora
-from hacpo_mega.records import GradientProducts, MicroBatch, Sample, Score, TokenSequence, UpdateStats
+from hacpo_mega.records import MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)

@@ -26,25 +26,33 @@ class ExpertCounts:
         """Forgets what was counted before."""
         for router in self._routers.values():
             router.load_E.zero_()
+            router.replayed_2.zero_()
 
     def load(self) -> ExpertLoad | None:
         """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
         a = self._architecture
         if not a.has_experts:
             return None
-        counts_LE = torch.zeros(a.expert_layers, a.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
+        counts_LN = torch.zeros(
+            a.expert_layers, a.num_experts + 2, dtype=torch.int64, device=torch.cuda.current_device()
+        )
         # Ranks of tp and cp have other tokens, those of pp other layers.
         for layer, router in self._routers.items():
-            counts_LE[layer - a.dense_layers] = router.load_E
-        dist.all_reduce(counts_LE)
-        return expert_load(counts_LE)
+            counts_LN[layer - a.dense_layers] = torch.cat([router.load_E, router.replayed_2])
+        dist.all_reduce(counts_LN)
+        return expert_load(counts_LN[:, :-2], counts_LN[:, -2:])
 
 
-def expert_load(counts_LE: torch.Tensor) -> ExpertLoad | None:
-    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none."""
+def expert_load(counts_LE: torch.Tensor, replayed_L2: torch.Tensor | None = None) -> ExpertLoad | None:
+    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none.
+
+    `replayed_L2` says of those that were replayed how many were changed by it, and how many there are.
+    """
     total_L1 = counts_LE.sum(dim=1, keepdim=True)
     if not total_L1.all():
         return None
     shares_LE = counts_LE.double() / total_L1
     entropy_L = torch.special.entr(shares_LE).sum(dim=1) / math.log(max(2, counts_LE.shape[1]))
-    return ExpertLoad(shares_LE.amax(dim=1).mean().item(), entropy_L.mean().item())
+    changed, replayed = (0, 0) if replayed_L2 is None else replayed_L2.sum(dim=0).tolist()
+    share = changed / replayed if replayed else None
+    return ExpertLoad(shares_LE.amax(dim=1).mean().item(), entropy_L.mean().item(), share)

@@ -28,6 +28,7 @@ from torch.nn.functional import linear
 
 from hacpo_mega.megatron.merging import merged
 from hacpo_mega.megatron.model import HiddenStateModel
+from hacpo_mega.megatron.moe import as_experts, expert_product
 from hacpo_mega.megatron.names import place_of
 from hacpo_mega.models.lora import Adapter, Lora, adapters, factor_names
 from hacpo_mega.models.publish_plan import actor_shards
@@ -96,6 +97,30 @@ class RowAdapter(LayerAdapter):
         return linear(low, self.up)
 
 
+class ExpertAdapter(LayerAdapter):
+    """Of a matrix of the experts of a rank: down [e n R, I], up [e O, R], those of one below those of the other."""
+
+    def __init__(self, num_experts: int, *factors: object) -> None:
+        super().__init__(*factors)
+        self.num_experts = num_experts
+        as_experts(self.down), as_experts(self.up)
+
+    def forward(self, rows_MI: Tensor, counts_e: Tensor) -> Tensor:
+        """What is added to the matrices' products [M, O]; of M rows each expert has so many, one after the other."""
+        low = expert_product(rows_MI, self.down.unflatten(0, (self.num_experts, -1)), counts_e) * self.scale
+        return expert_product(low, self._spread_up(), counts_e)
+
+    def _spread_up(self) -> Tensor:
+        """[e, O, n R]: every row of `up` in the columns of its own adapter; elsewhere zeros."""
+        rank = self.up.shape[1]
+        num_adapters = self.down.shape[0] // (self.num_experts * rank)
+        up_enoR = self.up.view(self.num_experts, num_adapters, -1, rank)
+        if num_adapters == 1:
+            return up_enoR[:, 0]
+        is_own_nn = torch.eye(num_adapters, dtype=self.up.dtype, device=self.up.device)
+        return (up_enoR[:, :, :, None] * is_own_nn[:, None, :, None]).flatten(3).flatten(1, 2)
+
+
 def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     """Freezes the model and puts adapters beside its layers, before it is wrapped for data parallelism.
 
@@ -110,7 +135,7 @@ def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     for adapter in _own_adapters(model):
         layer = model.get_submodule(adapter.module)
         layer.adapter = _layer_adapter(adapter, model, lora, seed)
-        layer.register_forward_hook(_add_adapter)
+        layer.register_forward_hook(_add_to_experts if adapter.base.cut is Cut.EXPERTS else _add_adapter)
 
 
 def _own_adapters(model: HiddenStateModel) -> Iterator[Adapter]:
@@ -125,17 +150,22 @@ def _add_adapter(layer: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Te
     return own + layer.adapter(given), bias
 
 
+def _add_to_experts(layer: torch.nn.Module, inputs: tuple[Tensor, Tensor], own: Tensor) -> Tensor | None:
+    return own + layer.adapter(*inputs) if layer.adapter.is_on else None
+
+
 def _layer_adapter(adapter: Adapter, model: HiddenStateModel, lora: Lora, seed: int) -> LayerAdapter:
-    group, architecture = model.pg_collection.tp, model.architecture
-    cut = {"tp": group.size(), "tp_rank": group.rank()}
+    architecture, cut = model.architecture, place_of(model)
     weight = model.get_parameter(adapter.base.parameter)
 
     def parameter(slot: Slot) -> Parameter:
-        shape = shard_shape(slot, architecture, tp=group.size())
+        shape = shard_shape(slot, architecture, tp=cut["tp"], ep=cut["ep"])
         return Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
 
-    factors = parameter(adapter.down), parameter(adapter.up), lora.scale, group
+    factors = parameter(adapter.down), parameter(adapter.up), lora.scale, model.pg_collection.tp
     _draw(factors[0], adapter.down, segments(adapter.down, architecture, **cut), seed)
+    if adapter.base.cut is Cut.EXPERTS:
+        return ExpertAdapter(architecture.num_experts // cut["ep"], *factors)
     if adapter.base.cut is Cut.COLUMNS:
         return RowAdapter(*factors)
     whose = {source.name: number for number, source in enumerate(adapter.down.sources)}
@@ -207,9 +237,10 @@ class HeldWeights:
     def stack(
         self, parameter: str, held: Sequence[Rectangle], offsets: tuple[int, int], sizes: tuple[int, int]
     ) -> Tensor:
-        """Of experts, which no adapter changes and whose matrices lie at equal distances in a parameter, the same
-        rectangle of each [experts, ...]."""
-        assert not self._adapts(held[0].source.name), held[0]
+        """Of experts, whose matrices lie at equal distances in a parameter, the same rectangle of each [experts, ...];
+        with adapters, a copy."""
+        if self._adapts(held[0].source.name):
+            return torch.stack([self.rectangle(parameter, each, offsets, sizes) for each in held])
         first = self.rectangle(parameter, held[0], offsets, sizes)
         step = held[1].start - held[0].start if len(held) > 1 else first.numel()
         return first.as_strided((len(held), *sizes), (step, *first.stride()))

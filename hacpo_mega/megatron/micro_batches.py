@@ -34,13 +34,13 @@ def places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch as a loss function reads it; itself on the CPU."""
+    """The micro-batch as a loss function reads it, which asks for no routing; itself on the CPU."""
     if device.type == "cpu":
         return batch
     tensors = {
         field.name: getattr(batch, field.name).to(device, non_blocking=True)
         for field in dataclasses.fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor)
+        if isinstance(getattr(batch, field.name), torch.Tensor) and field.name != "routing_TLK"
     }
     return dataclasses.replace(batch, **tensors)
 

@@ -57,8 +57,9 @@ class HiddenStateModel(GPTModel):
         # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
-        for layer in self.decoder.layers:
+        for place, layer in enumerate(self.decoder.layers):
             redo_output(layer.self_attention)
+            layer.mlp.place = place  # whose routing is an expert layer's
 
     @property
     def own_chunks(self) -> list["HiddenStateModel"]:
@@ -76,11 +77,17 @@ class HiddenStateModel(GPTModel):
         return self.output_layer.weight
 
     def _preprocess(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: None = None, **_unused: Any
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        decoder_input: None = None,
+        padding_mask: torch.Tensor | None = None,
+        **_unused: Any,
     ) -> tuple:
         """Embeddings (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
 
         Where layers with a window have frequencies of their own, theirs come after the others (layers.py, TwoRopes).
+        `padding_mask` goes to every feed-forward as it is (moe.py).
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if hidden is not None and self.architecture.kin.scaled_embedding:
@@ -93,7 +100,7 @@ class HiddenStateModel(GPTModel):
         turns = cosines_and_sines(positions_T, self.rope_P, rope_magnitude(self.architecture), self.config)
         if len(self.window_rope_P):
             turns = torch.cat([turns, cosines_and_sines(positions_T, self.window_rope_P, 1.0, self.config)], dim=-1)
-        return hidden, turns[:, None, None, :], None, None, None, None
+        return hidden, turns[:, None, None, :], None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
         """Between stages [t/tp, 1, H] as Megatron sends it; from the last [t, H], the same on every tensor rank."""
@@ -210,13 +217,14 @@ def forward_packed(
     positions_T: torch.Tensor,
     cu_seqlens: torch.Tensor,
     prefixes_S2: torch.Tensor | None = None,
+    routing_TLK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One forward of this rank's stage over segments packed end to end; usable in a Megatron forward step.
 
     As records.MicroBatch has them, on the CPU so that reading the longest segment does not wait for the device; without
     `prefixes_S2` none sees another. T must be a multiple of tp * cp. Returns hidden states of
     this rank's tokens, after the final norm [t, H] on the last stage; on the others, Megatron's [t/tp, 1, H]. Every
-    stage but the first gets its input by set_input_tensor.
+    stage but the first gets its input by set_input_tensor. `routing_TLK`, of all layers, says what routers do.
     """
     assert cu_seqlens.device.type == "cpu", cu_seqlens.device
     num_tokens, tp = tokens_T.numel(), parallel_state.get_tensor_model_parallel_world_size()
@@ -227,8 +235,17 @@ def forward_packed(
     device = unwrapped(model).rope_P.device
     packed = packed_segments(cu_seqlens, prefixes_S2, device)
     tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
+    told = None if routing_TLK is None else _of_rank(unwrapped(model), routing_TLK[own]).to(device, non_blocking=True)
+    inputs = {"input_ids": tokens_1T, "position_ids": positions_1T, "padding_mask": told}
     with megatron_platform(), plain_torch():
-        return model(input_ids=tokens_1T, position_ids=positions_1T, attention_mask=None, packed_seq_params=packed)
+        return model(**inputs, attention_mask=None, packed_seq_params=packed)
+
+
+def _of_rank(model: HiddenStateModel, routing_tLK: torch.Tensor) -> torch.Tensor:
+    """What this chunk's layers are told of the tokens that a tensor rank has between its layers: neighbours."""
+    first = model.decoder.layers[0].layer_number - 1
+    mine = routing_tLK.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
+    return mine[:, first : first + len(model.decoder.layers)].contiguous()
 
 
 def lm_head_weight(model: torch.nn.Module) -> torch.nn.Parameter:

@@ -24,7 +24,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -41,6 +45,7 @@ class ExpertLayer(torch.nn.Module):
     """The experts of a layer and their router, as Megatron builds and calls a feed-forward."""
 
     architecture: Architecture  # of a class that `expert_layer` makes
+    place: int  # among the layers of its stage (model.py)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -49,10 +54,14 @@ class ExpertLayer(torch.nn.Module):
         self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
         self.shared = _shared_experts(self.architecture, config) if self.architecture.shared_ffn else None
 
-    def forward(self, hidden: torch.Tensor, **_megatron_options: object) -> tuple[torch.Tensor, None]:
-        """[n, 1, H] -> the same shape, and no bias."""
+    def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """[n, 1, H] -> the same shape, and no bias.
+
+        `padding_mask` is what Megatron hands to a router of each token, also where backward computes it again: here
+        the experts that it goes to, int16 [n, layers of the stage, k], -1 where the router says; None: it says all.
+        """
         hidden_nH = hidden.flatten(0, -2)
-        shares_nk, experts_nk = self.router(hidden_nH)
+        shares_nk, experts_nk = self.router(hidden_nH, None if padding_mask is None else padding_mask[:, self.place])
         order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
         rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
         if self.group.size() == 1:
@@ -80,24 +89,39 @@ def _shared_experts(architecture: Architecture, config: TransformerConfig) -> ML
 
 
 class Experts(torch.nn.Module):
-    """The experts of this rank; matrices of one below those of the other (segments.py, Cut.EXPERTS)."""
+    """The experts of this rank."""
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, num_experts: int) -> None:
         super().__init__()
         hidden, width = architecture.hidden_size, architecture.expert_ffn
-        self.num_experts, self.activation = num_experts, GatedActivation(architecture.kin.activation)
-        self.gate_up = random_weight(config, num_experts * 2 * width, hidden)
-        self.down = random_weight(config, num_experts * hidden, width)
-        for weight in (self.gate_up, self.down):
-            weight.allreduce = False  # Megatron's word for an expert's: buffers and an optimizer of their own
-            # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
-            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+        self.activation = GatedActivation(architecture.kin.activation)
+        self.gate_up = ExpertMatrix(config, num_experts, 2 * width, hidden)
+        self.down = ExpertMatrix(config, num_experts, hidden, width)
 
     def forward(self, rows_RH: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, of which each has so many -> the rows that come of them [R, H]."""
-        product = grouped_product if _fits(rows_RH, self.down) else looped_product
-        gate_up_R2F = product(rows_RH, self.gate_up.unflatten(0, (self.num_experts, -1)), counts_e)
-        return product(self.activation(gate_up_R2F), self.down.unflatten(0, (self.num_experts, -1)), counts_e)
+        return self.down(self.activation(self.gate_up(rows_RH, counts_e)), counts_e)
+
+
+class ExpertMatrix(torch.nn.Module):
+    """A matrix of every expert of this rank, that of one below that of the other (segments.py, Cut.EXPERTS)."""
+
+    def __init__(self, config: TransformerConfig, num_experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = as_experts(random_weight(config, num_experts * rows, columns))
+
+    def forward(self, rows_RK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+        """Every row times the matrix of its expert, [R, N]; rows are sorted by expert, of which each has so many."""
+        return expert_product(rows_RK, self.weight.unflatten(0, (self.num_experts, -1)), counts_e)
+
+
+def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter, of which Megatron is told that it has the experts of this rank."""
+    weight.allreduce = False  # Megatron's word for an expert's: buffers and an optimizer of their own
+    # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
+    set_tensor_model_parallel_attributes(weight, True, 0, 1)
+    return weight
 
 
 # ---- rows
@@ -238,10 +262,16 @@ class _Permute(torch.autograd.Function):
 # ---- products
 
 
-def _fits(rows_RH: torch.Tensor, down: torch.Tensor) -> bool:
+def expert_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """Every row times the matrix of its expert, [R, N]; rows are sorted by expert, of which each has so many."""
+    product = grouped_product if _fits(rows_RK, weight_eNK) else looped_product
+    return product(rows_RK, weight_eNK, counts_e)
+
+
+def _fits(rows_RK: torch.Tensor, weight_eNK: torch.Tensor) -> bool:
     """Whether torch's grouped product takes them: half precision on CUDA, in rows of 16 bytes."""
-    aligned = rows_RH.shape[1] % ALIGNED == 0 and down.shape[1] % ALIGNED == 0
-    return rows_RH.is_cuda and rows_RH.dtype is torch.bfloat16 and aligned
+    aligned = not any(size % ALIGNED for size in weight_eNK.shape[1:])
+    return rows_RK.is_cuda and rows_RK.dtype is torch.bfloat16 and aligned
 
 
 def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:

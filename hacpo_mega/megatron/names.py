@@ -22,13 +22,15 @@ FUSED_NORMS = {
 def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
     """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
     slots = rank_slots(model.architecture, model.chunks, model.config.pipeline_model_parallel_size, pp_rank)
-    return tuple(map(_fused, slots)) if model.fuses_norms else slots
+    return tuple(_fused(slot, model.architecture) for slot in slots) if model.fuses_norms else slots
 
 
-def _fused(slot: Slot) -> Slot:
-    """The same of TransformerEngine's layers, in which a norm's weight is a parameter of the projection after it."""
+def _fused(slot: Slot, architecture: Architecture) -> Slot:
+    """The same of TransformerEngine's layers, in which a norm's weight is a parameter of the projection after it; in
+    front of experts there is none."""
     for norm, parameter in FUSED_NORMS.items():
-        if slot.parameter.endswith(f".{norm}"):
+        is_fused = "mlp." not in parameter or not architecture.has_experts
+        if is_fused and slot.parameter.endswith(f".{norm}"):
             return replace(slot, parameter=f"{slot.parameter.removesuffix(norm)}{parameter}")
     return slot
 

@@ -33,12 +33,23 @@ class Router(torch.nn.Module):
             self.bias = torch.nn.Parameter(zeros_E, requires_grad=False)
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
+        # Of the pairs that were replayed: those that this router had not chosen, and all.
+        self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
 
-    def forward(self, hidden_nH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first."""
+    def forward(
+        self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first.
+
+        A token goes to the experts that `replayed_nk` says, in that order, if it says any (not -1): with the shares
+        that this router gives them, through which it learns (samples/routing.py).
+        """
         logits_nE = _Logits.apply(hidden_nH, self.weight)
         scores_nE = logits_nE.softmax(dim=-1) if self.bias is None else logits_nE.sigmoid()
-        experts_nk = self._largest(scores_nE.detach())
+        experts_nk = chosen_nk = self._largest(scores_nE.detach())
+        if replayed_nk is not None:
+            is_told_n1 = replayed_nk[:, :1] >= 0
+            experts_nk = torch.where(is_told_n1, replayed_nk.long(), chosen_nk)
         shares_nk = scores_nE.gather(1, experts_nk)
         if self.architecture.normalises_experts:
             shares_nk = shares_nk / (shares_nk.sum(dim=-1, keepdim=True) + LEAST)
@@ -46,6 +57,11 @@ class Router(torch.nn.Module):
             shares_nk = shares_nk * self.architecture.routed_scale
         if torch.is_grad_enabled():  # once, also where backward computes the layer again
             self.load_E += counts_of(experts_nk, len(self.load_E))
+            if replayed_nk is not None:
+                is_other_nk = (experts_nk[:, :, None] != chosen_nk[:, None, :]).all(dim=-1)
+                self.replayed_2 += torch.stack(
+                    [is_other_nk.sum(), is_told_n1.sum() * self.architecture.experts_per_token]
+                )
         return shares_nk, experts_nk
 
     def _largest(self, scores_nE: torch.Tensor) -> torch.Tensor:

@@ -117,6 +117,7 @@ def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.T
     sends one after the other, and waits for the first tensor before it tells the second's shape.
     """
     bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
+    pack = *pack, batch.routing_TLK
     if bare.config.variable_seq_lengths:
         return forward_packed(model, *pack)
     ranks = bare.config.tensor_model_parallel_size * parallel_state.get_context_parallel_world_size()

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hacpo_mega.megatron.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.gated import GatedActivation
+from hacpo_mega.megatron.moe import expert_layer
 from hacpo_mega.models.architecture import Architecture
 
 
@@ -97,6 +98,10 @@ def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layer
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
     if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
-    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
-    layer.submodules.mlp.submodules.activation_func = activation
+    if architecture.has_experts:  # ours, behind a norm of its own
+        layer.submodules.pre_mlp_layernorm = gpt_layer_specs.TENorm
+        layer.submodules.mlp = expert_layer(architecture)
+    else:
+        activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+        layer.submodules.mlp.submodules.activation_func = activation
     return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=gpt_layer_specs.TENorm)

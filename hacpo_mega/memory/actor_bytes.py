@@ -1,11 +1,10 @@
 """How many bytes an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
 
 Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
-tests/unit/test_memory_trace.py holds the sums to the real Megatron model (lab/memory_trace.py). The letters are
-those of the activation paper (arXiv 2205.05198): T tokens of a micro-batch, of which a rank of cp has t = T / cp and
-every tensor-parallel rank of it holds S = t / tp between its layers; h hidden size, q and k query and key/value heads
-of a tensor rank, d head size, f feed-forward columns and v vocabulary rows of a rank.
-Not here: the engine, and which of these are there at the same time (budget.py).
+tests/unit/test_memory_trace.py holds the sums to the real model (lab/memory_trace.py). Letters are those of arXiv
+2205.05198: T tokens of a micro-batch, of which a rank of cp has t = T / cp and each of its tensor ranks S = t / tp
+between layers; h hidden size, q and k query and key/value heads of a tensor rank, d head size, f feed-forward columns
+and v vocabulary rows of a rank. Not here: the engine, and which of these are there at the same time (budget.py).
 """
 
 import math
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_factors
-from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes
+from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes, replayed_bytes
 from hacpo_mega.memory.head_bytes import head_bytes, logit_rows
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
@@ -55,10 +54,11 @@ CPU = Device(number=4, flash_attention=False, triton_head=False, engine_sleeps=F
 class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.
 
-    diagnoses   own gradients are compared with others' now and then, which needs a copy of the first
+    diagnoses   own gradients are compared with others' now and then: a copy
     offloads    main weights and moments are in host memory while the engine is awake
     shares      all of it is in host memory but in its agent's turns on devices that it shares
-    lora        its adapters, which are trained in place of the weights; None: these
+    lora        its adapters, trained in place of the weights; None: these
+    replayed    tokens whose routing is replayed: of a cell's longest answers and prompts of a step; 0: none
     """
 
     architecture: Architecture
@@ -71,6 +71,7 @@ class ActorPlan:
     shares: bool = False
     device: Device = CUDA
     lora: Lora | None = None
+    replayed: int = 0
 
     @property
     def own_tokens(self) -> int:
@@ -123,6 +124,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     chunks, in_flight = _chunks(plan, stage), chunks_in_flight(plan.layout, stage)
     layer = chunks[0][0][0]
     with_experts = max(sum(count for layer, count in chunk if layer.experts.kept) for chunk in chunks)
+    told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
     worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
     is_last, device = stage == plan.layout.pp - 1, plan.device
     of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
@@ -133,7 +135,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage)),
+        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage) + told),
         working=max(*(max(_in_layers(plan, chunk, is_last)) for chunk in chunks), head),
         forward=max(_forward(plan, layer, is_last) for chunk in chunks for layer, _ in chunk),
         # The square root of the second moment, of all parameters at once, of experts after the others.
@@ -147,7 +149,7 @@ def trained_parts(plan: ActorPlan, stage: int = 0) -> tuple[int, int]:
     """Numbers that a rank has a gradient of, its weights or adapters: of all but experts, and of experts."""
     counted = plan.architecture, plan.layout, stage
     if plan.lora is not None:
-        return num_factors(*counted, plan.lora), 0
+        return num_factors(*counted, plan.lora)
     experts = expert_weights(*counted)
     return num_weights(*counted) - experts, experts
 
@@ -184,7 +186,7 @@ class _Layer:
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
-        experts = expert_bytes(a, plan.layout, tokens, number, are_trained=plan.lora is None)
+        experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -224,7 +226,7 @@ def _factors(plan: ActorPlan, block: str) -> int:
     """What a block keeps more, or less, where its adapters are trained in place of its matrices."""
     if plan.lora is None:
         return 0
-    return kept_by_adapters(plan.architecture, plan.layout.tp, plan.lora, block, plan.own_tokens) * plan.device.number
+    return kept_by_adapters(plan.architecture, plan.layout, plan.lora, block, plan.own_tokens) * plan.device.number
 
 
 def _attention(plan: ActorPlan) -> int:

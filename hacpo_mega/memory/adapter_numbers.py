@@ -14,18 +14,23 @@ from hacpo_mega.models.segments import Cut, shard_shape
 
 
 @cache
-def num_factors(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
-    """Numbers in the factors of one rank of pipeline stage `stage`."""
+def num_factors(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> tuple[int, int]:
+    """Numbers in the factors of one rank of pipeline stage `stage`: of all but experts, and of experts."""
     slots = adapter_slots(architecture, stage_layers(architecture.num_layers, layout), layout.pp, stage, lora)
-    return sum(math.prod(shard_shape(slot, architecture, tp=layout.tp)) for slot in slots)
+    sizes = [(math.prod(shard_shape(slot, architecture, tp=layout.tp, ep=layout.ep)), slot.cut) for slot in slots]
+    experts = sum(size for size, cut in sizes if cut is Cut.EXPERTS)
+    return sum(size for size, _ in sizes) - experts, experts
 
 
 @cache
 def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lora) -> int:
     """Numbers of the matrices of one rank of pipeline stage `stage` that adapters are merged into."""
     found = adapters(architecture, stage_layers(architecture.num_layers, layout), layout.pp, stage, lora)
-    pairs = (pair for each in found for pair in zip(each.up.sources, each.down.sources, strict=True))
-    return sum(up.shape[0] * down.shape[1] for up, down in pairs) // layout.tp
+    return sum(
+        up.shape[0] * down.shape[1] // (layout.ep if each.base.cut is Cut.EXPERTS else layout.tp)
+        for each in found
+        for up, down in zip(each.up.sources, each.down.sources, strict=True)
+    )
 
 
 @cache
@@ -35,17 +40,23 @@ def is_adapted(architecture: Architecture, lora: Lora, layer: str) -> bool:
 
 
 @cache
-def kept_by_adapters(architecture: Architecture, tp: int, lora: Lora, block: str, num_tokens: int) -> int:
+def kept_by_adapters(architecture: Architecture, layout: Layout, lora: Lora, block: str, num_tokens: int) -> int:
     """How many numbers more a layer keeps for backward than with all weights trained; of its self_attention or mlp.
 
     Of a layer that is split along its output an adapter keeps all tokens at its rank, and the up, spread over the
     layer's rows; of one that is split along its input, a rank's share of the tokens. A matrix without an adapter does
     not keep what it reads: a norm's output, or the feed-forward's product. (What linear_proj reads, attention keeps.)
+    Of experts an adapter keeps all rows at its rank, and the ups, where they are spread; what else, expert_bytes.py.
     """
-    kept = 0
+    kept, tp = 0, layout.tp
     for adapter in _of_a_layer(architecture, lora):
         if f".{block}." in adapter.module:
-            if adapter.base.cut is Cut.COLUMNS:
+            if adapter.base.cut is Cut.EXPERTS:
+                each = len(adapter.up.sources) // architecture.num_experts  # matrices of an expert
+                kept += num_tokens // tp * architecture.experts_per_token * lora.rank * each
+                spread = shard_shape(adapter.up, architecture, tp=tp, ep=layout.ep)[0] * lora.rank * each
+                kept += spread if each > 1 else 0
+            elif adapter.base.cut is Cut.COLUMNS:
                 kept += num_tokens // tp * lora.rank
             else:
                 rows = shard_shape(adapter.base, architecture, tp=tp)[0]

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
+from hacpo_mega.memory.expert_bytes import answer_routing_bytes
 from hacpo_mega.memory.quantized import largest_matrix, saved_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
@@ -97,8 +98,9 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it. "experts at worst" is what would come on top of
-        the activations if all tokens of the ranks that share experts asked for those of one of them.
+        "on the host" is of no device: pinned memory for what leaves it; nor is "answers' routing", of a step's
+        answers in one process. "experts at worst" is what would come on top of the activations if all tokens of the
+        ranks that share experts asked for those of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
@@ -126,6 +128,7 @@ class Budget:
             "context": CONTEXT if cuda else 0,
             "other agents": self.engine.beside,
             "experts at worst": of_actor.worst_experts,
+            "answers' routing": answer_routing_bytes(self.actor.architecture, self.actor.replayed),
             "on the host": (of_actor.weights if self.actor.shares else 0)
             + (of_actor.main_weights + of_actor.moments if self.actor.offloads else 0),
         }

@@ -8,10 +8,13 @@ Held to the real layer by tests/unit/test_memory_trace.py, as actor_bytes.py is.
 
 from dataclasses import dataclass
 
+from hacpo_mega.memory.adapter_numbers import is_adapted
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.experts import expert_number_bytes
 from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.lora import Lora
 
-FLOAT32, INT64 = 4, 8
+INT16, FLOAT32, INT64 = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,14 @@ class ExpertBytes:
 
 
 def expert_bytes(
-    a: Architecture, layout: Layout, own_tokens: int, number: int, are_trained: bool = True
+    a: Architecture, layout: Layout, own_tokens: int, number: int, lora: Lora | None = None
 ) -> ExpertBytes:
     """Of `own_tokens` that a rank of cp has, whose tensor ranks have a part of them each, in numbers of so many bytes;
     of a dense model none.
 
     Backward takes the most where shares have met their rows, whose gradients are put in order; where the second matrix
-    gets its gradient; at the activation; where the first matrix gets its gradient. Frozen matrices (`are_trained`) have
-    none, and keep nothing of what they read.
+    gets its gradient; at the activation; where the first matrix gets its gradient. With `lora` matrices have none, and
+    only what has an adapter keeps what it reads.
     """
     if not a.has_experts:
         return ExpertBytes(0, 0, 0, 0)
@@ -50,13 +53,24 @@ def expert_bytes(
     # Probabilities of all experts; shares before and after they add up to 1, their sum, the numbers of their experts.
     routing = tokens * (a.num_experts * FLOAT32 + per_token * (2 * FLOAT32 + INT64) + FLOAT32)
     orders = rows * INT64 * (3 if crosses else 1)
-    # Gate and up, rows as they went back; rows as they come, and the product of gate and up.
-    kept = routing + orders + hidden + 2 * ffn + (hidden + ffn if are_trained else 0)
-    learnt = (ffn + down, 2 * ffn - hidden, 2 * down - ffn) if are_trained else (ffn, 3 * ffn - hidden)
+    reads, reads_product = (lora is None or is_adapted(a, lora, f"mlp.experts.{name}") for name in ("gate_up", "down"))
+    # Rows as they come, gate and up, their product, rows as they went back.
+    kept = routing + orders + (1 + reads) * hidden + (2 + reads_product) * ffn
+    learnt = (ffn + down, 2 * ffn - hidden, 2 * down - ffn) if lora is None else (ffn, 3 * ffn - hidden)
     more = tokens * (layout.ep * min(per_token, experts) - per_token)
     return ExpertBytes(
         kept=kept,
         working=max(2 * hidden, *learnt),
         forward=routing + (3 if crosses else 2) * hidden + 3 * ffn,
-        worst=more * ((are_trained * a.hidden_size + (2 + are_trained) * a.expert_ffn) * number + 2 * INT64),
+        worst=more * ((reads * a.hidden_size + (2 + reads_product) * a.expert_ffn) * number + 2 * INT64),
     )
+
+
+def replayed_bytes(a: Architecture, tokens: int, num_layers: int) -> int:
+    """What so many layers are told of the tokens between them, where a routing is replayed."""
+    return tokens * num_layers * a.experts_per_token * INT16
+
+
+def answer_routing_bytes(a: Architecture, tokens: int) -> int:
+    """The routing of so many tokens of answers and their prompts, on the host (samples/routing.py)."""
+    return tokens * a.num_layers * a.experts_per_token * expert_number_bytes(a.num_experts)

@@ -72,6 +72,11 @@ def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[s
     }
 
 
+def expert_number_bytes(num_experts: int) -> int:
+    """Of the unsigned number that says which expert, and has one more, its highest, for none (samples/routing.py)."""
+    return 1 if num_experts < 2**8 else 2
+
+
 def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) -> int:
     found = {name: fields.count(name) for name in experts.counts if fields.given.get(name) is not None}
     if len(set(found.values())) > 1:

@@ -138,7 +138,7 @@ class Family:
     @property
     def fits_te(self) -> bool:
         """Whether TransformerEngine's layers are its own: a plain norm before each block, a part of what follows."""
-        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.experts is not None
+        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:

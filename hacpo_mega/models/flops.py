@@ -5,8 +5,11 @@ addition count as two; norms, rotary positions and softmax are left out; recompu
 layer's experts those count to which a token goes.
 """
 
+import math
+
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.lora import Lora, adapter_numbers
+from hacpo_mega.models.lora import Lora, adapter_slots
+from hacpo_mega.models.segments import Cut
 
 
 def matrix_parameters(model: Architecture) -> int:
@@ -42,8 +45,17 @@ def learning_flops(model: Architecture, num_sequences: float, length: float, lor
     if lora is None:
         return 3.0 * forward
     attention = forward - num_sequences * 2.0 * matrix_parameters(model) * length
-    adapters = num_sequences * 2.0 * adapter_numbers(model, lora) * length
+    adapters = num_sequences * 2.0 * _met_adapters(model, lora) * length
     return 2.0 * forward + attention + 3.0 * adapters
+
+
+def _met_adapters(model: Architecture, lora: Lora) -> float:
+    """Numbers of the adapters that a token is multiplied with: of experts those that it goes to."""
+    slots = adapter_slots(model, (model.num_layers,), 1, 0, lora)
+    sizes = [(slot.cut is Cut.EXPERTS, math.prod(source.shape)) for slot in slots for source in slot.sources]
+    experts = sum(size for is_expert, size in sizes if is_expert)
+    share = model.experts_per_token / max(1, model.num_experts)
+    return sum(size for _, size in sizes) - (1.0 - share) * experts
 
 
 def forward_flops(model: Architecture, num_sequences: float, length: float) -> float:

@@ -4,7 +4,8 @@ A matrix W [out, in] that is a target stays as it is and is used as W + alpha / 
 adapter's `down`, B [out, rank] its `up`. The Hugging Face matrices that one Megatron layer holds fused have an adapter
 each; of their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do.
 Of a layer that is split along its output, down is on every rank and up is split; of one that is split along its input,
-the reverse. So both are slots (segments.py), and whoever stores, cuts or gathers parameters needs no word of LoRA.
+the reverse; of experts each rank has the factors of its own. So both are slots (segments.py), and whoever stores, cuts
+or gathers parameters needs no word of LoRA.
 Names are peft's. Imports no torch. Not here: modules and merging (megatron/lora.py, megatron/merging.py).
 """
 
@@ -18,7 +19,12 @@ from hacpo_mega.models.segments import Cut, Slot, Source, rank_slots, segments, 
 
 ALL_LINEAR = "all-linear"
 # The layers of Megatron that may have an adapter.
-LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+LAYERS = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("mlp.experts.gate_up", "mlp.experts.down"),
+)
+# By the cut of a layer those of down and up; else down is whole, and up is cut as the layer is.
+CUTS = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.EXPERTS: (Cut.EXPERTS, Cut.EXPERTS)}
 WEIGHT, PREFIX = ".weight", "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -50,7 +56,8 @@ class Adapter:
 def target_names(architecture: Architecture) -> tuple[str, ...]:
     """Every name that a target may have in this model."""
     layer = stage_slots(last_layer(architecture), (1,), 0)
-    return tuple(_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
+    names = (_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
+    return tuple(dict.fromkeys(names))  # those of an expert are those of every other
 
 
 def last_layer(architecture: Architecture) -> Architecture:
@@ -88,12 +95,18 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
                 f"lora.rank ({lora.rank}) is more than the smaller side of {adapter.base.sources[0].name} and its "
                 f"neighbours ({smallest}). Nearest: {smallest}"
             )
+        matrices = tuple(dict.fromkeys(map(_last, adapter.base.sources)))
+        given = [name for name in matrices if name in lora.targets]
+        if adapter.base.cut is Cut.EXPERTS and len(given) < len(matrices):
+            yield (
+                f"lora.targets: {' and '.join(matrices)} of an expert are one matrix to transformers, so peft adapts "
+                f"both. Nearest: both of {', '.join(matrices)}"
+            )
         shards = (segments(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp))
         if len({sum(piece.stop - piece.start for piece in shard) for shard in shards}) > 1:
-            names = " and ".join(map(_last, adapter.up.sources))
             yield (
                 f"lora.targets: tp ({tp}) cuts through the {architecture.num_kv_heads} key/value heads, so ranks have "
-                f"unequal shares of {names} alone. Nearest: all of {', '.join(map(_last, adapter.base.sources))}"
+                f"unequal shares of {' and '.join(given)} alone. Nearest: all of {', '.join(matrices)}"
             )
 
 
@@ -112,10 +125,10 @@ def _adapter(base: Slot, chosen: tuple[int, ...], rank: int) -> Adapter:
     sources = [base.sources[number] for number in chosen]
     downs = tuple(Source(_peft_name(source, DOWN), (rank, source.shape[1])) for source in sources)
     ups = tuple(Source(_peft_name(source, UP), (source.shape[0], rank)) for source in sources)
-    split_input = base.cut is Cut.COLUMNS
-    matrices = None if chosen == tuple(range(len(base.sources))) else chosen
-    down = Slot(f"{module}.adapter.down", Cut.COLUMNS if split_input else Cut.WHOLE, downs)
-    up = Slot(f"{module}.adapter.up", Cut.WHOLE if split_input else base.cut, ups, matrices)
+    cut_down, cut_up = CUTS.get(base.cut, (Cut.WHOLE, base.cut))
+    takes_all = base.cut is Cut.EXPERTS or chosen == tuple(range(len(base.sources)))
+    down = Slot(f"{module}.adapter.down", cut_down, downs)
+    up = Slot(f"{module}.adapter.up", cut_up, ups, None if takes_all else chosen)
     return Adapter(module, base, down, up)
 
 

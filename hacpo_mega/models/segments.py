@@ -180,8 +180,8 @@ def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> li
     gate_up = matrices(named.gate, named.up, shape=(width, hidden))
     slots = [
         Slot(f"{megatron}mlp.router.weight", Cut.WHOLE, (router,)),
-        Slot(f"{megatron}mlp.experts.gate_up", Cut.EXPERTS, gate_up),
-        Slot(f"{megatron}mlp.experts.down", Cut.EXPERTS, matrices(named.down, shape=(hidden, width))),
+        Slot(f"{megatron}mlp.experts.gate_up.weight", Cut.EXPERTS, gate_up),
+        Slot(f"{megatron}mlp.experts.down.weight", Cut.EXPERTS, matrices(named.down, shape=(hidden, width))),
     ]
     if named.shared is None:
         return slots

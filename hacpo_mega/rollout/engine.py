@@ -13,7 +13,6 @@ The environment must hold, before torch and vllm are imported (environment.py se
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,6 +23,9 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.distributed.aux_output_connector import worker as aux_output_connector
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
@@ -40,17 +42,19 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from hacpo_mega.models.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
+from hacpo_mega.rollout.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.engine_defaults import cpu_attention, engine_defaults, require_free_options
+from hacpo_mega.rollout.engine_defaults import cpu_attention, engine_defaults, free_options
 from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
-from hacpo_mega.rollout.expert_weights import converts_experts, pack_at_every_load
+from hacpo_mega.rollout.expert_weights import converts_experts
 from hacpo_mega.rollout.flat_logprobs import written_at_once
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
     environment_untouched,
     free_memory_unmeasured,
+    has_expandable_segments,
     joined_to_default_group,
     keeping_default_group,
     quiet,
@@ -58,15 +62,14 @@ from hacpo_mega.rollout.host_process import (
     without_message_queue,
 )
 from hacpo_mega.rollout.quantized_weights import Quantizing
-from hacpo_mega.rollout.row_noise import RowNoise
+from hacpo_mega.rollout.routing import on_every_rank, routing_of
 from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
 
 PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
 BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
 QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
 RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
-# Where torch's allocator reads its settings.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OF_ROUTERS = bind_routed_experts_capturer, get_forward_context
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
@@ -99,23 +102,24 @@ class Engine:
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
-        options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration)
+        options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration); with
+                         enable_return_routed_experts log-probs come with a routing (routing.py)
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
-        require_free_options(options or {})
-        require_process(tensor_parallel_size)
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
+        options, returns_routing = free_options(options or {}, on_cuda=self._on_cuda)
+        require_process(tensor_parallel_size)
         defaults = engine_defaults(
             on_cuda=self._on_cuda,
             tensor_parallel_size=tensor_parallel_size,
             visible_devices=torch.cuda.device_count(),
             agents_on_device=agents_on_device,
             timeout_s=timeout_s,
-            expandable_segments=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR),
+            expandable_segments=has_expandable_segments(),
         )
         if not self._on_cuda:
-            defaults |= FOR_CPU | cpu_attention(model, CPUAttentionBackend, dtype.itemsize, options or {})
+            defaults |= FOR_CPU | cpu_attention(model, CPUAttentionBackend, dtype.itemsize, options)
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len, self._names = max_model_len, published_names(model)
         self._memory, self._is_loaded = Memory.AWAKE, not random_weights
@@ -133,17 +137,17 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
             load_format="dummy" if random_weights else "auto",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **defaults, **(options or {})},
+            **{"use_tqdm_on_load": False, **defaults, **options},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)
-        self._on_progress = on_progress
-        self._running: RunningAnswers | None = None
+        self._on_progress, self._running = on_progress, None
         with self._door.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
             if not self._on_cuda:
-                _adapt_to_cpu(worker_of(llm).model_runner)
+                adapt_to_cpu(worker_of(llm).model_runner, apply_top_k_top_p)
+            self.routing = routing_of(llm, model, *OF_ROUTERS) if returns_routing else None
         # Whether the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -191,7 +195,8 @@ class Engine:
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
         with self._door.open() as llm:
-            running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted)
+            routing = self.routing if return_logprobs else None
+            running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted, routing)
             self._running = running
             try:
                 outputs = _answers(llm, prompts, sampling)
@@ -337,13 +342,8 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
     return llm.generate(requests, sampling, use_tqdm=False) if requests else []
 
 
-def _adapt_to_cpu(runner: Any) -> None:
-    """vLLM's first model runner, which is there alone; the second one draws by row itself."""
-    pack_at_every_load(runner.get_model())
-    runner.sampler.topk_topp_sampler.forward = RowNoise(runner, apply_top_k_top_p)
-
-
 # For good, since it also runs when an engine that nobody closed is collected.
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
 parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
+aux_output_connector.get_tp_group = on_every_rank
 LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
-from hacpo_mega.config.pass_through import DECIDED_VLLM
+from hacpo_mega.config.pass_through import DECIDED_VLLM, RETURNS_ROUTING
 from hacpo_mega.models.folder import head_size
 from hacpo_mega.models.layout import head_size_problem
 
@@ -70,9 +70,14 @@ def cpu_attention(model: Path, backend: Any, dtype_bytes: int, options: Mapping[
     return {"block_size": BLOCK}
 
 
-def require_free_options(options: Mapping[str, Any]) -> None:
-    """ValueError for an engine argument of the user's that the project decides."""
-    for key in sorted(DECIDED_VLLM & options.keys()):
+def free_options(options: Mapping[str, Any], *, on_cuda: bool) -> tuple[dict[str, Any], bool]:
+    """What vLLM is told of the caller's engine arguments, and whether answers have a routing: vLLM knows it on CUDA.
+
+    ValueError for an argument that the project decides.
+    """
+    for key in sorted((DECIDED_VLLM - {RETURNS_ROUTING}) & options.keys()):
         raise ValueError(
             f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
         )
+    told = {key: value for key, value in options.items() if on_cuda or key != RETURNS_ROUTING}
+    return told, options.get(RETURNS_ROUTING, False)

@@ -113,7 +113,7 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
     `mine` are those of this rank's engine, none where it has no part of one.
 
     Engine e of E was asked every E-th of `num_asked` prompts, from its own place on. All answers come with log-probs,
-    or none. Collective over the cell.
+    or none, and so with a routing. Collective over the cell.
     """
     shape = place.rank_map.agents[place.agent]
     engines = shape.engines_per_cell
@@ -123,18 +123,23 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
     speaks = place.coordinate.speaks_for_engine
     rows = np.array([(completion.stop,) for completion in mine], COMPLETION_ROW)
     tokens = [completion.token_ids for completion in mine]
-    logprobs = [completion.logprobs for completion in mine]
-    given = None if any(values is None for values in logprobs) else logprobs
-    message = wire.encode(wire.Table(rows, tokens, [""] * len(mine), given)) if speaks else b""
+    beside = _all_or_none(mine, "logprobs"), _all_or_none(mine, "routing")
+    message = wire.encode(wire.Table(rows, tokens, [""] * len(mine), *beside)) if speaks else b""
     shared: list[Completion | None] = [None] * num_asked
     spoken = [message for message in place.gather_cell(message) if message]
     for engine, message in enumerate(spoken):
         table = wire.decode(message, COMPLETION_ROW, sender=f"engine {engine} of {place.coordinate}")
+        beside = table.logprobs or repeat(None), table.routing or repeat(None)
         shared[engine::engines] = [
-            Completion(ids, Stop(int(row["stop"])), values)
-            for row, ids, values in zip(table.rows, table.tokens, table.logprobs or repeat(None))
+            Completion(ids, Stop(int(row["stop"])), *values)
+            for row, ids, *values in zip(table.rows, table.tokens, *beside)
         ]
     return shared
+
+
+def _all_or_none(mine: Sequence[Completion], what: str) -> list[np.ndarray] | None:
+    found = [getattr(completion, what) for completion in mine]
+    return None if any(values is None for values in found) else found
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from hacpo_mega.cluster.tree import share_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
+# Where torch's allocator reads its settings.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @contextmanager
@@ -91,6 +93,11 @@ def require_process(tensor_parallel_size: int) -> None:
     assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
     if dist.get_world_size() % tensor_parallel_size:
         raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
+
+
+def has_expandable_segments() -> bool:
+    """Whether the user has told torch's allocator so."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 @contextmanager

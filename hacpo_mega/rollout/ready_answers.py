@@ -20,7 +20,7 @@ ROW = np.dtype([("prompt_index", "<i8"), ("rollout_index", "<i4"), ("stop", "u1"
 
 @dataclass(frozen=True)
 class ReadyAnswers:
-    """A cell's answers to its prompts of a step, by prompt, then by rollout, with the engine's log-probs."""
+    """A cell's answers to its prompts of a step, by prompt, then by rollout, with what the engine said of them."""
 
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
@@ -36,8 +36,9 @@ class ReadyAnswers:
             ],
             ROW,
         )
-        tokens, logprobs = zip(*((found.token_ids, found.logprobs) for found in self.completions))
-        file.write_bytes(wire.encode(wire.Table(rows, list(tokens), [""] * len(rows), list(logprobs))))
+        tokens, logprobs, routing = zip(*((c.token_ids, c.logprobs, c.routing) for c in self.completions))
+        beside = list(logprobs), None if routing[0] is None else list(routing)
+        file.write_bytes(wire.encode(wire.Table(rows, list(tokens), [""] * len(rows), *beside)))
 
 
 def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_prompt: int) -> ReadyAnswers | None:
@@ -50,10 +51,12 @@ def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_p
     found: list[Completion | None] = [None] * len(wanted)
     for file in files:
         table = wire.decode(file.read_bytes(), ROW, sender=str(file))
-        for row, ids, logprobs in zip(table.rows, table.tokens, table.logprobs, strict=True):
+        routing = table.routing or [None] * len(table.rows)
+        for row, *answer in zip(table.rows, table.tokens, table.logprobs, routing, strict=True):
             place = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
             if place is not None:
-                found[place] = Completion(ids, Stop(int(row["stop"])), logprobs)
+                ids, *beside = answer
+                found[place] = Completion(ids, Stop(int(row["stop"])), *beside)
     return None if None in found else ReadyAnswers(prompts, found)
 
 

@@ -1,10 +1,12 @@
 """The one byte layout in which answers travel between ranks: little-endian, no pickle, nothing that arrives is run.
 
-    header   magic, version, bytes of a row, whether log-probs travel (0 or 1), then in all: rows, tokens, UTF-8 bytes
+    header   magic, version, bytes of a row, whether log-probs travel (0 or 1), bytes of a number of the routing (1 or
+             2; 0: none travels), its layers, its experts; then in all: rows, tokens, UTF-8 bytes, tokens with a routing
     rows     a numpy structured array: the numbers of each record, with all their bits
-    counts   int32 per row: its tokens; then int32 per row: its bytes of text
+    counts   int32 per row: its tokens; the same of its bytes of text; the same of its tokens with a routing, if any
     tokens   int32, end to end
     logprobs float32, one per token, end to end; where none travel, nothing
+    routing  uint8 or uint16, layers x experts of each of its tokens, end to end
     text     UTF-8, end to end
 
 Who sends what is elsewhere: trajectories between agents in exchange.py, fresh answers inside a cell in agent.py.
@@ -17,20 +19,23 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = b"HACPOMSG"
-VERSION = 3
-HEADER = struct.Struct("<8sIIIQQQ")
+VERSION = 4
+HEADER = struct.Struct("<8s6I4Q")
+ROUTING_TYPES = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 
 
 class Table(NamedTuple):
     """Records as they travel: their numbers, their token ids (int32) and their texts, one of each per record.
 
-    `logprobs` are float32, one per token of each record, or None for all of them together.
+    `logprobs` are float32, one per token of each record, and `routing` is as in records.Completion, of equally many
+    layers and experts; either is None for all of them together.
     """
 
     rows: np.ndarray
     tokens: list[np.ndarray]
     texts: list[str]
     logprobs: list[np.ndarray] | None = None
+    routing: list[np.ndarray] | None = None
 
 
 def encode(table: Table) -> bytes:
@@ -39,34 +44,53 @@ def encode(table: Table) -> bytes:
     tokens = [ids.astype("<i4", copy=False).tobytes() for ids in table.tokens]
     logprobs = [values.astype("<f4", copy=False).tobytes() for values in table.logprobs or []]
     assert table.logprobs is None or list(map(len, table.logprobs)) == list(map(len, table.tokens))
-    counts = np.array([list(map(len, table.tokens)), list(map(len, texts))], dtype="<i4")
-    sums = counts.sum(axis=1, dtype=np.int64).tolist()
-    header = HEADER.pack(MAGIC, VERSION, table.rows.dtype.itemsize, table.logprobs is not None, len(table.rows), *sums)
-    return b"".join((header, table.rows.tobytes(), counts.tobytes(), *tokens, *logprobs, *texts))
+    routing = table.routing or []
+    kind, shape = (routing[0].dtype, routing[0].shape[1:]) if routing else (None, (0, 0))
+    assert {(found.dtype, found.shape[1:]) for found in routing} <= {(kind, shape)}
+    counted = (table.tokens, texts, routing) if routing else (table.tokens, texts)
+    counts = np.array([list(map(len, column)) for column in counted], dtype="<i4")
+    flags = table.logprobs is not None, 0 if kind is None else kind.itemsize, *shape
+    sums = [*counts.sum(axis=1, dtype=np.int64).tolist(), 0][:3]
+    header = HEADER.pack(MAGIC, VERSION, table.rows.dtype.itemsize, *flags, len(table.rows), *sums)
+    chosen = [] if kind is None else [found.astype(ROUTING_TYPES[kind.itemsize]).tobytes() for found in routing]
+    return b"".join((header, table.rows.tobytes(), counts.tobytes(), *tokens, *logprobs, *chosen, *texts))
 
 
 def decode(message: bytes, row_type: np.dtype, sender: str) -> Table:
     """The table in a message. Raises ValueError that names `sender` if it is anything but a whole message."""
-    rows, (token_counts, text_counts), tokens, logprobs, text = _sections(message, row_type, sender)
-    token_ends, text_ends = np.cumsum(token_counts, dtype=np.int64), np.cumsum(text_counts, dtype=np.int64)
+    rows, counts, tokens, logprobs, routing, text = _sections(message, row_type, sender)
+    of_tokens, of_text, *of_routing = (_spans(column) for column in counts)
     texts = []
-    for i, (end, count) in enumerate(zip(text_ends, text_counts)):
+    for i, span in enumerate(of_text):
         try:
-            texts.append(text[end - count : end].decode("utf-8"))
+            texts.append(text[span].decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"message of {sender}: the text of record {i} is damaged: {error}") from error
-    spans = [slice(end - count, end) for end, count in zip(token_ends, token_counts)]
-    by_record = None if logprobs is None else [logprobs[span] for span in spans]
-    return Table(rows, [tokens[span] for span in spans], texts, by_record)
+    by_record = None if logprobs is None else [logprobs[span] for span in of_tokens]
+    routed = None if routing is None else [routing[span] for span in of_routing[0]]
+    return Table(rows, [tokens[span] for span in of_tokens], texts, by_record, routed)
 
 
-def _sections(
-    message: bytes, row_type: np.dtype, sender: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, bytes]:
-    """Rows, counts [2, rows], tokens, log-probs and text, their sizes held against the header and the length."""
+def _spans(counts: np.ndarray) -> list[slice]:
+    ends = np.cumsum(counts, dtype=np.int64)
+    return [slice(end - count, end) for end, count in zip(ends, counts)]
+
+
+class _Sections(NamedTuple):
+    rows: np.ndarray
+    counts: np.ndarray  # [2 or 3, rows]
+    tokens: np.ndarray
+    logprobs: np.ndarray | None
+    routing: np.ndarray | None
+    text: bytes
+
+
+def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
+    """The parts of a message, their sizes held against the header and the length."""
     if len(message) < HEADER.size:
         raise ValueError(f"message of {sender}: {len(message)} bytes are less than the header's {HEADER.size}")
-    magic, version, row_bytes, has_logprobs, num_rows, num_tokens, num_text_bytes = HEADER.unpack_from(message)
+    magic, version, row_bytes, has_logprobs, number, layers, experts, num_rows, *totals = HEADER.unpack_from(message)
+    num_tokens, num_text_bytes, num_routed = totals
     if magic != MAGIC:
         raise ValueError(f"message of {sender}: starts with {magic!r} instead of {MAGIC!r}")
     if (version, row_bytes) != (VERSION, row_type.itemsize):
@@ -76,25 +100,34 @@ def _sections(
         )
     if has_logprobs not in (0, 1):
         raise ValueError(f"message of {sender}: log-probs travel or not, 1 or 0, but the header says {has_logprobs}")
+    if number not in (0, *ROUTING_TYPES):
+        raise ValueError(f"message of {sender}: a routing has numbers of 1 or 2 bytes, but the header says {number}")
     count_start = HEADER.size + num_rows * row_bytes
-    token_start = count_start + 8 * num_rows
+    token_start = count_start + 4 * (num_counts := 3 if number else 2) * num_rows
     logprob_start = token_start + 4 * num_tokens
-    text_start = logprob_start + 4 * num_tokens * has_logprobs
+    routing_start = logprob_start + 4 * num_tokens * has_logprobs
+    text_start = routing_start + number * num_routed * layers * experts
     if len(message) != text_start + num_text_bytes:
         raise ValueError(
             f"message of {sender}: {len(message)} bytes, but {num_rows} records with {num_tokens} tokens and "
             f"{num_text_bytes} bytes of text take {text_start + num_text_bytes}"
         )
-    counts = np.frombuffer(message, "<i4", count=2 * num_rows, offset=count_start).reshape(2, num_rows)
-    for what, column, total in zip(("tokens", "bytes of text"), counts, (num_tokens, num_text_bytes)):
+    counts = np.frombuffer(message, "<i4", count=num_counts * num_rows, offset=count_start).reshape(
+        num_counts, num_rows
+    )
+    for what, column, total in zip(("tokens", "bytes of text", "routed tokens"), counts, totals):
         if (column < 0).any() or int(column.sum(dtype=np.int64)) != total:
             raise ValueError(f"message of {sender}: the {what} of its records do not add up to the header's {total}")
     rows = np.frombuffer(message, row_type, count=num_rows, offset=HEADER.size)
     tokens = np.frombuffer(message, "<i4", count=num_tokens, offset=token_start).astype(np.int32)
-    logprobs = None
+    logprobs = routing = None
     if has_logprobs:
         logprobs = np.frombuffer(message, "<f4", count=num_tokens, offset=logprob_start).astype(np.float32)
-    return rows, counts, tokens, logprobs, message[text_start:]
+    if number:
+        size = num_routed * layers * experts
+        routing = np.frombuffer(message, ROUTING_TYPES[number], count=size, offset=routing_start)
+        routing = routing.reshape(num_routed, layers, experts)
+    return _Sections(rows, counts, tokens, logprobs, routing, message[text_start:])
 
 
 def join(messages: Sequence[bytes]) -> bytes:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
@@ -70,6 +71,11 @@ def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score | None]
     return {key: score for key, score in zip(keys, scores, strict=True) if score is not None}
 
 
+def routing_by_answer(rollouts: Sequence[Rollout]) -> dict[AnswerKey, np.ndarray]:
+    """The routing of a cell's own rollouts, by the answer; of those that have one."""
+    return {(r.prompt_index, r.rollout_index): r.routing for r in rollouts if r.routing is not None}
+
+
 def learner_view(
     pool: Pool,
     advantages_PNG: torch.Tensor,
@@ -78,13 +84,14 @@ def learner_view(
     codec: TextCodec,
     rules: ViewRules,
     own_scores: Mapping[AnswerKey, Score],
+    own_routing: Mapping[AnswerKey, np.ndarray] = MappingProxyType({}),
 ) -> tuple[list[Sample], tuple[ViewCounts, ...]]:
     """The samples of `learner`, ordered by (prompt, source, rollout), and what became of each source's answers [N].
 
     `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool, says
     which answers are worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
     `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean
-    of an answer travels. One that is missing is scored by the update that trains it.
+    of an answer travels. One that is missing is scored by the update that trains it. `own_routing` is of the same.
     """
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     samples = []
@@ -103,8 +110,9 @@ def learner_view(
                 answer_ids = _answer_ids(trajectory, is_self, codec, rules, readings, tallies[j])
                 if answer_ids is not None:
                     advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
-                    own = own_scores.get((prompt.index, trajectory.rollout.rollout_index)) if is_self else None
-                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, own, rules))
+                    key = prompt.index, trajectory.rollout.rollout_index
+                    own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
+                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, *own, rules))
     return samples, tuple(ViewCounts(**tally) for tally in tallies)
 
 
@@ -230,6 +238,7 @@ def _sample(
     advantage: float,
     is_self: bool,
     own: Score | None,
+    routing: np.ndarray | None,
     rules: ViewRules,
 ) -> Sample:
     rollout = trajectory.rollout
@@ -255,4 +264,5 @@ def _sample(
         length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
         old_logprobs=None if own is None else own.token_logprobs,
         token_weights=None if own is None else own.token_weights,
+        routing=routing,
     )

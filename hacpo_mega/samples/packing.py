@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hacpo_mega.records import MicroBatch, Sample, TokenSequence
+from hacpo_mega.samples.routing import packed_routing
 
 PADDING_TOKEN = 0
 
@@ -176,6 +177,7 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
         row_cu_seqlens_B=torch.from_numpy(row_starts.astype(np.int32)),
         sequences=tuple(sequences),
         num_tokens=len(tokens_T) - int(padding),
+        routing_TLK=packed_routing([group[0] for group in shared], alone, sequences[len(alone) :], int(padding)),
     )
 
 

@@ -166,8 +166,8 @@ def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler
 def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_dropped: int) -> None:
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
-    for said in dict.fromkeys(place.gather_to_first(agent.publication_said.encode())):
-        if said:
+    for mine in (agent.publication_said, agent.routing_said):
+        for said in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
             console.say(said.decode())
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")

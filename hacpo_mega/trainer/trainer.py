@@ -21,7 +21,7 @@ from hacpo_mega.logbook.step_metrics import mean_accuracy
 from hacpo_mega.logbook.step_report import StepFindings
 from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
-from hacpo_mega.samples.learner_view import learner_view, scores_by_answer
+from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, scores_by_answer
 from hacpo_mega.trainer.build import Handed, build
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd
 from hacpo_mega.trainer.observers import Observer
@@ -123,7 +123,8 @@ class Trainer:
             learning = learning.weighted(pool.engine_weights_PNG)  # 1 unless engine_correction is "sequence"
             samples, views = learner_view(
                 pool.part(mine), learning.advantages_PNG[mine], learning.trains_PNG[mine], self.place.agent,
-                self.agent.codec, self.view_rules, scores_by_answer(rollouts, scores))  # fmt: skip
+                self.agent.codec, self.view_rules, scores_by_answer(rollouts, scores),
+                routing_by_answer(rollouts))  # fmt: skip
         self._leave_if_told()  # what is learnt cannot be taken back: from here on the step is finished first
         updates = self._learn(self.agent.plan(prompts[mine], samples))
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts

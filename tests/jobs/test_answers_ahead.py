@@ -1,7 +1,7 @@
 """One step off: answers of the next step are written while this one learns, by the weights of before.
 
-Two agents under hacpo, one of them in a cell of two ranks, each with an engine of its own. Every step is put on disk,
-so that all weights between steps and all answers that were ready are there to look at.
+Two agents under hacpo, one of them, with experts whose routing it replays, in a cell of two ranks, each with an engine
+of its own. Every step is put on disk, so that all weights between steps and all answers that were ready are there.
 """
 
 import math
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forced_routing import Forced
 from job import play_command, run_command, run_here, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
@@ -41,7 +42,7 @@ APART = ("placement=apart", "agents.wide.rollout_gpus=2", "agents.small.rollout_
 def undisturbed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ahead")
     agents = [
-        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2, engine_tp=1),
+        agent_table(folder, "wide", "qwen3_moe", CHARACTERS, tp=2, engine_tp=1, router_replay=True),
         agent_table(folder, "small", "llama", CHARACTERS + PAIRS),
     ]
     rollout = {"rollouts_per_prompt": 4, "max_prompt_tokens": 8, "max_answer_tokens": 12, "temperature": TEMPERATURE}
@@ -157,8 +158,8 @@ def test_only_the_first_step_is_not_stale_and_nothing_compares_engine_and_traine
 
 
 @pytest.fixture(scope="module")
-def between(undisturbed) -> dict[tuple[str, int], AutoModelForCausalLM]:
-    """Every agent as Hugging Face's model after 0, 1, 2 and 3 steps."""
+def between(undisturbed) -> dict[tuple[str, int], tuple[AutoModelForCausalLM, Forced | None]]:
+    """Every agent as Hugging Face's model after 0, 1, 2 and 3 steps, and who forces its routers."""
     folder, models = undisturbed.parent, {}
     for name in NAMES:
         models[name, 0] = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
@@ -167,12 +168,14 @@ def between(undisturbed) -> dict[tuple[str, int], AutoModelForCausalLM]:
             export = run_here("export", folder_of(folder / "run", step), "--agent", name, "--out", out)
             assert export.returncode == 0, export.stderr
             models[name, step] = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    return models
+    return {key: (model, Forced(model) if key[0] == "wide" else None) for key, model in models.items()}
 
 
 @torch.no_grad()
-def logprobs(model: AutoModelForCausalLM, prompt: list[int], answer: list[int]) -> np.ndarray:
-    """Of every token of the answer, by Hugging Face's model at the temperature of the run."""
+def logprobs(model: AutoModelForCausalLM, forced: Forced | None, routing, prompt, answer) -> np.ndarray:
+    """Of every token of the answer, by Hugging Face's model at the temperature of the run, sent as the engine sent."""
+    if forced is not None:
+        forced.routing = routing
     logits_TV = model(torch.tensor([[*prompt, *answer]])).logits[0].double() / TEMPERATURE
     rows_TV = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1]
     return rows_TV[torch.arange(len(answer)), torch.tensor(answer)].numpy()
@@ -189,14 +192,17 @@ def test_answers_are_those_of_the_weights_before_the_last_update_and_ratios_are_
     for step in range(1, NUM_STEPS):
         (file,) = (folder_of(run, step) / name).glob("__*_answers")
         table = wire.decode(file.read_bytes(), ROW, str(file))
+        assert (table.routing is not None) == (name == "wide")
+        routing = table.routing or [None] * len(table.rows)
         prompts = {line["prompt_index"]: line for line in read_rollouts(run, step + 1)}
         assert len(table.rows) == 4 * len(prompts) == 32
         gap_to_newer = 0.0
-        for row, ids, given in zip(table.rows, table.tokens, table.logprobs, strict=True):
+        for row, ids, given, sent in zip(table.rows, table.tokens, table.logprobs, routing, strict=True):
             line = prompts[row["prompt_index"]]
             (logged,) = [a for a in line["answers"] if (a["agent"], a["rollout"]) == (name, row["rollout_index"])]
             prompt, answer = tokenizer(line["prompt"]).input_ids, ids.tolist()
-            written, learning = (logprobs(between[name, of], prompt, answer) for of in (step - 1, step))
+            assert sent is None or (len(sent) == len(prompt + answer) - 1 and (sent < 4).all())
+            written, learning = (logprobs(*between[name, of], sent, prompt, answer) for of in (step - 1, step))
             np.testing.assert_allclose(given, written, atol=1e-4, rtol=0)
             gap_to_newer = max(gap_to_newer, np.abs(given - learning).max())
             assert logged["num_tokens"] == len(answer)

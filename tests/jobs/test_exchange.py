@@ -63,7 +63,7 @@ def test_what_arrives_is_what_was_sent(sent):
 def test_layout_by_hand():
     """The documented bytes, written out with struct: another program could read them."""
     message = encode([trajectory(prompt=7, agent=1, rollout=5, text="é", tokens=(258,))])
-    header = b"HACPOMSG" + struct.pack("<IIIQQQ", 3, 46, 0, 1, 1, 2)
+    header = b"HACPOMSG" + struct.pack("<6I4Q", 4, 46, 0, 0, 0, 0, 1, 1, 2, 0)
     row = struct.pack("<dddqiiiBB", 1.0, -0.5, 1.0, 7, 5, 1, 1, 0, 0)
     counts = struct.pack("<ii", 1, 2)
     assert message == header + row + counts + b"\x02\x01\x00\x00" + b"\xc3\xa9"
@@ -73,9 +73,15 @@ def test_layout_with_logprobs_by_hand():
     table = wire.Table(
         np.zeros(2, "u1"), [np.int32([258]), np.int32([])], ["é", ""], [np.float32([-2.5]), np.float32([])]
     )
-    header = b"HACPOMSG" + struct.pack("<IIIQQQ", 3, 1, 1, 2, 1, 2)
+    header = b"HACPOMSG" + struct.pack("<6I4Q", 4, 1, 1, 0, 0, 0, 2, 1, 2, 0)
     counts = struct.pack("<iiii", 1, 0, 2, 0)
-    assert wire.encode(table) == header + b"\0\0" + counts + b"\x02\x01\x00\x00" + struct.pack("<f", -2.5) + b"\xc3\xa9"
+    logprobs = b"\x02\x01\x00\x00" + struct.pack("<f", -2.5)
+    assert wire.encode(table) == header + b"\0\0" + counts + logprobs + b"\xc3\xa9"
+    routed = table._replace(routing=[np.array([[[7, 300]]] * 2, np.uint16), np.zeros((1, 1, 2), np.uint16)])
+    header = b"HACPOMSG" + struct.pack("<6I4Q", 4, 1, 1, 2, 1, 2, 2, 1, 2, 3)
+    experts = struct.pack("<6H", 7, 300, 7, 300, 0, 0)
+    counts += struct.pack("<ii", 2, 1)
+    assert wire.encode(routed) == header + b"\0\0" + counts + logprobs + experts + b"\xc3\xa9"
 
 
 @given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=4), st.booleans())
@@ -122,12 +128,14 @@ TEXT_COUNTS = TOKEN_COUNTS + 2 * 4
         (encode([trajectory()])[:-1], "take "),
         (encode([trajectory()]) + b"x", "take "),
         (damaged(0, b"PICKLE"), "starts with b'PICKLE"),
-        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 46 bytes, this is 3 with 46"),
-        (damaged(12, struct.pack("<I", 40)), "layout 3 with rows of 40 bytes, this is 3 with 46"),
+        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 46 bytes, this is 4 with 46"),
+        (damaged(12, struct.pack("<I", 40)), "layout 4 with rows of 40 bytes, this is 4 with 46"),
         (damaged(16, struct.pack("<I", 1)), "take "),
         (damaged(16, struct.pack("<I", 2)), "1 or 0, but the header says 2"),
-        (damaged(20, struct.pack("<Q", 2**63)), "take "),
-        (damaged(28, struct.pack("<Q", 7)), "take "),
+        (damaged(20, struct.pack("<I", 3)), "1 or 2 bytes, but the header says 3"),
+        (damaged(20, struct.pack("<I", 1)), "take "),
+        (damaged(32, struct.pack("<Q", 2**63)), "take "),
+        (damaged(40, struct.pack("<Q", 7)), "take "),
         (damaged(TOKEN_COUNTS, struct.pack("<i", 4)), "the tokens of its records do not add up to the header's 6"),
         (damaged(TEXT_COUNTS, struct.pack("<i", -2)), "the bytes of text of its records do not add up to"),
         (damaged(FIELD["stop"], b"\x4d"), "trajectory 0 is damaged: 77 is not a valid Stop"),

@@ -14,6 +14,8 @@ from job import run_script
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
+from hacpo_mega.records import Stop
+
 EXPERTS = 8
 FFN = {
     "qwen3_moe": 48,
@@ -96,6 +98,47 @@ def test_an_engine_answers_as_hugging_face_does(models, saw, family, tp):
                     logits = oracle(models / family / "first")(torch.tensor([tokens])).logits[0, -1]
                 assert logits.max() - logits[token] < 1e-3
                 tokens.append(int(token))
+
+
+@each_case
+def test_the_routing_of_an_answer_is_hugging_faces(models, saw, family, tp):
+    """Of prefixes that were in the cache, of what was preempted and of what was cut; ties aside."""
+    for seen in saw(family, tp):
+        for routed in seen["routed"]:
+            assert routed["num_preempted"] > 0
+            stops = [stop for _, stop, _ in routed["answers"]]
+            assert 0 < stops.count(Stop.CUT) <= 2
+            for prompt, (answer, stop, found) in zip(routed["prompts"], routed["answers"], strict=True):
+                tokens = [*prompt, *answer.tolist()][:-1]
+                assert found.shape == (len(tokens), 2, 2) and found.dtype == np.uint8
+                num_known = int((found[:, 0, 0] != 255).sum())
+                assert num_known == len(tokens) or stop is Stop.CUT
+                probs_TLE = router_probs(models / family / "first", tokens)[:num_known]
+                best = np.sort(probs_TLE, axis=-1)
+                is_clear = best[..., -2] - best[..., -3] > 1e-4
+                assert is_clear.mean() > 0.95
+                chosen = np.take_along_axis(probs_TLE, found[:num_known].astype(np.int64), axis=-1)
+                np.testing.assert_allclose(np.sort(chosen)[is_clear], best[..., -2:][is_clear], rtol=0, atol=1e-12)
+
+
+@each_case
+def test_vllm_returns_a_routing_on_every_rank(saw, family, tp):
+    """Its own side of what the second runner returns, which alone hands it to the first rank."""
+    assert [seen["returned"] for seen in saw(family, tp)] == [np.arange(12).reshape(3, 2, 2).tolist()] * tp
+
+
+@torch.no_grad()
+def router_probs(folder: Path, tokens: list[int]) -> np.ndarray:
+    """What Hugging Face's routers say of every token: [T, layers, experts]."""
+    model, seen = oracle(folder), []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _gate, _given, said: seen.append(said[0].softmax(-1).numpy()))
+        for layer in model.model.layers
+    ]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return np.stack(seen, axis=1)
 
 
 @each_case

@@ -13,8 +13,7 @@ from actor_cases import DESCENT, GRADIENT_RATE, LOGPROB_ERROR, VOCAB, full_weigh
 from job import run_group
 from lora_cases import AdaptedOracle, factors_of
 from safetensors.torch import load_file
-from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from tiny_models import make_model, reference_model
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor_offload import ActorOffload
@@ -38,7 +37,8 @@ MODELS = {
     # eight layers for four stages of two chunks
     "rounds": {"family": "mixtral", "tied": False, "num_layers": 8, "num_kv_heads": 4},
 }
-TARGETS = {"llama": ("v_proj", "q_proj", "up_proj", "down_proj"), "gemma3": ("k_proj", "gate_proj", "o_proj")}
+TARGETS = {"llama": ("v_proj", "q_proj", "up_proj", "down_proj"), "gemma3": ("k_proj", "gate_proj", "o_proj"),
+           "rounds": ("q_proj", "w2")}  # fmt: skip
 EP = {"experts": 2}
 OVERRIDES = {"rounds": {VIRTUAL: 2}}
 RANK, ALPHA = 4, 6.0
@@ -138,10 +138,13 @@ def shards_that_differ(actor):
     whole, shards = full_weights(actor), ActorShards(actor.model)
     wrong = []
     for number, shard in enumerate(shards.shards):
-        part = whole[shard.name]
-        for dim, (start, size) in enumerate(zip(shard.offsets, shard.sizes)):
-            part = part.narrow(dim, start, size)
-        if not torch.equal(part, shards.view(number, shard)):
+        parts = []
+        for member in map(shard.member, range(shard.num_members)):
+            part = whole[member.name]
+            for dim, (start, size) in enumerate(zip(member.offsets, member.sizes)):
+                part = part.narrow(dim, start, size)
+            parts.append(part)
+        if not torch.equal(torch.stack(parts).view(shard.sizes), shards.view(number, shard)):
             wrong.append(shard.name)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, wrong)
@@ -233,7 +236,7 @@ def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute
     export = seen((name, tp, pp, cp, recompute))["export"]
     factors = load_file(export / ADAPTER / "adapter_model.safetensors")
     expected = AdaptedOracle(folders[name], factors, ALPHA / RANK)
-    base = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64, attn_implementation="eager")
+    base = reference_model(folders[name])
     tokens = torch.arange(40)[None] % VOCAB
     with torch.no_grad():
         plain = base(tokens).logits

@@ -3,6 +3,7 @@
 y = W x + alpha / rank * B (A x)
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +32,29 @@ class AdaptedOracle(Oracle):
                 module.register_forward_hook(
                     lambda _, given, own, down=down, up=up: own + scale * (given[0] @ down.T) @ up.T
                 )
+        for number, layer in enumerate(self.model.model.layers):
+            if hasattr(layer.mlp, "experts"):
+                self._adapt_experts(layer.mlp.experts, number, scale)
+
+    def _adapt_experts(self, experts: torch.nn.Module, layer: int, scale: float) -> None:
+        """Before every forward their matrices, which transformers has in one parameter, are W + alpha / rank * B A."""
+        own = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
+        bases = {name: experts._parameters.pop(name) for name in own}
+
+        def product(expert: int, parts: tuple[str, ...]) -> torch.Tensor | float:
+            found = re.compile(rf"\.layers\.{layer}\..*\.experts\.{expert}\.({'|'.join(parts)})\.lora_")
+            factors = [factor for name, factor in self.factors.items() if found.search(name)]
+            return factors[1] @ factors[0] if factors else 0.0
+
+        def adapt(_module: torch.nn.Module, _given: tuple) -> None:
+            for name, matrices in own.items():
+                stacked = []
+                for number, weight in enumerate(bases[name]):
+                    parts = zip(weight.chunk(len(matrices)), matrices, strict=True)
+                    stacked.append(torch.cat([part + scale * product(number, called) for part, called in parts]))
+                setattr(experts, name, torch.stack(stacked))
+
+        experts.register_forward_pre_hook(adapt)
 
     def gradient(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """d loss / d factor, by peft's names."""

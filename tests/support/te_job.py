@@ -89,7 +89,8 @@ def _taken_up(folder: Path, state: Path) -> dict[str, torch.Tensor]:
 
 def _shapes(folder: Path, tp: int, pp: int, pp_rank: int) -> dict:
     """Names, shapes and flags of the parameters of one rank, and what names.py says of the first two."""
-    with _fake_world(Layout(tp, pp), 1, rank=pp_rank * tp):
+    has_experts = Architecture.from_folder(folder).has_experts
+    with _fake_world(Layout(tp, pp), 1, rank=pp_rank * tp, has_experts=has_experts):
         model = _model(folder, "te", tp, pp)
         parameters = dict(model.named_parameters())
         return {
@@ -114,7 +115,7 @@ def _plain(arguments: dict) -> dict:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-    initialize_parallel(1, 1, seed=1)
+    initialize_parallel(1, 1, seed=1, ep=1)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from memory_benchmark import EXPERTS
 
 from hacpo_mega.config.agents import AgentConfig, LoraConfig
 from hacpo_mega.config.changes import changes, refusals
@@ -53,8 +54,15 @@ def test_what_a_layout_cannot_have_is_refused():
     assert not list(lora_problems(model("llama"), few, tp=2))
     (problem,) = lora_problems(model("llama"), few, tp=4)
     assert problem.startswith("lora.targets: tp (4) cuts through the 2 key/value heads")
-    assert problem.endswith("Nearest: all of q_proj, k_proj, v_proj")
+    assert problem.endswith("shares of q_proj and v_proj alone. Nearest: all of q_proj, k_proj, v_proj")
     assert not list(lora_problems(model("llama"), replace(few, targets=("q_proj", "k_proj", "v_proj")), tp=4))
+    gate = Lora(4, 8.0, ("gate_proj", "down_proj"))
+    (problem,) = lora_problems(EXPERTS, gate, tp=1)
+    assert problem.startswith(
+        "lora.targets: gate_proj and up_proj of an expert are one matrix to transformers, so peft"
+    )
+    assert problem.endswith("Nearest: both of gate_proj, up_proj")
+    assert not list(lora_problems(EXPERTS, replace(gate, targets=("down_proj",)), tp=1))
     (problem,) = lora_problems(model("llama"), replace(few, rank=33), tp=1)
     assert problem.startswith("lora.rank (33) is more than the smaller side")
     assert not list(lora_problems(model("llama"), replace(few, rank=32), tp=1))
@@ -92,6 +100,19 @@ def test_the_bytes_of_an_adapted_actor():
     memory, held = actor_memory(plan), num_weights(model("llama"), layout)
     assert memory.weights == 2 * (held + adapted)
     assert (memory.gradients, memory.main_weights, memory.moments) == (4 * adapted, 2 * adapted, 4 * adapted)
+
+
+def test_the_numbers_of_the_adapters_of_experts():
+    """Of 16 experts, 4 of them on a rank: a token meets those of 4, whose gradients are of the experts' optimizer."""
+    lora, layout = Lora(4, 8.0, chosen_targets(EXPERTS, ("o_proj", "down_proj"))), Layout(tp=2, cp=2, ep=4)
+    hidden, width, layers = EXPERTS.hidden_size, EXPERTS.expert_ffn, EXPERTS.num_layers
+    attention, of_expert = 4 * (EXPERTS.num_heads * EXPERTS.head_dim + hidden), 4 * (width + hidden)
+    plan = ActorPlan(EXPERTS, layout, 2, 1024, device=CUDA, lora=lora)
+    assert trained_parts(plan) == (layers * (attention + 4 * hidden) // 2, layers * 4 * of_expert)
+    assert num_merged(EXPERTS, layout, 0, lora) == layers * (hidden * hidden // 2 + 4 * width * hidden)
+    frozen = 40 * matrix_parameters(EXPERTS)
+    whole = learning_flops(EXPERTS, 2, 10)
+    assert learning_flops(EXPERTS, 2, 10, lora) == whole - frozen + 120 * layers * (attention + 4 * of_expert)
 
 
 def test_the_flops_of_learning():

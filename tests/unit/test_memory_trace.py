@@ -150,8 +150,9 @@ def test_every_choice(plan):
         (plan_of(tp=2), ALL_LINEAR),
         (plan_of(tp=2, recompute="mlp"), ("q_proj", "v_proj")),
         (plan_of(EXPERTS, tp=2, ep=2), ("q_proj", "v_proj")),
+        (plan_of(EXPERTS, cp=2, ep=2), ALL_LINEAR),
     ],
-    ids=("all", "some", "beside experts"),
+    ids=("all", "some", "beside experts", "of experts"),
 )
 def test_adapters(plan, targets):
     """The base takes two bytes a weight; a matrix without an adapter keeps nothing of what it read."""

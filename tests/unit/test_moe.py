@@ -56,7 +56,7 @@ def make_layer(folder, case: str) -> torch.nn.Module:
 def by_hand(layer: torch.nn.Module, hidden_nH: torch.Tensor, case: str) -> torch.Tensor:
     """Token by token, expert by expert, by the formula of Qwen3-MoE and Mixtral."""
     normalises, per_token = CASES[case]
-    router, gate_up, down = layer.router.weight, layer.experts.gate_up, layer.experts.down
+    router, gate_up, down = layer.router.weight, layer.experts.gate_up.weight, layer.experts.down.weight
     outputs = []
     for token in hidden_nH:
         shares = (router @ token).softmax(dim=0)
@@ -91,7 +91,7 @@ def errors(layer: torch.nn.Module, case: str) -> dict[str, float]:
 def test_a_layer_is_its_formula(world, tmp_path, case):
     found = errors(make_layer(tmp_path, case), case)
     # A single share that is not made to add up to 1 still has a gradient; one that is has none.
-    assert found.keys() == {"output", "hidden", "router.weight", "experts.gate_up", "experts.down"}
+    assert found.keys() == {"output", "hidden", "router.weight", "experts.gate_up.weight", "experts.down.weight"}
     assert max(found.values()) < AGREED, found
 
 

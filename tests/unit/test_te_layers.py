@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from memory_benchmark import GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
+from memory_benchmark import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
 from repository import ROOT
 from safetensors.torch import load_file
 from tiny_models import make_model
@@ -22,8 +22,10 @@ from hacpo_mega.megatron.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
 # family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output
-MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True}}
+MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True},
+          "qwen3_moe": {"tied": True}}  # fmt: skip
 NAMES = tuple(MODELS)
+DENSE = NAMES[:3]
 HEAD = 4 * 2048 * 64 * 2  # bytes of one head of 64 numbers, in the four layers of the plans below
 NORM = 4 * (1024 * 512 * 2 + 1024 * 4)  # of a norm's output and scale on one of two ranks, likewise
 # What is traced, and the bytes that it keeps less than the local layers. With norms of queries and keys these keep the
@@ -35,6 +37,7 @@ PLANS = {
     "qwen3, mlp": (plan_of(tp=2, recompute="mlp"), 1 * HEAD + NORM),
     "qwen2, full": (plan_of(QWEN2, tp=2, recompute="full"), 0),
     "llama": (plan_of(LLAMA), 0),
+    "experts": (plan_of(EXPERTS, tp=2, ep=2), 1 * HEAD),
     "llama, 1,536 tokens": (replace(plan_of(LLAMA, tp=2), num_tokens=1536), 0),
 }
 
@@ -109,15 +112,18 @@ def test_every_parameter_has_its_name_and_shape(found, model, layout):
     shapes = found[model]["shapes"][layout]
     assert shapes["parameters"] == shapes["slots"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in shapes["parameters"]
-    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in shapes["parameters"]
-    assert not any("input_layernorm" in name or "pre_mlp" in name for name in shapes["parameters"])
+    norm = "linear_fc1.layer_norm_weight" if model in DENSE else "router.weight"
+    assert f"decoder.layers.0.mlp.{norm}" in shapes["parameters"]
+    assert not any("input_layernorm" in name for name in shapes["parameters"])
+    assert any("pre_mlp" in name for name in shapes["parameters"]) == (model not in DENSE)
 
 
 @pytest.mark.parametrize("model", NAMES)
 def test_gradients_of_norms_are_summed_over_tensor_ranks(found, model):
     """Each rank sees a slice of the tokens; Megatron adds what has this flag, and nothing else is replicated."""
     replicated = {name for name in found[model]["shapes"][2, 1, 0]["parameters"] if "norm" in name}
-    replicated |= {name for name in found[model]["shapes"][2, 1, 0]["parameters"] if name.endswith("linear_proj.bias")}
+    whole = ("linear_proj.bias", "router.weight")
+    replicated |= {name for name in found[model]["shapes"][2, 1, 0]["parameters"] if name.endswith(whole)}
     assert found[model]["shapes"][2, 1, 0]["summed over tensor ranks"] == replicated
 
 
@@ -141,7 +147,7 @@ def test_weights_and_sequences_are_where_they_belong(found, model):
     torch.testing.assert_close(hidden["te"], hidden["local"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize("model", DENSE)
 def test_what_the_classes_are_given(found, model):
     """Word for word, for a layer of tp 1; a name that TransformerEngine does not declare is a TypeError already."""
     made = found[model]["made"]
