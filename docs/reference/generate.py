@@ -14,7 +14,7 @@ import typer
 from hacpo_mega.cli.app import app
 from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
 from hacpo_mega.config.describe import FieldDescription, describe_fields
-from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.families import FAMILIES, Family
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -66,7 +66,7 @@ def models() -> str:
             family.models,
             ", ".join(family.rope_kinds),
             WINDOWS[family.windows],
-            f"heads{', feed-forward columns' * (family.experts is None)}{', key/value heads' * family.whole_qk_norm}",
+            f"heads{_columns(family)}{', key/value heads' * family.whole_qk_norm}",
             "the experts" if family.experts is not None else "",
             f"{TE[family.windows]}`local`" if family.fits_te else "`local`",
         ]
@@ -88,6 +88,12 @@ def models() -> str:
         "rank. `hacpo-mega check` says the nearest layout of a model that cannot have what is asked."
     )
     return _page(["# Models and layouts", NOTE, more, _table(head, rows), below])
+
+
+def _columns(family: Family) -> str:
+    if family.experts is None:
+        return ", feed-forward columns"
+    return ", columns of feed-forwards and shared experts" * (family.experts.shared is not None)
 
 
 # By Family.windows.

@@ -24,6 +24,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.tree import broadcast
 from hacpo_mega.logbook.provenance import installed_versions
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.hf_reader import dtype_of
 from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
 from hacpo_mega.models.publish_plan import Piece, PublishPlan, publish_plan
 from hacpo_mega.models.shards import Shard, stacked_shapes
@@ -52,6 +53,9 @@ class Publication:
         self._place, self._actor, self._engine = place, actor, engine
         self._own = self._shards()
         self._parts = None if engine is None else engine.weights(self._own.published)
+        if self._parts is not None:
+            names = (name for name in self._own.published if self._dtype(name) != self._own.dtype)
+            self._parts.leave(dict.fromkeys(names, "the engine has it in float32"))
         self.left_over: dict[str, str] = {}
         # Those whose numbers an engine makes others of, so that only it can be asked what it should hold.
         self._converted: set[str] = set()
@@ -137,7 +141,9 @@ class Publication:
             given = self._actor.weights(only=wanted)
         else:
             names = (name for name in published if name in wanted)
-            given = ((name, torch.empty(published[name], dtype=self._own.dtype, device=place.device)) for name in names)
+            given = (
+                (name, torch.empty(published[name], dtype=self._dtype(name), device=place.device)) for name in names
+            )
         for name, tensor in given:
             place.progress()
             if place.weights_group is not None:
@@ -146,6 +152,9 @@ class Publication:
             if self._engine is not None:
                 place.spans.sent("engine", tensor.nbytes)
             yield name, tensor
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return dtype_of(name, self._own.dtype)
 
     def differences(self) -> list[str]:
         """A line for every piece of which this rank's engine holds other numbers than the actor would publish now.
@@ -204,7 +213,10 @@ class Publication:
             if piece.target == rank:
                 mine.append(piece)
                 expected.append(said[source][start : heard[source]])
-        views = ((held[piece.written].view(piece.what).to(own.dtype), piece.what.num_members) for piece in mine)
+        views = (
+            (held[piece.written].view(piece.what).to(self._dtype(piece.what.name)), piece.what.num_members)
+            for piece in mine
+        )
         rows = ((piece, number) for piece in mine for number in range(piece.what.num_members))
         for (piece, number), (seen, _), (wanted, finite) in zip(
             rows, _checksums(views), np.concatenate(expected), strict=True

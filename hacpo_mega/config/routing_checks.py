@@ -16,6 +16,9 @@ def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: 
     if not architecture.has_experts:
         yield f"router_replay: a {architecture.family} model has no experts whose choice could be replayed. {WITHOUT}"
         return
+    if architecture.shared_ffn:
+        yield f"router_replay: not for a {architecture.family} model, whose first layers have no experts. {WITHOUT}"
+        return
     if on_cpu:  # there it is written down beside vLLM (rollout/routing.py)
         return
     fields = installed_fields("vllm")

@@ -4,13 +4,11 @@ Not here: who counts (router.py), and what the numbers mean in a run (logbook/me
 """
 
 import math
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from hacpo_mega.megatron.model import HiddenStateModel
-from hacpo_mega.megatron.router import Router
 from hacpo_mega.records import ExpertLoad
 
 
@@ -18,25 +16,29 @@ class ExpertCounts:
     """What the routers of this rank's part of a model count; a model without experts has none."""
 
     def __init__(self, model: HiddenStateModel) -> None:
-        self._routers = [module for module in model.modules() if isinstance(module, Router)]
-        chunks, pp = model.chunks, model.pg_collection.pp
-        of_chunks = [range(sum(chunks[:n]), sum(chunks[: n + 1])) for n in range(pp.rank(), len(chunks), pp.size())]
-        self._layers, self._num_layers = [*chain(*of_chunks)], model.architecture.num_layers
+        layers = [layer for chunk in model.own_chunks for layer in chunk.decoder.layers]
+        self._architecture = model.architecture
+        # Megatron counts the layers of the whole model, from 1 on.
+        numbers = {layer.layer_number - 1: layer.mlp for layer in layers}
+        self._routers = {n: mlp.router for n, mlp in numbers.items() if model.architecture.has_experts_in(n)}
 
     def begin(self) -> None:
         """Forgets what was counted before."""
-        for router in self._routers:
+        for router in self._routers.values():
             router.load_E.zero_()
             router.replayed_2.zero_()
 
     def load(self) -> ExpertLoad | None:
         """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
-        if not self._routers:
+        a = self._architecture
+        if not a.has_experts:
             return None
-        counts = torch.stack([torch.cat([router.load_E, router.replayed_2]) for router in self._routers])
-        counts_LN = counts.new_zeros(self._num_layers, counts.shape[1])
+        counts_LN = torch.zeros(
+            a.expert_layers, a.num_experts + 2, dtype=torch.int64, device=torch.cuda.current_device()
+        )
         # Ranks of tp and cp have other tokens, those of pp other layers.
-        counts_LN[self._layers] = counts
+        for layer, router in self._routers.items():
+            counts_LN[layer - a.dense_layers] = torch.cat([router.load_E, router.replayed_2])
         dist.all_reduce(counts_LN)
         return expert_load(counts_LN[:, :-2], counts_LN[:, -2:])
 

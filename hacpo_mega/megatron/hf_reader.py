@@ -11,7 +11,12 @@ import torch
 from safetensors import safe_open
 
 from hacpo_mega.models.segments import Source
-from hacpo_mega.models.weight_files import StoredTensor, stored_tensors
+from hacpo_mega.models.weight_files import CORRECTION, StoredTensor, stored_tensors
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of a tensor in a model, a folder and an engine of `dtype`: a router's bias is float32 in all of them."""
+    return torch.float32 if name.endswith(CORRECTION) else dtype
 
 
 class FolderReader:

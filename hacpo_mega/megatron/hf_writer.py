@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.megatron.hf_reader import dtype_of
 from hacpo_mega.models.folder import read_config, with_dtype
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import Source
-from hacpo_mega.models.weight_files import INDEX, SINGLE
+from hacpo_mega.models.weight_files import INDEX, SINGLE, without_extra_layers
 
 FILE_BYTES = 5 << 30
 # Of an exported agent with LoRA, the folder of its adapters beside the merged weights.
@@ -31,11 +32,11 @@ def finite(
     all stop and none waits for the next bucket.
     """
     for name, tensor in tensors:
-        converted = tensor.to(dtype)
+        converted = tensor.to(dtype_of(name, dtype))
         if num_bad := converted.numel() - int(converted.isfinite().sum()):
             raise RunStopped(
                 f"{out_folder} is not written: {name} holds {num_bad} numbers that are not finite (NaN or infinite in "
-                f"{str(dtype).removeprefix('torch.')}) among {converted.numel()}"
+                f"{str(converted.dtype).removeprefix('torch.')}) among {converted.numel()}"
             )
         yield name, converted
 
@@ -66,7 +67,7 @@ def write_weights(
     assert next(tensors, None) is None, "a tensor is not in the plan"
     if writes and len(files) > 1:
         weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
-        total = sum(torch.Size(source.shape).numel() for source in sources) * dtype.itemsize
+        total = sum(torch.Size(s.shape).numel() * dtype_of(s.name, dtype).itemsize for s in sources)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -96,7 +97,7 @@ def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) 
     """File name -> the tensors in it, in their order."""
     groups, size = [[]], 0
     for source in sources:
-        source_bytes = torch.Size(source.shape).numel() * dtype.itemsize
+        source_bytes = torch.Size(source.shape).numel() * dtype_of(source.name, dtype).itemsize
         if groups[-1] and size + source_bytes > file_bytes:
             groups.append([])
             size = 0
@@ -112,5 +113,5 @@ def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and not path.name.startswith("."):
             shutil.copyfile(path, out / path.name)
-    config = with_dtype(read_config(source), str(dtype).removeprefix("torch."))
+    config = without_extra_layers(with_dtype(read_config(source), str(dtype).removeprefix("torch.")))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -185,18 +185,19 @@ class TwoRopes(SelfAttention):
 
 def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
     """Megatron's local layer spec with the layers of this file, for the layers of one pipeline stage."""
-    # Layers with the same window share a spec.
-    specs = {window: _layer_spec(architecture, config, window) for window in map(architecture.window_of, layers)}
-    return TransformerBlockSubmodules(
-        layer_specs=[specs[architecture.window_of(layer)] for layer in layers], layer_norm=_norm(architecture)
-    )
+    # Layers of the same kind share a spec.
+    kinds = [(architecture.window_of(layer), architecture.has_experts_in(layer)) for layer in layers]
+    specs = {kind: _layer_spec(architecture, config, *kind) for kind in kinds}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(architecture))
 
 
 def _norm(architecture: Architecture) -> type[RMSNorm]:
     return OffsetRMSNorm if architecture.kin.offset_norms else RMSNorm
 
 
-def _layer_spec(architecture: Architecture, config: TransformerConfig, window: int | None) -> ModuleSpec:
+def _layer_spec(
+    architecture: Architecture, config: TransformerConfig, window: int | None, has_experts: bool
+) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     kin, norm = architecture.kin, _norm(architecture)
     for name in ("input_layernorm", "pre_mlp_layernorm"):
@@ -215,7 +216,7 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, window: i
         attention.submodules.q_layernorm, attention.submodules.k_layernorm = norms
     if architecture.output_bias:
         attention.submodules.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
-    if architecture.has_experts:
+    if has_experts:
         layer.submodules.mlp = expert_layer(architecture)
     else:
         activation = ModuleSpec(module=GatedActivation, params={"name": kin.activation})

@@ -7,6 +7,7 @@ dispatcher wants CUDA's streams, its grouped experts a package that no lock has.
     dispatch    the rows of this rank's tokens, sorted by expert, go to the ranks that have the experts (all-to-all)
     experts     down(act(gate x) * up x), for all rows of an expert together
     combine     rows come back, and a token's are added up by its shares, in float32
+    shared      a feed-forward that all tokens go to, where the family has one: cut over tp, as every other is
 
 Each rank brings the tokens that it has: of tp under sequence parallelism, of cp. So what a rank adds to the gradient of
 the router is that of its own tokens, as with a norm; what it adds to an expert's is that of all rows it was sent.
@@ -17,13 +18,19 @@ Shapes: n tokens of a rank, k experts of a token, E experts, e = E / ep of them 
 hidden size, F width of an expert.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hacpo_mega.megatron.gated import GatedActivation
@@ -45,6 +52,7 @@ class ExpertLayer(torch.nn.Module):
         self.group = parallel_state.get_expert_model_parallel_group()
         self.router = Router(self.architecture, config)
         self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
+        self.shared = _shared_experts(self.architecture, config) if self.architecture.shared_ffn else None
 
     def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
         """[n, 1, H] -> the same shape, and no bias.
@@ -61,12 +69,23 @@ class ExpertLayer(torch.nn.Module):
         else:
             way = Way.of(counts_E, len(order), self.group)
             rows_RH = way.back(self.experts(way.there(rows_RH), way.counts_e))
-        return _Combine.apply(rows_RH, order, shares_nk).view_as(hidden), None
+        output = _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
+        return output if self.shared is None else output + self.shared(hidden)[0], None
 
 
 def expert_layer(architecture: Architecture) -> type[ExpertLayer]:
     """The class of these experts; a spec with arguments would make Megatron warn of every layer that it builds."""
     return type("ExpertLayer", (ExpertLayer,), {"architecture": architecture})
+
+
+def _shared_experts(architecture: Architecture, config: TransformerConfig) -> MLP:
+    """Megatron's feed-forward, which asks its configuration for the width."""
+    config = copy(config)
+    config.ffn_hidden_size = architecture.shared_ffn
+    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return MLP(config, parts, ffn_hidden_size=architecture.shared_ffn, tp_group=group)
 
 
 class Experts(torch.nn.Module):

@@ -94,7 +94,8 @@ class ActorOptimizer:
             self.make_moments()  # so that the host's memory is taken now, not in the first step
         self.offload = Offload(self._own_state() if leaves != "nothing" else ())
         # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        # A router's bias, float32 and a few numbers, stays.
+        frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is model.config.params_dtype]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         main = (tensor for part in self.parts for group in part.shard_fp32_groups for tensor in group)
         whole = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]

@@ -8,7 +8,7 @@ what an engine takes shard by shard (publish.py).
 """
 
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError
 
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.megatron.hf_reader import dtype_of
 from hacpo_mega.megatron.hf_writer import ADAPTER, FILE_BYTES, copy_beside_weights, finite, write_adapter, write_weights
 from hacpo_mega.megatron.lora import HeldWeights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
@@ -30,15 +31,17 @@ BUCKET_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Neighbouring slots of one pipeline stage that travel together, over the ranks that share them: of tp or of ep."""
+    """Neighbouring slots of one pipeline stage that travel together: of one type, over the ranks that share them."""
 
     stage: int
     slots: tuple[Slot, ...]
+    shared_by: str
+    dtype: torch.dtype
 
-    @property
-    def shared_by(self) -> str:
-        """The group whose ranks have the shards."""
-        return _shared_by(self.slots[0])
+    @classmethod
+    def of(cls, stage: int, slots: Sequence[Slot], model: HiddenStateModel) -> "_Bucket":
+        """Of slots that are alike."""
+        return cls(stage, tuple(slots), *_way(slots[0], model))
 
 
 def full_tensors(
@@ -48,7 +51,7 @@ def full_tensors(
     sent: Callable[[str, int], None] = lambda *_: None,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor (name, full tensor in the model's dtype), in one order on every rank of the cell.
+    """Yield every Hugging Face tensor (name, full tensor in its type), in one order on every rank of the cell.
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
     are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name. `sent` is
@@ -138,16 +141,15 @@ def _buckets(
             if not is_wanted or seen.issuperset(slot.sources):
                 continue
             seen.update(slot.sources)
-            ranks = getattr(model.pg_collection, _shared_by(slot)).size()
-            slot_bytes = _num_elements(slot, model) * ranks * model.config.params_dtype.itemsize
-            is_other = bool(waiting) and _shared_by(waiting[-1]) != _shared_by(slot)
-            if waiting and (is_other or size + slot_bytes > bucket_bytes):
-                yield _Bucket(stage, tuple(waiting))
+            shared_by, dtype = way = _way(slot, model)
+            slot_bytes = _num_elements(slot, model) * getattr(model.pg_collection, shared_by).size() * dtype.itemsize
+            if waiting and (_way(waiting[-1], model) != way or size + slot_bytes > bucket_bytes):
+                yield _Bucket.of(stage, waiting, model)
                 waiting, size = [], 0
             waiting.append(slot)
             size += slot_bytes
         if waiting:
-            yield _Bucket(stage, tuple(waiting))
+            yield _Bucket.of(stage, waiting, model)
 
 
 def _travel(
@@ -162,7 +164,7 @@ def _travel(
         shard_N = torch.cat([shard_of(slot).flatten() for slot in bucket.slots])
     else:
         size = sum(_num_elements(slot, model) for slot in bucket.slots)
-        shard_N = torch.empty(size, dtype=model.config.params_dtype, device=next(model.parameters()).device)
+        shard_N = torch.empty(size, dtype=bucket.dtype, device=next(model.parameters()).device)
     if pp.size() > 1:
         sent("pp", (pp.size() - 1) * shard_N.nbytes * (pp.rank() == bucket.stage))
         dist.broadcast(shard_N, group=pp, group_src=bucket.stage)
@@ -197,8 +199,9 @@ def _shape(slot: Slot, model: HiddenStateModel) -> tuple[int, ...]:
     return shard_shape(slot, model.architecture, tp=groups.tp.size(), ep=groups.ep.size())
 
 
-def _shared_by(slot: Slot) -> str:
-    return "ep" if slot.cut is Cut.EXPERTS else "tp"
+def _way(slot: Slot, model: HiddenStateModel) -> tuple[str, torch.dtype]:
+    """The group whose ranks have the shards, and their type."""
+    return "ep" if slot.cut is Cut.EXPERTS else "tp", dtype_of(slot.sources[0].name, model.config.params_dtype)
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import place_of, trained_slots
-from hacpo_mega.megatron.optimizer import ActorOptimizer
+from hacpo_mega.megatron.optimizer import ActorOptimizer, ParameterShare
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.stored_state import KINDS, Part, Parts, StateReader, stored_name, write_parts
+from hacpo_mega.megatron.stored_state import KINDS, WEIGHT, Part, Parts, StateReader, stored_name, write_parts
 from hacpo_mega.models.segments import Cut, Slot, rectangles
 
 
@@ -86,15 +87,24 @@ def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool)
     """This rank's share of the state, as views; `written` leaves out what another rank has, too."""
     own, parts = place_of(model), defaultdict(list)
     for slot in _written_slots(model) if written else trained_slots(model, model.pg_collection.pp.rank()):
-        share = optimizer.share_of(model.get_parameter(slot.parameter))
+        share = _share(optimizer, model.get_parameter(slot.parameter), written=written)
         if share is None:  # of this parameter other cells have everything
             continue
         for place in rectangles(slot, model.architecture, **own, start=share.start, stop=share.stop):
             first = place.start - share.start
-            for kind in KINDS:
+            for kind in (kind for kind in KINDS if kind in share.state):
                 data = share.state[kind].detach()[first : first + torch.Size(place.sizes).numel()].view(place.sizes)
                 parts[stored_name(kind, place.source.name)].append(Part(place.source.shape, place.offsets, data))
     return parts
+
+
+def _share(optimizer: ActorOptimizer, parameter: torch.nn.Parameter, *, written: bool) -> ParameterShare | None:
+    """What of a parameter this rank stores; of one that is not trained, a router's bias, the first cell writes all."""
+    if parameter.requires_grad:
+        return optimizer.share_of(parameter)
+    if written and parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        return None
+    return ParameterShare(0, parameter.numel(), {WEIGHT: parameter.detach().view(-1)})
 
 
 def _written_slots(model: HiddenStateModel) -> Iterator[Slot]:

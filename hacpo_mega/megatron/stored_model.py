@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hacpo_mega.megatron.hf_reader import FolderReader
+from hacpo_mega.megatron.hf_reader import FolderReader, dtype_of
 from hacpo_mega.megatron.merging import merged
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
@@ -33,6 +33,6 @@ def model_weights(state: Path, base: Path, lora: Lora | None, dtype: torch.dtype
     with ExitStack() as stack:
         reader = FolderReader(base, stack)
         for source in sources:
-            weight = reader.read(source, 0, source.shape[0], dim=0).to(dtype)
+            weight = reader.read(source, 0, source.shape[0], dim=0).to(dtype_of(source.name, dtype))
             down, up = factor_names(source.name)
             yield source.name, merged(weight, factors[up], factors[down], lora.scale) if down in factors else weight

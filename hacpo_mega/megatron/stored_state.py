@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hacpo_mega.cluster.tree import gather_at_head, share_bytes
+from hacpo_mega.megatron.hf_reader import dtype_of
 from hacpo_mega.megatron.stored_index import INDEX, read_index
 from hacpo_mega.models.segments import Source
 
@@ -181,7 +182,7 @@ def stored_weights(folder: Path, sources: Iterable[Source], dtype: torch.dtype) 
     for source in sources:
         whole = torch.empty(source.shape)
         reader.read({stored_name(WEIGHT, source.name): [Part(source.shape, (0,) * whole.dim(), whole)]})
-        yield source.name, whole.to(dtype)
+        yield source.name, whole.to(dtype_of(source.name, dtype))
 
 
 class _WriteParts(DefaultSavePlanner):

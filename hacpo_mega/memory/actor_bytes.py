@@ -8,21 +8,21 @@ and v vocabulary rows of a rank. Not here: the engine, and which of these are th
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_factors
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes, replayed_bytes
+from hacpo_mega.memory.head_bytes import head_bytes, logit_rows
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, chunk_layers, chunks_in_flight
+from hacpo_mega.models.layout import Layout, chunk_ranges, chunks_in_flight
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import padded_vocab_size
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
-# Of kernels/hacpo_kernels, which imports torch: rows of the logits' gradient that are held at once.
-TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS = 1_250_000_000, 8192, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -121,22 +121,27 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     dense, experts = trained_parts(plan, stage)
     held, numbers = num_weights(plan.architecture, plan.layout, stage), dense + experts
     share = sum(shares := (math.ceil(dense / plan.shards), math.ceil(experts / plan.expert_shards)))
-    layer, in_flight = _Layer.of(plan), chunks_in_flight(plan.layout, stage)
-    layers, is_last = chunk_layers(plan.architecture.num_layers, plan.layout)[stage], stage == plan.layout.pp - 1
-    told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, layers) if plan.replayed else 0
+    chunks, in_flight = _chunks(plan, stage), chunks_in_flight(plan.layout, stage)
+    layer = chunks[0][0][0]
+    with_experts = max(sum(count for layer, count in chunk if layer.experts.kept) for chunk in chunks)
+    told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
+    worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
+    is_last, device = stage == plan.layout.pp - 1, plan.device
+    of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
+    head = head_bytes(*of_head, triton=device.triton_head) if is_last else 0
     return ActorMemory(
         weights=(held if plan.lora is None else held + numbers) * plan.device.number,
         gradients=numbers * FLOAT32,
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=in_flight * (_kept(plan, layer, layers, is_last=is_last) + _masks(plan, stage) + told),
-        working=max(_in_a_layer(plan, layer, is_last), _head(plan) if is_last else 0),
-        forward=_forward(plan, layer, is_last),
+        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage) + told),
+        working=max(*(max(_in_layers(plan, chunk, is_last)) for chunk in chunks), head),
+        forward=max(_forward(plan, layer, is_last) for chunk in chunks for layer, _ in chunk),
         # The square root of the second moment, of all parameters at once, of experts after the others.
         step=max(shares) * FLOAT32,
         own_gradient=share * FLOAT32 if plan.diagnoses else 0,
-        worst_experts=layer.experts.worst * (in_flight * layers if plan.recompute == "none" else 1),
+        worst_experts=worst * (in_flight * with_experts if plan.recompute == "none" else 1),
     )
 
 
@@ -156,7 +161,8 @@ class _Layer:
     residual   [S, h], between the layers; gathered [t, h]
     norm       what a norm keeps beside its input, its output among it
     attention  all that attention keeps, its norm included
-    ffn        [t, f]; mlp: all that the feed-forward keeps but its norm; down: the gradient of its second matrix
+    ffn        [t, f], of shared experts where there are others; mlp: all that is kept there, its norm not included
+    down       the gradient of the feed-forward's second matrix
     more_norms what norms keep beyond two
     experts    what is there in the place of a feed-forward, where the model has experts
     """
@@ -174,7 +180,8 @@ class _Layer:
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
         a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
-        residual, ffn = tokens // tp * a.hidden_size * number, tokens * (a.ffn_size // tp) * number
+        columns = (a.shared_ffn if a.has_experts else a.ffn_size) // tp
+        residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
         norm = residual + tokens // tp * FLOAT32
         if a.kin.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
@@ -188,7 +195,7 @@ class _Layer:
             ffn=ffn,
             # Gate and up, and their product.
             mlp=3 * ffn + experts.kept + _factors(plan, "mlp"),
-            down=a.hidden_size * (a.ffn_size // tp) * number,
+            down=a.hidden_size * columns * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.kin.norms) - 2) * norm,
             experts=experts,
@@ -209,7 +216,10 @@ class _Layer:
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
-        return again + self.residual + (self.experts.working or max(second, 2 * self.ffn, first))
+        experts = self.experts.working
+        if experts and self.ffn:  # which come after shared ones have let go of theirs and left a gradient of the input
+            experts += self.residual - 3 * self.ffn
+        return again + self.residual + max(experts, *((second, 2 * self.ffn, first) if self.ffn else (0,)))
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
@@ -260,8 +270,21 @@ def _statistics_rows(tokens: int) -> int:
     return -(-tokens // 32768) * 32768
 
 
-def _kept(plan: ActorPlan, layer: _Layer, layers: int, *, is_last: bool) -> int:
-    return layers * layer.kept(plan.recompute) + _turns(plan) + (_end(layer) if is_last else layer.residual)
+# The layers of a chunk by their kinds, in order: one of them, and how many there are.
+_Chunk = list[tuple[_Layer, int]]
+
+
+def _chunks(plan: ActorPlan, stage: int) -> list[_Chunk]:
+    """Of a pipeline stage."""
+    ranges = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
+    kinds = (plan.architecture.kinds(layers) for layers in ranges)
+    return [[(_Layer.of(replace(plan, architecture=thin)), count) for thin, count in of.items()] for of in kinds]
+
+
+def _kept(plan: ActorPlan, chunk: _Chunk, *, is_last: bool) -> int:
+    layer = chunk[-1][0]
+    layers = sum(count * layer.kept(plan.recompute) for layer, count in chunk)
+    return layers + _turns(plan) + (_end(layer) if is_last else layer.residual)
 
 
 def _turns(plan: ActorPlan) -> int:
@@ -273,9 +296,8 @@ def _masks(plan: ActorPlan, stage: int) -> int:
     """What the masks of layers with a window keep for backward, in the chunk where they keep the most."""
     if plan.recompute == "full":
         return 0
-    chunks = chunk_layers(plan.architecture.num_layers, plan.layout)
-    firsts = {number: sum(chunks[:number]) for number in range(stage, len(chunks), plan.layout.pp)}
-    return max(sum(_mask(plan, first + n) for n in range(chunks[number])) for number, first in firsts.items())
+    chunks = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
+    return max(sum(_mask(plan, layer) for layer in chunk) for chunk in chunks)
 
 
 def _mask(plan: ActorPlan, layer: int) -> int:
@@ -290,37 +312,13 @@ def _end(layer: _Layer) -> int:
     return layer.norm + layer.gathered
 
 
-def _head(plan: ActorPlan) -> int:
-    """What the log-probs and their backward take at most, every token being trained (kernels/hacpo_kernels)."""
-    a, tp, tokens, number = plan.architecture, plan.layout.tp, plan.own_tokens, plan.device.number
-    columns = padded_vocab_size(a.vocab_size, tp) // tp
-    rows, row = min(tokens, logit_rows(columns, triton=plan.device.triton_head)), a.hidden_size
-    last_rows = (tokens - 1) % rows + 1
-    weight = columns * row * number
-    # Summed over the ranks in float32, then cast.
-    gradient = tokens * row * (FLOAT32 if tp > 1 else number)
-    cast = tokens * row * number if tp > 1 and plan.device.mixed else 0
-    logit = number if plan.device.triton_head else FLOAT32
-    operand = columns * row * FLOAT32 if plan.device.mixed and not plan.device.triton_head else 0
-    # A chunk of logits, while the one before it is still there; their rows of hidden, a product.
-    in_chunk = rows * (columns * logit * (1 if rows == tokens else 2) + row * (FLOAT32 + number))
-    # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
-    # it is a tensor of its own from the start.
-    placeholder, own = (weight, 0) if plan.device.mixed else (0, weight)
-    at_end = last_rows * columns * logit + max(gradient + cast, (cast or gradient) + placeholder)
-    return operand + own + max(gradient + in_chunk, at_end)
-
-
-def logit_rows(columns: int, *, triton: bool) -> int:
-    """Rows of one chunk of logits over `columns` of the vocabulary, as the kernels choose them."""
-    if triton:
-        return max(128, min(TRITON_ROWS, TRITON_ELEMENTS // columns // 128 * 128))
-    return max(1, REFERENCE_ELEMENTS // columns)
-
-
-def _in_a_layer(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
-    """What backward takes in the first layer that it comes to, where the final norm has let go of its tensors."""
-    return layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - (_end(layer) if is_last else 0)
+def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
+    """What backward takes in the first layer of each kind that it comes to, where the final norm and all layers of
+    other kinds after it have let go of their tensors."""
+    gone = _end(chunk[-1][0]) if is_last else 0
+    for layer, count in reversed(chunk):
+        yield layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - gone
+        gone += count * layer.kept(plan.recompute)
 
 
 def _waiting(plan: ActorPlan) -> int:
@@ -334,7 +332,8 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     """One layer's tensors, which the next one's replace, or the head's."""
     a, tp, tokens = plan.architecture, plan.layout.tp, plan.own_tokens
     # Inputs of the stage, of the layer and of its second norm, that norm's output.
-    inside = 4 * layer.residual + (layer.experts.forward or 3 * layer.ffn) + _turns(plan)
+    experts = layer.experts.forward
+    inside = 4 * layer.residual + max(experts, 3 * layer.ffn + (layer.residual if experts else 0)) + _turns(plan)
     if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4  # made of truth values

@@ -5,12 +5,11 @@ Not here: what else an actor holds (actor_bytes.py), how factors are cut (models
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters
+from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters, last_layer
 from hacpo_mega.models.segments import Cut, shard_shape
 
 
@@ -71,4 +70,4 @@ def kept_by_adapters(architecture: Architecture, layout: Layout, lora: Lora, blo
 
 
 def _of_a_layer(architecture: Architecture, lora: Lora) -> Iterator[Adapter]:
-    return adapters(replace(architecture, num_layers=1), (1,), 1, 0, lora)
+    return adapters(last_layer(architecture), (1,), 1, 0, lora)

@@ -193,11 +193,11 @@ class Budget:
 def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, does: Does = "both") -> Budget:
     """The budget of the pipeline stage that takes the most.
 
-    Of those between the first and the last, which have equal layers, the earliest has most micro-batches in flight.
+    Of those between the first and the last with equal layers, the earliest has most micro-batches in flight.
     """
     last = actor.layout.pp - 1
-    stages = (Budget(actor, engine, capacity, stage, does) for stage in sorted({0, min(1, last), last}))
-    return max(stages, key=lambda budget: budget.peak)
+    stages = range(last + 1) if actor.architecture.dense_layers else sorted({0, min(1, last), last})
+    return max((Budget(actor, engine, capacity, s, does) for s in stages), key=lambda budget: budget.peak)
 
 
 def left_behind(engine: EnginePlan) -> int:

@@ -2,9 +2,10 @@
 
 import functools
 import math
+from itertools import chain
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, stage_layers
+from hacpo_mega.models.layout import Layout, chunk_ranges
 from hacpo_mega.models.segments import Cut, shard_shape, stage_slots
 
 
@@ -20,11 +21,15 @@ def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -
 
 @functools.cache  # advice asks again and again
 def _numbers(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
-    layers = stage_layers(architecture.num_layers, layout)[stage]  # all alike: one is counted
+    layers = chain(*chunk_ranges(architecture.num_layers, layout, stage))
     dense = experts = 0
-    for slot in stage_slots(architecture, (1,) * layout.pp, stage):
-        size = math.prod(shard_shape(slot, architecture, tp=layout.tp, ep=layout.ep))
-        size *= layers if slot.parameter.startswith("decoder.layers.") else 1
-        dense += size * (slot.cut is not Cut.EXPERTS)
-        experts += size * (slot.cut is Cut.EXPERTS)
+    is_beside = True  # what is in no layer is counted once
+    for model, count in architecture.kinds(layers).items():  # one of a kind is counted
+        for slot in stage_slots(model, (1,) * layout.pp, stage):
+            is_of_layer = slot.parameter.startswith("decoder.layers.")
+            size = math.prod(shard_shape(slot, model, tp=layout.tp, ep=layout.ep))
+            size *= count if is_of_layer else is_beside
+            dense += size * (slot.cut is not Cut.EXPERTS)
+            experts += size * (slot.cut is Cut.EXPERTS)
+        is_beside = False
     return dense, experts

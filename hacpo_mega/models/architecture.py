@@ -3,13 +3,13 @@
 Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.models.documents import one_line, short
-from hacpo_mega.models.experts import read_feed_forward
+from hacpo_mega.models.experts import read_feed_forward, routing_problem
 from hacpo_mega.models.families import FAMILIES, Family
 from hacpo_mega.models.fields import Fields
 from hacpo_mega.models.folder import read_config
@@ -26,6 +26,7 @@ MOST = {
     "ffn_size": 2**24,
     "num_experts": 2**16,
     "expert_ffn": 2**24,
+    "shared_ffn": 2**24,
     "vocab_size": 2**24,
     "max_positions": 2**31,
 }
@@ -40,6 +41,10 @@ class Architecture:
     experts_per_token   experts that a token goes to
     expert_ffn          width of an expert
     normalises_experts  whether the shares of a token's experts are made to add up to 1
+    num_groups          in which experts lie; groups_per_token: to how many of them a token goes at the most
+    routed_scale        what its shares are multiplied with at the end
+    shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
+    dense_layers        how many layers, the first ones, have a feed-forward and no experts
     Raises ValueError for sizes that no such decoder has.
     """
 
@@ -67,6 +72,11 @@ class Architecture:
     experts_per_token: int = 0
     expert_ffn: int = 0
     normalises_experts: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    routed_scale: float = 1.0
+    shared_ffn: int = 0
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -77,10 +87,13 @@ class Architecture:
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly: "
                 "the first number must be a multiple of the second"
             )
-        if self.experts_per_token > self.num_experts:
+        choice = self.num_experts, self.experts_per_token, self.num_groups, self.groups_per_token
+        if problem := routing_problem(*choice):
+            raise ValueError(problem)
+        if self.has_experts and self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"num_experts_per_tok is {self.experts_per_token}, and there are {self.num_experts} experts; a token "
-                "goes to each of its experts once"
+                f"first_k_dense_replace is {self.dense_layers}, and there are {self.num_layers} layers: none of them "
+                "would have experts"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
@@ -126,8 +139,27 @@ class Architecture:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its layers have experts in the place of a feed-forward: all of them have, or none."""
+        """Whether some of its layers have experts in the place of a feed-forward."""
         return self.num_experts > 0
+
+    @property
+    def expert_layers(self) -> int:
+        """How many have."""
+        return self.num_layers - self.dense_layers if self.has_experts else 0
+
+    def has_experts_in(self, layer: int) -> bool:
+        """Whether this layer has."""
+        return self.has_experts and layer >= self.dense_layers
+
+    def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
+        """Models of a single layer for every kind among `layers`, without experts and with, and how many are such."""
+        counts: dict[bool, int] = {}
+        for layer in layers:
+            counts[self.has_experts_in(layer)] = counts.get(self.has_experts_in(layer), 0) + 1
+        thin = replace(self, num_layers=1, dense_layers=0)
+        plain = replace(thin, num_experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, num_groups=1,
+                        groups_per_token=1)  # fmt: skip
+        return {thin if has_experts else plain: count for has_experts, count in counts.items()}
 
     @property
     def interleaved(self) -> bool:
@@ -140,13 +172,15 @@ class Architecture:
         return int(self.head_dim * self.rotary_share)
 
     @classmethod
-    def of_family(cls, family: Family, *, attention_bias: bool = False, **sizes: Any) -> "Architecture":
-        """A member of a family by its sizes, the fields above by name; `attention_bias` as in its config.json."""
+    def of_family(
+        cls, family: Family, *, attention_bias: bool = False, use_qk_norm: bool = False, **sizes: Any
+    ) -> "Architecture":
+        """A member of a family by its sizes, the fields above by name; both others as in its config.json."""
         return cls(
             family=family.model_type,
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias and family.output_bias,
-            qk_norm=family.qk_norm,
+            qk_norm=use_qk_norm if family.qk_norm is None else family.qk_norm,
             **sizes,
         )
 
@@ -169,7 +203,7 @@ class Architecture:
                 num_heads=num_heads,
                 num_kv_heads=fields.count("num_key_value_heads", default=unsaid.get("num_key_value_heads", num_heads)),
                 head_dim=fields.count("head_dim", default=unsaid.get("head_dim", hidden_size // num_heads)),
-                **read_feed_forward(fields, family),
+                **read_feed_forward(fields, family.experts, unsaid),
                 vocab_size=fields.count("vocab_size"),
                 max_positions=fields.count("max_position_embeddings"),
                 norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
@@ -183,6 +217,7 @@ class Architecture:
                 else None,
                 tied=fields.flag("tie_word_embeddings", default=unsaid.get("tie_word_embeddings", False)),
                 attention_bias=fields.flag("attention_bias", default=unsaid.get("attention_bias", False)),
+                use_qk_norm=fields.flag("use_qk_norm", default=unsaid.get("use_qk_norm", False)),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hacpo_mega.models.experts import Experts
+from hacpo_mega.models.weight_files import PREDICTS
+
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
     {"architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
@@ -58,36 +61,9 @@ SANDWICH = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
 }
-# How many experts there are, by the names that config.json has for it: transformers 5 writes the second for all.
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
 # Which layers may see a window alone -> the fields that say so.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Experts:
-    """What a family has in the place of every feed-forward: a router, and experts of which a token goes to a few.
-
-    block           what its folders call this, next to the attention of a layer
-    gate, up, down  what they call the matrices of an expert, BLOCK.experts.NUMBER.gate.weight
-    width           the field of config.json that says how wide an expert is
-    may_normalise   whether `norm_topk_prob` says if the shares of a token's experts are made to add up to 1; else they
-                    are
-    """
-
-    block: str
-    gate: str
-    up: str
-    down: str
-    width: str
-    may_normalise: bool
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """What config.json may say of them."""
-        said = {*EXPERT_COUNTS, "num_experts_per_tok", self.width}
-        return frozenset(said | {"norm_topk_prob"} if self.may_normalise else said)
 
 
 @dataclass(frozen=True)
@@ -100,7 +76,7 @@ class Family:
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
     may_have_bias   whether `attention_bias` may be true
     output_bias     whether it then stands for a bias on the output projection, too
-    qk_norm         whether queries and keys are normalised
+    qk_norm         whether queries and keys are normalised; None: `use_qk_norm` says it
     whole_qk_norm   whether that is over all heads together, before they are split
     interleaved     whether neighbours turn together, not the halves of what turns
     windows         which layers may see a window alone: none, all, some (windows.py)
@@ -130,7 +106,7 @@ class Family:
     qkv_bias: bool = False
     may_have_bias: bool = False
     output_bias: bool = True
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     whole_qk_norm: bool = False
     interleaved: bool = False
     windows: Literal["none", "all", "some"] = "none"
@@ -168,6 +144,7 @@ class Family:
     def knows(self, name: str) -> bool:
         """Whether a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
+        scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
         own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
         return name in own or name in ONLY or name in self.only
@@ -288,6 +265,28 @@ GLM4 = Family(
     norm_eps=1e-5,
     rope_theta=10_000.0,
 )
+# Its folders have, behind the last layer, layers that predict further tokens (weight_files.py).
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    "GLM-4.5, 4.5-Air, 4.6",
+    may_have_bias=True,
+    output_bias=False,
+    qk_norm=None,
+    experts=Experts(
+        "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True,
+        counts=("n_routed_experts",), shared="shared_experts",
+    ),
+    rotary_share=0.5,
+    may_turn_a_part=True,
+    unsaid={
+        "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
+    },
+    ignores=frozenset(PREDICTS) | _BALANCE,
+    norm_eps=1e-5,
+)  # fmt: skip
 # The text models: 1B, and larger ones without their eyes.
 _TANH = "gelu_pytorch_tanh"
 GEMMA3 = Family(
@@ -316,6 +315,6 @@ GEMMA3 = Family(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL
+        LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE
     )
 }  # fmt: skip

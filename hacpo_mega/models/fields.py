@@ -15,11 +15,11 @@ class Fields:
     path: Path
     given: Mapping[str, Any]
 
-    def count(self, name: str, *, default: int | None = None) -> int:
-        """An integer of at least 1."""
+    def count(self, name: str, *, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self._value(name, default)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{self.path}: {name} must be an integer of at least 1, found {short(value)}")
+        if type(value) is not int or value < least:
+            raise ValueError(f"{self.path}: {name} must be an integer of at least {least}, found {short(value)}")
         return value
 
     def positive(self, name: str, *, default: float | None = None) -> float:

@@ -16,19 +16,19 @@ def matrix_parameters(model: Architecture) -> int:
     """Parameters that every token is multiplied with: all matrices but the embedding table, and the output head."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    return model.num_layers * (attention + feed_forward_parameters(model)) + model.hidden_size * model.vocab_size
+    return model.num_layers * attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
 
 
 def feed_forward_parameters(model: Architecture) -> int:
-    """The same of a layer's feed-forward: of its router and as many experts as a token goes to, where it has them."""
-    if model.has_experts:
-        return active_experts(model) // model.num_layers + model.hidden_size * model.num_experts
-    return 3 * model.hidden_size * model.ffn_size
+    """The same of all feed-forwards: of routers, of as many experts as a token goes to and of shared ones, too."""
+    columns = (model.num_layers - model.expert_layers) * model.ffn_size + model.expert_layers * model.shared_ffn
+    routers = model.expert_layers * model.num_experts
+    return active_experts(model) + model.hidden_size * (3 * columns + routers)
 
 
 def active_experts(model: Architecture) -> int:
-    """Parameters of the experts of a token, in all layers."""
-    return 3 * model.num_layers * model.experts_per_token * model.hidden_size * model.expert_ffn
+    """Parameters of the experts of a token, in all layers, but for shared ones."""
+    return 3 * model.expert_layers * model.experts_per_token * model.hidden_size * model.expert_ffn
 
 
 def touched_experts(model: Architecture, tokens: float) -> float:

@@ -124,6 +124,13 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
     return stages if layout.vpp == 1 else (stages[0] // layout.vpp,) * (layout.pp * layout.vpp)
 
 
+def chunk_ranges(num_layers: int, layout: Layout, stage: int) -> list[range]:
+    """The layers of every chunk of a pipeline stage, by their numbers in the model."""
+    chunks = chunk_layers(num_layers, layout)
+    firsts = [sum(chunks[:number]) for number in range(len(chunks))]
+    return [range(firsts[n], firsts[n] + chunks[n]) for n in range(stage, len(chunks), layout.pp)]
+
+
 def chunks_in_flight(layout: Layout, stage: int) -> int:
     """Forwards of a chunk that a pipeline stage has done before its first backward, and one more: what it keeps.
 
@@ -216,6 +223,7 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
     divided = {
         "the model's {} attention heads": heads,
         "the model's {} feed-forward columns": architecture.ffn_size,
+        "the model's {} columns of shared experts": architecture.shared_ffn,
         **also,
     }
 

@@ -12,7 +12,7 @@ Names are peft's. Imports no torch. Not here: modules and merging (megatron/lora
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import Cut, Slot, Source, rank_slots, segments, stage_slots
@@ -55,9 +55,14 @@ class Adapter:
 
 def target_names(architecture: Architecture) -> tuple[str, ...]:
     """Every name that a target may have in this model."""
-    layer = stage_slots(replace(architecture, num_layers=1), (1,), 0)
+    layer = stage_slots(last_layer(architecture), (1,), 0)
     names = (_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
     return tuple(dict.fromkeys(names))  # those of an expert are those of every other
+
+
+def last_layer(architecture: Architecture) -> Architecture:
+    """The model of that layer alone, as which all are where there may be adapters."""
+    return next(iter(architecture.kinds([architecture.num_layers - 1])))
 
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +85,10 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Why this model cannot have these adapters on `tp` ranks, a line each."""
-    for adapter in adapters(replace(architecture, num_layers=1), (1,), 1, 0, lora):
+    if architecture.shared_ffn:
+        yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
+        return
+    for adapter in adapters(last_layer(architecture), (1,), 1, 0, lora):
         smallest = min(min(source.shape) for source in adapter.base.sources)
         if lora.rank > smallest:
             yield (

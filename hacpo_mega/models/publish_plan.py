@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Cut, Rectangle, Slot, padded_vocab_size, rectangles, shard_shape
+from hacpo_mega.models.segments import Cut, Rectangle, Slot, gate_rows, padded_vocab_size, rectangles, shard_shape
 from hacpo_mega.models.shards import Shard, runs, stack_name, stacked
 
 BUCKET_BYTES = 1 << 28
@@ -259,7 +259,7 @@ def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) 
     elif slot.cut is Cut.COLUMNS:
         yield rows, rows // tp * rank, rows // tp * (rank + 1)
     elif slot.cut is Cut.GATE_UP:
-        ffn = architecture.ffn_size
+        ffn = gate_rows(slot)
         yield from [(ffn, ffn // tp * rank, ffn // tp * (rank + 1))] * 2
     elif slot.cut is Cut.VOCAB:
         each = padded_vocab_size(rows, tp) // tp

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.weight_files import CORRECTION
 
 # vLLM's padding of a vocabulary, so that actor and engine over equally many ranks cut it at the same rows.
 VOCAB_MULTIPLE = 64
@@ -85,7 +86,7 @@ def stage_slots(architecture: Architecture, stages: tuple[int, ...], pp_rank: in
     offset = sum(stages[:pp_rank])
     slots = _embedding_slots(architecture) if first else []
     for local in range(stages[pp_rank]):
-        slots += _layer_slots(architecture, f"decoder.layers.{local}.", f"model.layers.{local + offset}.")
+        slots += _layer_slots(architecture, local, local + offset)
     if last:
         slots.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", architecture.hidden_size))
         slots += _head_slots(architecture, is_first=first)
@@ -125,7 +126,9 @@ def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
     return [Slot("output_layer.weight", Cut.VOCAB, (source,))]
 
 
-def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
+def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slot]:
+    """Of the stage's layer number `local`, which is the model's number `layer`."""
+    megatron, hugging = f"decoder.layers.{local}.", f"model.layers.{layer}."
     hidden, kin = architecture.hidden_size, architecture.kin
     query_rows, kv_rows = _projection_rows(architecture)
     attention, self_attn = f"{megatron}self_attention.", f"{hugging}self_attn."
@@ -149,16 +152,17 @@ def _layer_slots(architecture: Architecture, megatron: str, hugging: str) -> lis
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
     slots += norms.values()
-    return slots + (_expert_slots if architecture.has_experts else _feed_forward_slots)(architecture, megatron, hugging)
+    if architecture.has_experts_in(layer):
+        return slots + _expert_slots(architecture, megatron, hugging)
+    return slots + _feed_forward_slots(architecture, f"{megatron}mlp.", f"{hugging}mlp.", architecture.ffn_size)
 
 
-def _feed_forward_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
-    hidden, ffn = architecture.hidden_size, architecture.ffn_size
-    halves = {"gate_proj": ffn, "up_proj": ffn}
-    gate_up = _fused(architecture, f"{hugging}mlp.", "weight", halves, "gate_up_proj", hidden)
+def _feed_forward_slots(architecture: Architecture, megatron: str, hugging: str, ffn: int) -> list[Slot]:
+    hidden, halves = architecture.hidden_size, {"gate_proj": ffn, "up_proj": ffn}
+    gate_up = _fused(architecture, hugging, "weight", halves, "gate_up_proj", hidden)
     return [
-        Slot(f"{megatron}mlp.linear_fc1.weight", Cut.GATE_UP, gate_up),
-        _columns(f"{megatron}mlp.linear_fc2.weight", f"{hugging}mlp.down_proj.weight", hidden, ffn),
+        Slot(f"{megatron}linear_fc1.weight", Cut.GATE_UP, gate_up),
+        _columns(f"{megatron}linear_fc2.weight", f"{hugging}down_proj.weight", hidden, ffn),
     ]
 
 
@@ -174,11 +178,16 @@ def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> li
 
     router = Source(f"{block}gate.weight", (architecture.num_experts, hidden))
     gate_up = matrices(named.gate, named.up, shape=(width, hidden))
-    return [
+    slots = [
         Slot(f"{megatron}mlp.router.weight", Cut.WHOLE, (router,)),
         Slot(f"{megatron}mlp.experts.gate_up.weight", Cut.EXPERTS, gate_up),
         Slot(f"{megatron}mlp.experts.down.weight", Cut.EXPERTS, matrices(named.down, shape=(hidden, width))),
     ]
+    if named.shared is None:
+        return slots
+    bias = _whole(f"{megatron}mlp.router.bias", f"{block}gate.{CORRECTION}", architecture.num_experts)
+    shared = f"{megatron}mlp.shared.", f"{block}{named.shared}.", architecture.shared_ffn
+    return [*slots, bias, *_feed_forward_slots(architecture, *shared)]
 
 
 def _fused(
@@ -222,9 +231,10 @@ def segments(
         pieces = _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
         return _as_stored(pieces, slot, (query_rows, kv_rows, kv_rows))
     if slot.cut is Cut.GATE_UP:
-        share = architecture.ffn_size // tp
+        rows = gate_rows(slot)
+        share = rows // tp
         pieces = tuple(Segment(half, tp_rank * share, (tp_rank + 1) * share) for half in range(2))
-        return _as_stored(pieces, slot, (architecture.ffn_size, architecture.ffn_size))
+        return _as_stored(pieces, slot, (rows, rows))
     if slot.cut is Cut.EXPERTS:
         share = len(slot.sources) // ep
         return tuple(Segment(source, 0, size) for source in range(ep_rank * share, (ep_rank + 1) * share))
@@ -273,6 +283,11 @@ def shard_shape(slot: Slot, architecture: Architecture, *, tp: int, ep: int = 1)
     shape = list(slot.sources[0].shape)
     shape[slot.dim] = size
     return tuple(shape)
+
+
+def gate_rows(slot: Slot) -> int:
+    """Rows of each matrix of a slot of gate and up, which may have one of them or both."""
+    return sum(source.shape[0] for source in slot.sources) // (2 if slot.matrices is None else len(slot.matrices))
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

@@ -20,6 +20,10 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 # Buffers that some folders store although they follow from the configuration.
 DERIVED = "rotary_emb.inv_freq"
 HEAD = "lm_head.weight"
+# A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type.
+CORRECTION = "e_score_correction_bias"
+# How many layers a folder may have behind the last one, which predict further tokens: the older field, the newer.
+PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
 BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
 
@@ -105,7 +109,8 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
     problems = []
     if missing := sorted(wanted.keys() - tensors.keys()):
         problems.append(f"{folder} lacks {len(missing)} tensors of this {family} model: {some(missing)}")
-    if unknown := sorted(weight_names(tensors, tied=tied) - wanted.keys()):
+    extra = extra_layers(read_json(folder / "config.json"))
+    if unknown := sorted(weight_names(tensors, tied=tied, extra=extra) - wanted.keys()):
         problems.append(f"{folder} has {len(unknown)} tensors unknown to {family}: {some(unknown)}")
     for name, shape in wanted.items():
         stored = tensors.get(name)
@@ -119,16 +124,33 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
     return problems
 
 
-def weight_names(tensors: Iterable[str], *, tied: bool) -> set[str]:
-    """The names among a folder's tensors that are weights of their own: no derived buffer, no head of a tied model."""
-    return {name for name in tensors if not name.endswith(DERIVED) and not (tied and name == HEAD)}
+def weight_names(tensors: Iterable[str], *, tied: bool, extra: tuple[str, ...] = ()) -> set[str]:
+    """The names among a folder's tensors that are weights of their own: no derived buffer, no head of a tied model, and
+    none of its `extra_layers`."""
+    own = (name for name in tensors if not name.endswith(DERIVED) and not name.startswith(extra))
+    return {name for name in own if not (tied and name == HEAD)}
+
+
+def extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the names of tensors begin that predict further tokens: they lie behind the last layer, and are not used."""
+    first, counts = config.get("num_hidden_layers"), [config.get(name) or 0 for name in PREDICTS]
+    if any(type(count) is not int or not 0 <= count < 100 for count in counts) or type(first) is not int:
+        return ()
+    return tuple(f"model.layers.{first + number}." for number in range(max(counts)))
+
+
+def without_extra_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the same model without these layers."""
+    return {name: 0 if name in PREDICTS else value for name, value in config.items()}
 
 
 def published_names(folder: Path) -> frozenset[str]:
     """The weights that a publish must bring; empty when the folder has none (nothing can be checked then)."""
     if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return frozenset()
-    return frozenset(weight_names(stored_tensors(folder), tied=bool(read_config(folder).get("tie_word_embeddings"))))
+    config = read_config(folder)
+    tied, extra = bool(config.get("tie_word_embeddings")), extra_layers(config)
+    return frozenset(weight_names(stored_tensors(folder), tied=tied, extra=extra))
 
 
 def weights_fingerprint(folder: Path) -> str:

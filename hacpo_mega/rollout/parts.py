@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hacpo_mega.models.publish_plan import said_whole
 from hacpo_mega.models.shards import Shard, runs, stacked
+from hacpo_mega.models.weight_files import CORRECTION
 
 # The vLLM of the locks, whose loaders the tests have followed.
 LOCKED = "0.32.0"
@@ -130,7 +131,8 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     recording, owners = Recording(), {}
     for layer, module in model.named_modules():
         for parameter, tensor in module.named_parameters(recurse=False):
-            owners[_address(tensor)] = layer, parameter
+            if parameter != CORRECTION or _address(tensor) not in owners:  # the experts have their router's, too
+                owners[_address(tensor)] = layer, parameter
             recording.shapes[layer, parameter] = tensor.shape
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in published.items()}
     try:

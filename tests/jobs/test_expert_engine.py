@@ -17,9 +17,20 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.records import Stop
 
 EXPERTS = 8
-FFN = {"qwen3_moe": 48, "mixtral": 128}  # over their ranks 24 and 32; the CPU's kernel fills up to multiples of 32
-NAMES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-CASES = [("qwen3_moe", 2), pytest.param("mixtral", 4, marks=pytest.mark.nightly)]
+FFN = {
+    "qwen3_moe": 48,
+    "glm4_moe": 48,
+    "mixtral": 128,
+}  # over their ranks 24 and 32; the CPU's kernel fills up to multiples of 32
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+NAMES = {"qwen3_moe": PROJECTIONS, "glm4_moe": PROJECTIONS, "mixtral": ("w1", "w3", "w2")}
+BLOCKS = {"qwen3_moe": "mlp", "glm4_moe": "mlp", "mixtral": "block_sparse_moe"}
+# Its first layer is dense.
+SAID = {"glm4_moe": {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True}}
+CASES = [
+    ("qwen3_moe", 2),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("glm4_moe", 2), ("mixtral", 4))),
+]
 each_case = pytest.mark.parametrize("family, tp", CASES)
 
 
@@ -29,6 +40,7 @@ def models(tmp_path_factory) -> Path:
     for family, ffn in FFN.items():
         for seed, name in enumerate(("first", "other"), 1):
             sizes = {"head_dim": 32, "ffn_size": ffn, "num_experts": EXPERTS, "tied": False, "vocab_size": 256}
+            sizes["said"] = SAID.get(family)
             make_model(folder / family / name, family, seed=seed, **sizes)
     return folder
 
@@ -138,19 +150,19 @@ def test_what_an_engine_holds_is_read_back_to_the_bit(saw, family, tp):
         # An expert's last number is of the last rank's part, of gate, up and down alike; a router is on every rank.
         for name, found in seen["flipped"].items():
             assert found == ([name] if rank == tp - 1 or ".gate." in name else []), (rank, name)
-        assert len(seen["flipped"]) == 4
+        assert len(seen["flipped"]) == 4 + (family in SAID)  # and a bias
 
 
 @each_case
 def test_loaders_of_experts_are_followed_and_cut_the_feed_forward(saw, family, tp):
     gate, up, down = NAMES[family]
-    mlp, ffn = {"qwen3_moe": "mlp", "mixtral": "block_sparse_moe"}[family], FFN[family] // tp
+    mlp, ffn = BLOCKS[family], FFN[family] // tp
     for rank, seen in enumerate(saw(family, tp)):
         assert seen["left over"] == {}
         low, high = rank * ffn, (rank + 1) * ffn
         expected = {
             f"model.layers.{layer}.{mlp}.experts.*.{name}.weight[0:{EXPERTS}, {rectangle}]"
-            for layer in range(2)
+            for layer in range(family in SAID, 2)
             for name, rectangle in (
                 (gate, f"{low}:{high}, 0:64"),
                 (up, f"{low}:{high}, 0:64"),

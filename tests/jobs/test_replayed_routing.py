@@ -66,7 +66,7 @@ def routed(samples: list[Sample], name: str) -> list[Sample]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: make_model(root / name, name, **sizes) for name, sizes in MODELS.items()}
+    return {name: make_model(root / name, name, **MODELS[name]) for name in dict(RUNS)}
 
 
 @pytest.fixture(scope="module")

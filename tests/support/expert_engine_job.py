@@ -55,7 +55,7 @@ def visit(models: Path, tp: int) -> dict:
     seen["left with it"] = sorted(parts.left_over)
     by_parts(engine, parts, other)
     seen["other again"], seen["wrong"]["both"] = engine.logprobs(sequences()), differing(engine, other)
-    looked_at = [name for name in first if ".layers.0." in name and (".experts.0." in name or ".gate." in name)]
+    looked_at = [name for name in first if ".layers.1." in name and (".experts.0." in name or ".gate." in name)]
     seen["flipped"] = {name: flipped(engine, first, name) for name in looked_at}
     seen["names"], seen["returned"] = sorted(first), returned(engine)
     engine.close()

@@ -38,6 +38,8 @@ GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 GEMMA3 = replace(LLAMA, family="gemma3_text", qk_norm=True, windows=(512, None) * 2, window_theta=1e4, query_scalar=64)
 EXPERTS = replace(SMALL, family="qwen3_moe", ffn_size=0, num_experts=16, experts_per_token=4, expert_ffn=192,
                   normalises_experts=True)  # fmt: skip
+SHARED = replace(EXPERTS, family="glm4_moe", ffn_size=1536, shared_ffn=384, dense_layers=1, num_groups=4,
+                 groups_per_token=2, routed_scale=2.5, rotary_share=0.5)  # fmt: skip
 
 
 def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1, ep=1) -> ActorPlan:

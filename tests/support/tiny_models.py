@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.weight_files import CORRECTION
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
 LLAMA3_ROPE = {
@@ -44,11 +45,13 @@ def make_model(
     max_positions: int = 256,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
+    said: dict | None = None,
 ) -> Path:
     """Write a random model of `family`, one of FAMILIES, to `folder` and return the folder.
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
     A `window` is that of all layers, or of every second one, as the family has it; experts are `ffn_size` wide.
+    `said` are further fields of config.json.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
@@ -73,6 +76,7 @@ def make_model(
     if kin.experts is not None:
         config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
         config.update({kin.experts.width: ffn_size})
+    config.update(said or {})
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
         config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
@@ -116,3 +120,6 @@ def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
             else:
                 value = draw * parameter.shape[-1] ** -0.5
             parameter.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name.endswith(CORRECTION):  # less than scores differ by
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

@@ -98,4 +98,4 @@ def test_messages_of_a_layer_with_experts():
 
 
 def test_the_router_counts_as_a_matrix():
-    assert feed_forward_parameters(MODEL) == TO * EXPERT + EXPERTS * HIDDEN
+    assert feed_forward_parameters(MODEL) == LAYERS * (TO * EXPERT + EXPERTS * HIDDEN)

@@ -2,16 +2,20 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from test_families import MIXTRAL, QWEN3_MOE, read
 from tiny_models import make_model
 from transformers import AutoConfig
 
+from hacpo_mega.config.unused_fields import unused_fields
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, layout_problems
 from hacpo_mega.models.segments import all_sources, rectangles, segments, shard_shape, stage_slots
-from hacpo_mega.models.weight_files import weight_problems
+from hacpo_mega.models.weight_files import published_names, weight_problems
 
 
 @pytest.mark.parametrize("published", [QWEN3_MOE, MIXTRAL])
@@ -55,7 +59,43 @@ def test_what_would_compute_something_else_is_refused_by_name(tmp_path, publishe
         read(tmp_path, json.loads(published) | {field: value})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("n_group", 3, r"n_group \(3\) must divide the 8 experts into groups of two or more"),
+        ("n_group", 8, r"n_group \(8\) must divide the 8 experts into groups of two or more"),
+        ("topk_group", 2, r"topk_group is 2, and there are 1 groups of experts"),
+        ("num_experts_per_tok", 9, r"num_experts_per_tok is 9, and there are 8 experts"),
+        ("first_k_dense_replace", 2, r"first_k_dense_replace is 2, and there are 2 layers: none"),
+        ("n_shared_experts", 0, r"n_shared_experts must be an integer of at least 1"),
+        ("scoring_func", "softmax", r"scoring_func = 'softmax' is no field of glm4_moe that is known"),
+    ],
+)  # fmt: skip
+def test_routers_that_there_cannot_be_are_refused_by_name(tmp_path, field, value, line):
+    folder = make_model(tmp_path, "glm4_moe", num_experts=8)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ValueError, match=line):
+        Architecture.from_folder(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_where_they_are(tmp_path):
+    folder = make_model(tmp_path, "glm4_moe", num_experts=8)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    wanted = {source.name: source.shape for source in all_sources(Architecture.from_folder(folder))}
+    assert wanted.keys() == published_names(folder) == tensors.keys()
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(2, 2)}, file)
+    config = json.loads((folder / "config.json").read_text())
+    for count, extra in ((1, set()), (0, {"model.layers.2.eh_proj.weight"})):
+        (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": count}))
+        assert published_names(folder) == wanted.keys() | extra
+        assert len(weight_problems(folder, wanted, family="glm4_moe", tied=True)) == len(extra)
+        asked = SimpleNamespace(agents=[SimpleNamespace(name="a", model=folder)])
+        assert any("num_nextn_predict_layers = 1, which is not used" in line for line in unused_fields(asked)) == count
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
 def test_a_folder_that_transformers_saves_has_these_tensors(tmp_path, family):
     folder = make_model(tmp_path, family, num_experts=6)
     found = Architecture.from_folder(folder)

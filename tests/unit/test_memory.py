@@ -17,8 +17,9 @@ from hacpo_mega.config import device_memory, load_config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.device_memory import ROOM, agent_budget, memory_table
-from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory, logit_rows
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory
 from hacpo_mega.memory.budget import GIB, PHASES
+from hacpo_mega.memory.head_bytes import logit_rows
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout

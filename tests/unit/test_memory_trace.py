@@ -15,6 +15,7 @@ from memory_benchmark import (
     LLAMA,
     OLMO2,
     QWEN2,
+    SHARED,
     SMALL,
     TRACEABLE,
     learn_of_budget,
@@ -61,7 +62,8 @@ OTHER_CHOICES = [
     *OTHER_NORMS,
     plan_of(EXPERTS),
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
-    plan_of(EXPERTS, tp=2, ep=2, device=CPU),
+    plan_of(SHARED),
+    plan_of(SHARED, tp=2, ep=2, device=CPU),
 ]
 
 

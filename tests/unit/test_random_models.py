@@ -13,7 +13,7 @@ from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weigh
 from hacpo_mega.megatron.platform import initialize_parallel
 from hacpo_mega.megatron.weights import load_hf_weights
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.families import FAMILIES, Family
 
 pytestmark = pytest.mark.nightly
 NUM_MODELS = 20
@@ -40,8 +40,9 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     rope = dict(ROPES[rng.choice(family.rope_kinds)] or {})
     if family.may_turn_a_part:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
+    num_layers = rng.choice([1, 2, 4])
     return {
-        "num_layers": rng.choice([1, 2, 4]),
+        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -52,10 +53,27 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "tied": rng.random() < 0.5,
         "attention_bias": family.may_have_bias and rng.random() < 0.5,
         "rope_scaling": rope,
-        "experts_per_token": rng.choice([1, 2, 3]),
+        **random_experts(family, num_layers, rng),
         "window": rng.choice([None, 1, 7, 30]) if family.windows != "none" else None,
         "seed": rng.randrange(1000),
     }
+
+
+def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
+    if family.experts is None or family.experts.shared is None:
+        return {"experts_per_token": rng.choice([1, 2, 3])}
+    groups = rng.choice([1, 2, 4])
+    of_a_token = rng.randint(1, groups)
+    num_experts = groups * rng.choice([2, 3])
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": rng.randint(1, of_a_token * num_experts // groups),
+        "said": {
+            "n_group": groups, "topk_group": of_a_token, "n_shared_experts": rng.choice([1, 2]),
+            "first_k_dense_replace": rng.randrange(num_layers), "norm_topk_prob": rng.random() < 0.5,
+            "routed_scaling_factor": rng.choice([1.0, 2.5]), "use_qk_norm": rng.random() < 0.5,
+        },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ common with one rank of an engine is counted of a single layer, and taken as oft
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hacpo_mega.models.architecture import Architecture
@@ -14,6 +14,8 @@ from hacpo_mega.models.layout import block_cells
 from hacpo_mega.models.publish_plan import actor_stacks, engine_shards, stack_of
 from hacpo_mega.models.segments import Cut, Slot, stage_slots
 from hacpo_mega.models.shards import Shard
+
+LAYER = "decoder.layers."
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,14 @@ def _moves(tensors: _Tensors, rank: int, width: int, cell_size: int, engine_tp: 
 def _held(
     architecture: Architecture, tp: int, ep: int, stages: tuple[int, ...], engine_tp: int
 ) -> Iterator[tuple[int, _Tensors]]:
-    """How often what is held where: every stage's layers, and what is beside them."""
-    of_layer, beside = _of_one_layer(architecture, tp, ep, engine_tp)
+    """How often what is held where: every stage's layers by their kinds, and what is beside them."""
     for stage, layers in enumerate(stages):
-        for counted in of_layer:
-            yield layers, _Tensors((stage,), *counted)
+        first = sum(stages[:stage])
+        for thin, count in architecture.kinds(range(first, first + layers)).items():
+            for counted in _of_one_layer(thin, tp, ep, engine_tp):
+                yield count, _Tensors((stage,), *counted)
     last = len(stages) - 1
-    for parameter, counted in beside:
+    for parameter, counted in _beside_layers(architecture, tp, engine_tp):
         if not parameter.startswith("embedding."):
             holders = (last,)
         else:
@@ -106,18 +109,21 @@ _Counted = tuple[tuple[tuple[int, ...], ...], int]
 
 
 @lru_cache(maxsize=256)
-def _of_one_layer(
-    architecture: Architecture, tp: int, ep: int, engine_tp: int
-) -> tuple[list[_Counted], list[tuple[str, _Counted]]]:
-    """What is common of a layer, its experts by themselves, and of every parameter that is in none, by its name."""
-    thin = replace(architecture, num_layers=1)
-    slots = stage_slots(thin, (1,), 0)
-    layer = [slot for slot in slots if slot.parameter.startswith("decoder.layers.")]
-    beside = [(slot.parameter, _overlaps(thin, [slot], tp, 1, engine_tp)) for slot in slots if slot not in layer]
+def _of_one_layer(thin: Architecture, tp: int, ep: int, engine_tp: int) -> list[_Counted]:
+    """What is common of a model's only layer, its experts by themselves."""
+    layer = [slot for slot in stage_slots(thin, (1,), 0) if slot.parameter.startswith(LAYER)]
     experts = [slot for slot in layer if slot.cut is Cut.EXPERTS]
     others = [slot for slot in layer if slot.cut is not Cut.EXPERTS]
     of_layer = [_overlaps(thin, others, tp, 1, engine_tp)]
-    return [*of_layer, _overlaps(thin, experts, 1, ep, engine_tp)] if experts else of_layer, beside
+    return [*of_layer, _overlaps(thin, experts, 1, ep, engine_tp)] if experts else of_layer
+
+
+@lru_cache(maxsize=256)
+def _beside_layers(architecture: Architecture, tp: int, engine_tp: int) -> list[tuple[str, _Counted]]:
+    """The same of every parameter that is in no layer, by its name."""
+    thin = next(iter(architecture.kinds([0])))
+    slots = [slot for slot in stage_slots(thin, (1,), 0) if not slot.parameter.startswith(LAYER)]
+    return [(slot.parameter, _overlaps(thin, [slot], tp, 1, engine_tp)) for slot in slots]
 
 
 def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, ep: int, engine_tp: int) -> _Counted:

@@ -187,7 +187,7 @@ def _peak(model: Architecture, cluster: Cluster) -> float:
 def _feed_forward_share(actor: ActorPlan) -> float:
     """Of a forward pass, what the feed-forwards are."""
     model = actor.architecture
-    return 2.0 * model.num_layers * feed_forward_parameters(model) / forward_flops(model, 1, 1)
+    return 2.0 * feed_forward_parameters(model) / forward_flops(model, 1, 1)
 
 
 def _kept_per_token(actor: ActorPlan) -> float:

@@ -4,8 +4,8 @@ Of n ranks each sends (n - 1) / n of what it gathers or scatters, twice that of 
 for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
 their outputs; backward mirrors that and gathers the inputs again for the gradient of the weights. Context parallelism
 sends queries, keys, values and the output of every attention to other ranks, and their gradients back. Experts take
-what a rank has of the tokens, so that nothing is gathered for them: expert parallelism sends every token to each of its
-experts and back.
+what a rank has of the tokens, so that nothing is gathered but for shared ones: expert parallelism sends every token to
+each of its experts and back.
 """
 
 import math
@@ -151,7 +151,7 @@ def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int
     if layout.ep > 1:
         yield _of_experts(phase, budget, tokens / layout.tp, batches, spread)
     if layout.tp > 1:
-        collectives = _gathers(phase, budget) * math.ceil(a.num_layers / layout.pp)
+        collectives = math.ceil(_gathers(phase, budget) / layout.pp)
         size = collectives * (layout.tp - 1) / layout.tp * tokens * row
         yield Message(phase, "gathers and scatters of tp", spread.tp, size, collectives * batches, piped=True)
     if layout.pp > 1:
@@ -160,11 +160,12 @@ def _of_model(phase: str, budget: Budget, tokens: float, batches: int, ways: int
 
 
 def _gathers(phase: str, budget: Budget) -> int:
-    """Gathers and scatters of a layer over tensor parallelism, of which experts have no part."""
-    again = AGAIN[budget.actor.recompute]
-    if not budget.actor.architecture.has_experts:
-        return {"score": FORWARD, "learn": FORWARD + BACKWARD + again}[phase]
-    return {"score": FORWARD // 2, "learn": (FORWARD + BACKWARD + (again if again == FORWARD else 0)) // 2}[phase]
+    """Gathers and scatters of all layers over tensor parallelism, of which experts have no part but for shared ones."""
+    a, again = budget.actor.architecture, AGAIN[budget.actor.recompute]
+    whole = {"score": FORWARD, "learn": FORWARD + BACKWARD + again}[phase]
+    half = {"score": FORWARD, "learn": FORWARD + BACKWARD + (again if again == FORWARD else 0)}[phase] // 2
+    halves = 0 if a.shared_ffn else a.expert_layers
+    return (a.num_layers - halves) * whole + halves * half
 
 
 def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
@@ -173,7 +174,7 @@ def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread:
     actor = budget.actor
     a, ep = actor.architecture, actor.layout.ep
     ways = {"score": 1, "learn": 2 + (actor.recompute != "none")}[phase]
-    count = ways * TO_EXPERTS * math.ceil(a.num_layers / actor.layout.pp)
+    count = ways * TO_EXPERTS * math.ceil(a.expert_layers / actor.layout.pp)
     size = count * (ep - 1) / ep * tokens * a.experts_per_token * a.hidden_size * actor.device.number
     return Message(phase, "tokens of ep", spread.ep, size, count * batches, piped=True)
 
