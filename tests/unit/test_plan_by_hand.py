@@ -92,7 +92,7 @@ def test_messages_of_tensor_and_data_parallelism(tmp_path):
         ("learn", "gathers and scatters of tp"): (10 * 2 * 0.5 * 8 * 23 * 64 * 4, 10 * 2 * (2 + 2)),
         ("learn", "gradients and weights of dp"): (0.5 * numbers_of_rank * (4 + 4), 2),
         ("exchange", "answers down the lane"): (4 * (46 + 8 + 8 * 16), 4),
-        ("exchange", "answers inside a cell"): (44 + 8 * (46 + 8 + 8 * 16), 2),
+        ("exchange", "answers inside a cell"): (64 + 8 * (46 + 8 + 8 * 16), 2),
     }
     assert all(message.inside for message in plan.agents[0].messages if message.what != "answers down the lane")
 
