@@ -29,13 +29,19 @@ pytestmark = pytest.mark.nightly
 LORA = {"rank": 4, "alpha": 8.0}
 
 
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+def family(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    options = {"data_parallel": OVERLAP, "offload": "optimizer", "router_replay": True}
+def config(tmp_path_factory, family) -> Path:
+    folder = tmp_path_factory.mktemp(family)
+    # GLM-4.5, whose first layer has no experts, replays no routing.
+    options = {"data_parallel": OVERLAP, "offload": "optimizer", "router_replay": family == "qwen3_moe"}
     layout = {"cells_per_lane": 2, "ep": 2, **options}
     agents = [
-        agent_table(folder, "sparse", "qwen3_moe", CHARACTERS, **layout),
+        agent_table(folder, "sparse", family, CHARACTERS, **layout),
         agent_table(folder, "dense", "llama", CHARACTERS + PAIRS, lora=LORA),
     ]
     return write_watched_config(folder, agents)
@@ -47,7 +53,7 @@ def undisturbed(config) -> Path:
     return config.parent / "run"
 
 
-def test_it_learns_from_the_other_and_its_engine_holds_its_weights(undisturbed):
+def test_it_learns_from_the_other_and_its_engine_holds_its_weights(family, undisturbed):
     metrics = read_metrics(undisturbed / "metrics.jsonl")
     for step in (1, 2):
         values = metrics[step].values
@@ -56,15 +62,17 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(undisturbed):
         assert 0.0 < values["agent/sparse/engine_gap_max"] < 1e-4, "of weights that were published to both cells"
         assert 1 / 4 <= values["agent/sparse/fullest_expert_share"] < 1.0
         assert 0.0 < values["agent/sparse/expert_entropy"] <= 1.0
-        # In float32 engine and actor choose alike but for ties.
-        assert 0.0 <= values["agent/sparse/replay_changed"] < 0.01
+        if family == "qwen3_moe":  # in float32 engine and actor choose alike but for ties
+            assert 0.0 <= values["agent/sparse/replay_changed"] < 0.01
         assert not {"agent/dense/expert_entropy", "agent/dense/replay_changed"} & values.keys()
     start, end = (
         load_file(folder / "model.safetensors")
         for folder in (undisturbed.parent / "sparse", undisturbed / "agents" / "sparse")
     )
     assert start.keys() == end.keys()
-    assert all(not torch.equal(start[name], end[name]) for name in start if ".experts." in name or ".gate." in name)
+    for name in start:
+        if ".experts." in name or ".gate." in name:  # a router's bias stays as it was loaded
+            assert torch.equal(start[name], end[name]) == name.endswith("e_score_correction_bias"), name
     AutoModelForCausalLM.from_pretrained(undisturbed / "agents" / "sparse")
 
 
