@@ -159,7 +159,7 @@ class AgentConfig(Section):
     heads of each tensor rank, which tp x cp must divide; each keeps 1 / cp of the activations."""
     ep: Count = 1
     """Expert parallel size: processes that share a layer's experts, each of which is whole on one of them. A divisor of
-    tp x cp, or that times a divisor of the agent's cells; it must divide the number of experts, and costs no processes."""
+    tp x cp, or that times a divisor of the agent's cells; it must divide the experts, and costs no processes."""
     cells_per_lane: Count = 1
     """Replicas of the agent in each lane: tp x cp x pp processes each, and each its share of the lane's prompts."""
     engine_tp: Count | None = None
