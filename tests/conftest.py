@@ -6,6 +6,7 @@ so that engines and ranks which tests start do not interpret their own kernels.
 
 import importlib
 import os
+import signal
 from collections import defaultdict
 
 import hypothesis
@@ -25,6 +26,10 @@ if not torch.cuda.is_available():
     if before is None:
         del os.environ["TRITON_INTERPRET"]
 
+# What nohup and a shell's background jobs ignore, everything that tests start would ignore, too.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 # No test is about speed: drawn examples take longer on a crowded machine, and that is no finding.
 hypothesis.settings.register_profile(

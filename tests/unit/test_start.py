@@ -36,16 +36,6 @@ sys.exit(int(sys.argv[2]))
 """  # noqa: E501
 
 
-@pytest.fixture(autouse=True)
-def heard():
-    """No signal is ignored, however the tests were started: nohup and shells in the background ignore some."""
-    defaults = dict.fromkeys(SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def look(tmp_path, monkeypatch):
     """The name of a module that says what it finds, for this process and those it starts."""
