@@ -17,7 +17,7 @@ def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: 
         yield f"router_replay: a {architecture.family} model has no experts whose choice could be replayed. {WITHOUT}"
         return
     if architecture.shared_ffn:
-        yield f"router_replay: not for a {architecture.family} model, whose first layers have no experts. {WITHOUT}"
+        yield f"router_replay: not for models with shared experts, as {architecture.family}. {WITHOUT}"
         return
     if on_cpu:  # there it is written down beside vLLM (rollout/routing.py)
         return

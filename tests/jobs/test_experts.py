@@ -93,13 +93,7 @@ def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dic
     for name, folder in folders.items():
         oracle = Oracle(folder)
         logprobs = [oracle.token_logprobs(sample).detach().numpy() for sample in SAMPLES]
-        oracle.gradient(oracle.policy_loss(SAMPLES))
-        with torch.no_grad():
-            for parameter in oracle.model.parameters():
-                parameter.copy_(parameter.grad)
-        saved = tmp_path_factory.mktemp(name)
-        oracle.model.save_pretrained(saved)
-        gradients = load_file(saved / "model.safetensors")
+        gradients = oracle.stored_gradient(oracle.policy_loss(SAMPLES), tmp_path_factory.mktemp(name))
         answers[name] = logprobs, {name: its for name, its in gradients.items() if not name.endswith(CORRECTION)}
     return answers
 

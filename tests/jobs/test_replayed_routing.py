@@ -106,13 +106,7 @@ def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dic
         oracle.token_logprobs = token_logprobs
         parts = sorted(samples, key=lambda sample: not sample.is_self)
         logprobs = [oracle.token_logprobs(sample).detach().numpy() for sample in parts]
-        oracle.gradient(oracle.policy_loss(samples))
-        with torch.no_grad():
-            for parameter in oracle.model.parameters():
-                parameter.copy_(parameter.grad)
-        saved = tmp_path_factory.mktemp(name)
-        oracle.model.save_pretrained(saved)
-        answers[name] = logprobs, load_file(saved / "model.safetensors")
+        answers[name] = logprobs, oracle.stored_gradient(oracle.policy_loss(samples), tmp_path_factory.mktemp(name))
     return answers
 
 

@@ -134,6 +134,7 @@ def problems(folder: Path, *overrides: str) -> list[str]:
         agents = [
             agent_table(folder, "sparse", "qwen3_moe", CHARACTERS),
             agent_table(folder, "dense", "llama", CHARACTERS),
+            agent_table(folder, "shared", "glm4_moe", CHARACTERS),
         ]
         write_config(folder, agents)
     try:
@@ -149,6 +150,10 @@ def test_what_cannot_replay_is_refused(tmp_path, monkeypatch):
     assert line == (
         "agents.dense: router_replay: a llama model has no experts whose choice could be replayed. "
         "Nearest: router_replay = false"
+    )
+    (line,) = problems(tmp_path, "agents.shared.router_replay=true")
+    assert line == (
+        "agents.shared: router_replay: not for models with shared experts, as glm4_moe. Nearest: router_replay = false"
     )
     (line,) = problems(tmp_path, "agents.sparse.vllm.enable_return_routed_experts=true")
     assert "vllm.enable_return_routed_experts is decided by this project" in line
