@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 python=${PYTHON:-.venv/bin/python}
 
-fast=(tests/unit/test_{layers,megatron_model,objective,algorithm,methods,method_relations,sequence_objective,update_metrics}.py)
+fast=(tests/unit/test_{layers,learn_operators,moe,megatron_model,objective,algorithm,methods,method_relations,sequence_objective,update_metrics}.py)
 kernels=(tests/unit/test_{linear_logprob,kernel_complaints,kernel_repeats}.py)
 jobs=(tests/jobs/test_{actor,gradient_invariance}.py)
 
