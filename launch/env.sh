@@ -21,5 +21,7 @@ if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
 else
   keep VLLM_LOGGING_LEVEL ERROR         # it warns of every CUDA feature that a CPU lacks
   keep TORCHDYNAMO_DISABLE 1            # spares an 18 s compilation on the first answer
+  keep ONEDNN_PRIMITIVE_CACHE_CAPACITY 64 # its own 1024 are several hundred MB; micro-batches have some 20 each
+  keep LRU_CACHE_CAPACITY 64
 fi
 unset -f keep

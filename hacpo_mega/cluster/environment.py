@@ -45,6 +45,10 @@ EVERYWHERE = {
 ON_CPU = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every CUDA feature that a CPU lacks
     "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
+    # oneDNN, and torch for it, keep what they made for the last so many shapes of products, .3 MB each; micro-batches
+    # have others every time, and some 20 within one. Their own 1024 are several hundred MB.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
 }
 ON_CUDA = {
     "VLLM_LOGGING_LEVEL": "WARNING",  # what it says there explains a slow or a failed start

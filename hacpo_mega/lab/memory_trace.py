@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron import gradient_sum, layers, moe
+from hacpo_mega.megatron import layers, linear, moe
 from hacpo_mega.megatron.context_parallel import resize
 from hacpo_mega.megatron.lora import attach_adapters
 from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -98,7 +98,8 @@ def trace_actor(
             stack.enter_context(_replaced(moe, "_fits", lambda *_: True))
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
             # CUDA's adds in place; the CPU's takes float32 copies.
-            stack.enter_context(_replaced(gradient_sum, "add_product", lambda total, left, right: None))
+            stack.enter_context(_replaced(linear, "add_product", lambda total, left, right: None))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # whose products have memory of their own
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
         bare = build_model(

@@ -19,8 +19,8 @@ from torch.nn.functional import silu
 
 from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.megatron.context_parallel import own_tokens, redo_output
-from hacpo_mega.megatron.gradient_sum import ADDS_AT_ONCE
 from hacpo_mega.megatron.layers import decoder_spec
+from hacpo_mega.megatron.linear import ADDS_AT_ONCE
 from hacpo_mega.megatron.platform import megatron_platform, plain_torch
 from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
 from hacpo_mega.megatron.shared_prompts import packed_segments

@@ -7,8 +7,9 @@ from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.segments import padded_vocab_size
 
 FLOAT32 = 4
-# Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once.
-TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS = 1_250_000_000, 8192, 1 << 24
+# Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once,
+# and the most of a product that is added to a gradient at once.
+TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS, ADDED_ELEMENTS = 1_250_000_000, 8192, 1 << 24, 1 << 20
 
 
 def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bool) -> int:
@@ -22,8 +23,10 @@ def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bo
     cast = tokens * row * number if tp > 1 and mixed else 0
     logit = number if triton else FLOAT32
     operand = columns * row * FLOAT32 if mixed and not triton else 0
-    # A chunk of logits, while the one before it is still there; their rows of hidden, a product.
-    in_chunk = rows * (columns * logit * (1 if rows == tokens else 2) + row * (FLOAT32 + number))
+    # A chunk of logits, while the one before it is still there; their rows of hidden, and a product: the gradient of
+    # these, or, in float32, a part of the weight's, before it is added.
+    part = 0 if triton or mixed else min(columns * row, ADDED_ELEMENTS)
+    in_chunk = rows * (columns * logit * (1 if rows == tokens else 2) + row * number) + max(rows * row, part) * FLOAT32
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.
     placeholder, own = (weight, 0) if mixed else (0, weight)

@@ -7,9 +7,9 @@ stats = objective_stats(terms)
 """
 
 from hacpo_kernels.api import linear_logprob, objective_from_mean, packed_objective, segment_sum
-from hacpo_kernels.autograd import add_product
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
+from hacpo_kernels.products import add_product, product
 
 __all__ = [
     "Bounds",
@@ -20,5 +20,6 @@ __all__ = [
     "objective_from_mean",
     "objective_stats",
     "packed_objective",
+    "product",
     "segment_sum",
 ]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hacpo_kernels import reference
 from hacpo_kernels.backends import Backend
+from hacpo_kernels.products import add_product, product
 from hacpo_kernels.reference import LogitStats, RowGradients
 
 
@@ -82,7 +83,7 @@ def _fold_chunks(
         chunk_rows = RowGradients(*(column_N[chunk] for column_N in rows))
         gradient_CV = backend.logit_gradient(hidden_CH, vocabulary_VH, head.inverse_temperature, chunk_rows)
         if wants_hidden:
-            grad_hidden_NH[chunk] = _product(gradient_CV, vocabulary_VH, dtype)
+            grad_hidden_NH[chunk] = product(gradient_CV, vocabulary_VH, dtype)
         if wants_weight:
             add_product(grad_weight_VH[: head.num_columns], gradient_CV.t(), hidden_CH)
     if wants_hidden and reduces:
@@ -100,18 +101,3 @@ def _weight_gradient(head: Head, weight_VH: torch.Tensor, grad_weight_VH: torch.
     # adds the sum to main_grad, so the placeholder must be 0.
     tied = getattr(weight_VH, "zero_out_wgrad", False)
     return torch.zeros_like(weight_VH) if tied else torch.empty_like(weight_VH)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left @ right in `dtype`: float32 sums of bf16 operands, never rounded between partial sums."""
-    if left.is_cuda and left.dtype == right.dtype != dtype:
-        return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, in place, in the dtype of `total`: float32 over all chunks, however many there are."""
-    if left.is_cuda and left.dtype == right.dtype != total.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from hacpo_kernels.bounds import Bounds
+from hacpo_kernels.products import product
 
 # The only logits that ever live on this path: so many elements at once (64 MiB of float32), whatever T and V are.
 LOGIT_BUDGET = 1 << 24
@@ -56,7 +57,7 @@ def logit_stats(
         target_T=hidden_TH.new_full((len(hidden_TH),), -torch.inf, dtype=dtype),
     )
     for rows in _chunks(len(hidden_TH), len(weight_VH)) if len(weight_VH) else ():
-        z_CV = (hidden_TH[rows].to(dtype) @ weight_HV).mul_(inverse_temperature)
+        z_CV = product(hidden_TH[rows], weight_HV, dtype).mul_(inverse_temperature)
         for whole_T, part_C in zip(stats, _chunk_stats(z_CV, column_T[rows])):
             whole_T[rows] = part_C
     return stats
@@ -116,7 +117,7 @@ def logit_gradient(
     d logprob / dz_v = 1{v = target} - p_v,  dz / dlogit = 1 / temperature.
     """
     hidden_CH = hidden_CH.to(compute_dtype(hidden_CH.dtype))
-    z_CV = (hidden_CH @ operand(weight_VH).t()).mul_(inverse_temperature)
+    z_CV = product(hidden_CH, operand(weight_VH).t()).mul_(inverse_temperature)
     gradient_CV = z_CV.sub_(rows.logsumexp_C[:, None]).exp_().mul_(-rows.coefficient_C[:, None])
     here_C = (rows.column_C >= 0).to(rows.coefficient_C.dtype) * rows.coefficient_C
     gradient_CV.scatter_add_(1, rows.column_C.clamp(min=0)[:, None], here_C[:, None])

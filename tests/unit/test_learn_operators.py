@@ -1,4 +1,4 @@
-"""What learning computes in its own way on the CPU: the gradient of a norm, and sums of the gradients of matrices."""
+"""What learning computes in its own way on the CPU: products, the gradient of a norm, sums of gradients of matrices."""
 
 import math
 
@@ -13,10 +13,11 @@ from actor_cases import (
     random_samples,
     relative_error,
 )
+from hacpo_kernels import add_product, product, products
 from tiny_models import make_model
 from torch.nn.functional import rms_norm
 
-from hacpo_mega.megatron import gradient_sum
+from hacpo_mega.megatron import linear
 from hacpo_mega.megatron.norms import _normed
 
 EPS = 1e-6
@@ -60,15 +61,15 @@ def test_a_gradient_of_half_precision_is_added_in_float32():
     total = torch.randn(16, 24)
     exact = total.double() + grad.double().t() @ given.double()
     terms = total.double().abs() + grad.double().abs().t() @ given.double().abs()
-    gradient_sum._Kernel.wgrad_gemm_accum_fp32(given, grad, total)
+    linear._Kernel.wgrad_gemm_accum_fp32(given, grad, total)
     assert ((total - exact).abs() <= 300 * 2.0**-24 * terms).all()
 
 
 def test_gradients_are_added_where_they_are_computed_unless_told_otherwise(tmp_path, monkeypatch):
     """Two micro-batches at least; each matrix of a layer is added to once for each."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)
-    added, add = [], gradient_sum.add_product
-    monkeypatch.setattr(gradient_sum, "add_product", lambda *given: added.append(given) or add(*given))
+    added, add = [], linear.add_product
+    monkeypatch.setattr(linear, "add_product", lambda *given: added.append(given) or add(*given))
     samples, found = random_samples(4, seed=3), {}
     with one_rank():
         for at_once in (True, False):
@@ -78,4 +79,59 @@ def test_gradients_are_added_where_they_are_computed_unless_told_otherwise(tmp_p
             assert stats.num_microbatches > 1
             assert len(added) == (4 * 2 * stats.num_microbatches if at_once else 0)
             added.clear()
+    assert relative_error(found[True], found[False]) < GRADIENT_ERROR
+
+
+# How the left and the right matrix of a product lie, from matrices that lie row after row.
+LIES = {
+    "rows": lambda rows, columns: torch.randn(rows, columns),
+    "columns": lambda rows, columns: torch.randn(columns, rows).t(),
+    "part of wider rows": lambda rows, columns: torch.randn(rows, columns + 3)[:, 1 : columns + 1],
+}
+
+
+@pytest.mark.parametrize("right_lies", LIES)
+@pytest.mark.parametrize("left_lies", LIES)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (37, 64, 19), (3, 5, 2000), (0, 4, 4), (4, 0, 4), (4, 4, 0)])
+def test_a_product_is_float64s_however_its_matrices_lie(sizes, left_lies, right_lies, monkeypatch):
+    """A sum of K terms and one more: an error of K + 1 roundings at most. Sums are added in blocks of some rows."""
+    torch.manual_seed(1)
+    rows, inner, columns = sizes
+    left, right, total = LIES[left_lies](rows, inner), LIES[right_lies](inner, columns), torch.randn(rows, columns)
+    exact, terms = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+    roundoff = (inner + 1) * 2.0**-24
+    for found in (product(left, right), product(left[:, None], right)[:, 0]):
+        assert ((found - exact).abs() <= roundoff * terms).all()
+    monkeypatch.setattr(products, "ADDED_AT_ONCE", 5 * columns)
+    summed = total.clone()
+    add_product(summed, left, right)
+    assert ((summed - total.double() - exact).abs() <= roundoff * (terms + total.double().abs())).all()
+
+
+def test_products_are_torchs_where_onednn_is_switched_off_or_a_gradient_is_wanted():
+    torch.manual_seed(1)
+    left, right = torch.randn(300, 200), torch.randn(200, 100)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(product(left, right), left @ right)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(product(left.to(dtype), right.to(dtype)), left.to(dtype) @ right.to(dtype))
+    halves = left.bfloat16(), right.bfloat16()
+    assert torch.equal(product(*halves, torch.float32), product(*(half.float() for half in halves)))
+    right.requires_grad_()
+    product(left, right).sum().backward()
+    torch.testing.assert_close(right.grad, left.sum(0)[:, None].expand(-1, 100))
+
+
+def test_megatrons_layers_multiply_so_forward_and_backward(tmp_path, monkeypatch):
+    """Four matrices of each of two layers in every micro-batch; torch's own products give the same gradients."""
+    folder = make_model(tmp_path / "model", "qwen3", tied=True)
+    samples, found, calls = random_samples(4, seed=3), {}, []
+    monkeypatch.setattr(linear, "product", lambda *given: calls.append(given) or product(*given))
+    with one_rank():
+        for enabled in (True, False):
+            actor = make_actor(folder)
+            with torch.backends.mkldnn.flags(enabled=enabled):
+                found[enabled], stats = gradient_by_descent(actor, lambda actor=actor: actor.learn(samples, objective))
+            assert len(calls) == 2 * 4 * 2 * stats.num_microbatches
+            calls.clear()
     assert relative_error(found[True], found[False]) < GRADIENT_ERROR
