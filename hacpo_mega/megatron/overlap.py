@@ -15,6 +15,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from hacpo_mega.megatron.shard_exchange import gather_shards
+
 
 @contextmanager
 def reduction_inside_backward(model: DistributedDataParallel, *, has_samples: bool) -> Iterator[None]:
@@ -68,13 +70,14 @@ def start_gather(model: DistributedDataParallel) -> None:
     if model.ddp_config.overlap_param_gather:
         for bucket_group in _bucket_groups(model):
             group = bucket_group.intra_distributed_optimizer_instance_group
-            bucket_group.param_gather_handle = [_gather(bucket.param_data, group) for bucket in bucket_group.buckets]
+            works = [_gather(bucket.param_data, group) for bucket in bucket_group.buckets]
+            bucket_group.param_gather_handle = [work for work in works if work is not None]
 
 
-def _gather(weights_N: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
+def _gather(weights_N: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work | None:
     """Starts to fill the weights of a bucket from the equal shards that every rank has in its place."""
     shard_N = weights_N.chunk(group.size())[group.rank()]
-    return torch.distributed.all_gather_into_tensor(weights_N, shard_N, group=group, async_op=True)
+    return gather_shards(weights_N, shard_N, group=group, async_op=True)
 
 
 def finish_gather(model: DistributedDataParallel) -> None:
