@@ -71,7 +71,7 @@ class Agent(Answering):
         super().__init__(spec, place, config, sampler)
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
-        self._num_agents = len(config.agents)
+        self._num_agents, self._replays = len(config.agents), spec.router_replay
         self._prompts_per_update = config.prompts_per_update
         budget = agent_budget(config, spec, architecture_of(spec))
         require_host_memory(place, budget.parts["on the host"])
@@ -119,7 +119,9 @@ class Agent(Answering):
 
         `low_N` is where the band of each source begins in a step, None for that of the configuration.
         """
-        return self.actor.learn(update, self._policy_loss(update, update_index, low_N))
+        # What an engine has routed others' answers have no part in, not even by a prompt that they share.
+        packing = None if update_index == 0 or self._replays else self.actor.pack
+        return self.actor.learn(update, self._policy_loss(update, update_index, low_N), packing)
 
     def diagnose(
         self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None

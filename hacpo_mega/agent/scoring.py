@@ -1,9 +1,10 @@
 """How an agent's own answers get their scores: the log-probs that its actor gives them before it learns.
 
-They are scored before the step's first update, as the updates will pack them. With `training.score_in_first_update`
-those that the first update trains are not: that update computes the same log-probs, of the same weights and in the same
-micro-batches, so they are taken from its report and are the same numbers to the last bit. Only where nobody else waits
-for them: another agent needs an answer's score before it learns from it, engine_correction before an advantage is made.
+They are scored before the step's first update: that update's as it will pack them, then the rest together. With
+`training.score_in_first_update` the former are not: that update computes the same log-probs, of the same weights and in
+the same micro-batches, so they are taken from its report and are the same numbers to the last bit. Only where nobody
+else waits for them: another agent needs an answer's score before it learns from it, engine_correction before an
+advantage is made.
 With `rollout.one_step_off` the actor is asked for none: what wrote the answers is an older policy, whose log-probs
 came with them from the engine.
 Not here: the forward pass itself (megatron/actor.py) and the ratios that the scores are for (policy_loss.py).
@@ -45,21 +46,21 @@ class Scoring:
         rollouts    those of `Agent.roll_out`, in its order
         own_P       bool, to which of `prompts` this agent trains on its own answers: all of these are scored
         wanted_PG   bool, which answers others train on
-        They are scored update by update, as `learn` will pack them, so that the first update repeats these forwards
-        bit by bit; what only others want comes after.
+        Those of the first update are scored as it will pack them, so that it repeats these forwards bit by bit; the
+        rest, and what only others want, together.
         """
         own_B, wanted_B = own_P.repeat_interleave(self._answers_per_prompt).tolist(), wanted_PG.flatten().tolist()
         texts = {prompt.index: prompt.text for prompt in prompts}
-        starts = range(0, len(rollouts), self._answers_per_update)
-        batches = [[b for b in range(start, start + self._answers_per_update) if own_B[b]] for start in starts]
         scores: list[Score | None] = [None] * len(rollouts)
+        of_first = [b for b in range(self._answers_per_update) if own_B[b]]
+        asked = [b for b in range(len(rollouts)) if own_B[b] or wanted_B[b]]
+        batches = [of_first, sorted({*asked} - {*of_first})]
         if self._in_first_update:
             for b in batches.pop(0):
                 if self._num_trained(rollouts[b]) == 0:  # nor does the update compute anything of it
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
-        if not batches:  # nobody else wants any (config/checks.py), so nobody needs the device for it
-            return scores
-        batches.append([b for b in range(len(rollouts)) if wanted_B[b] and not own_B[b]])
+            if len(rollouts) == self._answers_per_update:  # nobody else wants any (config/checks.py)
+                return scores  # so nobody needs the device for it
         with self._devices.scoring():
             for batch in batches:
                 sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]

@@ -118,8 +118,8 @@ class Actor:
         # With cp rows must rise, and TransformerEngine knows no such segments.
         can_share = layout.cp == 1 and self.transformer == "local"
         how = {"multiple": layout.tp * layout.cp, "shares_prompts": share_prompts and can_share}
-        self._pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
-        self._pack_update = partial(pack_update, **self._pack.keywords)
+        self.pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
+        self._pack_update = partial(pack_update, **self.pack.keywords)
         ep = layout.ep if self.architecture.has_experts else None
         initialize_parallel(layout.tp, layout.pp, seed, timeout_s, cp=layout.cp, ep=ep)
         with megatron_platform():
@@ -174,7 +174,7 @@ class Actor:
 
     def _forward(self, sequences: Sequence[TokenSequence]) -> list[tuple[MicroBatch, torch.Tensor]]:
         """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""
-        batches = self._pack(sequences)
+        batches = self.pack(sequences)
         with megatron_platform():
             logprobs = forward_only(self.model, Told(batches, self._on_progress), self._token_logprobs)
         if not logprobs:
@@ -208,7 +208,7 @@ class Actor:
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
         over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
         update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
-        micro-batches; by default own answers are packed apart from others'.
+        micro-batches; by default own answers are packed apart from others', as `score` packs them; `pack` does not.
         """
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
@@ -231,7 +231,7 @@ class Actor:
         def cross_entropy(logprob_R: torch.Tensor, _batch: MicroBatch) -> tuple[torch.Tensor, None]:
             return -logprob_R.sum() / num_trained_tokens, None
 
-        return self.learn(sequences, cross_entropy, self._pack)
+        return self.learn(sequences, cross_entropy, self.pack)
 
     def _loss_of(self, loss_fn: LossFn) -> LastStage:
         """What the last stage makes of hidden states: the loss, and (loss, report) for whoever asked for the update."""

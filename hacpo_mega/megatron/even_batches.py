@@ -3,7 +3,7 @@
 Rows of tokens go to experts in other cells and back, forward and backward, so all of these cells must be in the same
 layer at the same time. A cell with fewer micro-batches than the fullest gets empty ones: some padding, whose
 rows travel as others do, and nothing trained.
-Own answers and others' are filled up apart, as they are packed apart: what an expert computes together, rows of all
+Own answers and others' are filled up apart where they are packed apart: what an expert computes together, rows of all
 cells, is then the same when own answers are scored and when an update learns from them, and so is every bit. Empty ones
 come first, so that a backward ends with a real one wherever it can (overlap.py).
 Not here: how samples are packed (samples/packing.py).

@@ -4,8 +4,9 @@ Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, a
 Answers to one prompt can share it: it is read once, and each of them sees it before its own tokens.
 It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
 loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
-height), hence one rule: in an update own samples are packed by themselves, so that scoring them before the update and
-learning from them repeat the same micro-batches, and the first update's own ratio is exactly 1.
+height), hence one rule: in a step's first update own samples are packed by themselves, so that scoring them before the
+update and learning from them repeat the same micro-batches, and its own ratio is exactly 1. Later updates have other
+weights than those that scored: there own answers share micro-batches, and prompts, with others'.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ def input_length(sequence: TokenSequence) -> int:
 def pack_update(
     samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1, shares_prompts: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of an update: `pack` of its own answers, as they were scored, then of the others'."""
+    """The micro-batches of a first update: `pack` of its own answers, as they were scored, then of the others'."""
     parts = ([sample for sample in samples if sample.is_self is own] for own in (True, False))
     how = {"multiple": multiple, "shares_prompts": shares_prompts}
     return [batch for part in parts for batch in pack(part, max_tokens, **how)]

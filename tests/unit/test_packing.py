@@ -1,11 +1,13 @@
 """Packing and update planning: nothing lost, nothing mixed, every row predicts the token it is said to predict."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.policy_loss import sample_columns
 from hacpo_mega.records import Sample, TokenSequence
 from hacpo_mega.samples.packing import input_length, microbatch, pack, pack_update, plan_updates
@@ -76,12 +78,13 @@ def test_layout_of_a_shared_prompt_by_hand():
     assert batch.num_tokens == 7
 
 
+@pytest.mark.parametrize("packing", [pack, pack_update])
 @pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
-def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple):
+def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple, packing):
     samples = random_samples(num_prompts=6, seed=1)
     prompts = {sample.prompt_index: sample.prompt_ids for sample in samples}
     samples = [dataclasses.replace(sample, prompt_ids=prompts[sample.prompt_index]) for sample in samples]
-    batches = pack_update(samples, max_tokens, multiple=multiple, shares_prompts=True)
+    batches = packing(samples, max_tokens, multiple=multiple, shares_prompts=True)
     assert sorted(identity(s) for b in batches for s in b.sequences) == sorted(identity(s) for s in samples)
     plain = sum(batch.num_tokens for batch in pack_update(samples, max_tokens, multiple=multiple))
     assert sum(batch.num_tokens for batch in batches) < plain
@@ -142,6 +145,24 @@ def test_own_samples_pack_the_same_with_and_without_cross_samples():
     for one, other in zip(with_cross, alone, strict=True):
         torch.testing.assert_close(one.tokens_T, other.tokens_T, rtol=0, atol=0)
         assert [identity(s) for s in one.sequences] == [identity(s) for s in other.sequences]
+
+
+def test_updates_after_the_first_pack_own_and_others_together_unless_routing_is_replayed():
+    asked = []
+    actor = SimpleNamespace(pack=pack, learn=lambda update, loss_fn, packing: asked.append(packing))
+    for replays in (False, True):
+        agent = SimpleNamespace(actor=actor, _replays=replays, _policy_loss=lambda *_: None)
+        for update_index in range(3):
+            Agent.learn(agent, [], update_index)
+    assert asked == [None, pack, pack, None, None, None]
+
+
+def test_together_a_prompt_of_own_and_others_is_read_once():
+    samples = [make_sample(0, source, rollout) for source in (0, 1) for rollout in (0, 1)]
+    samples = [dataclasses.replace(sample, prompt_ids=samples[0].prompt_ids) for sample in samples]
+    apart, together = (how(samples, 40, shares_prompts=True) for how in (pack_update, pack))
+    assert [batch.num_tokens for batch in apart] == [3 + 2 * 3] * 2
+    assert [batch.num_tokens for batch in together] == [3 + 4 * 3]
 
 
 def test_first_fit_decreasing_by_hand():

@@ -89,11 +89,12 @@ def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
         terms[phase][link] = terms[phase].get(link, 0.0) + seconds
         if message.piped:
             piped_s[phase] += seconds
-    # How long a stage has nothing yet, or nothing any more, over its work: pp - 1 chunks of every update.
+    # How long a stage has nothing yet, or nothing any more, over its work: pp - 1 chunks of every pass over batches.
     layout = demand.budget.actor.layout
     waits = (layout.pp - 1) / layout.vpp
     for phase, batches in (("score", score_batches), ("learn", learn_batches)):
-        terms[phase]["bubble"] = piped_s[phase] * waits / batches(demand.budget, demand.work)
+        passes = batches(demand.budget, demand.work)
+        terms[phase]["bubble"] = piped_s[phase] * waits * len(passes) / max(1, sum(passes))
     return {phase: {term: s for term, s in terms[phase].items() if s > 0.0} for phase in PHASES}
 
 
@@ -136,7 +137,7 @@ def _score(demand: Demand, cluster: Cluster) -> dict[str, float]:
     return {
         "compute": flops / (_peak_of_cell(demand, cluster) * rates.score),
         "memory": passed / cluster.memory_bytes_per_s(),
-        "host": rates.batch_s * demand.work.scored_updates * score_batches(demand.budget, demand.work),
+        "host": rates.batch_s * sum(score_batches(demand.budget, demand.work)),
     }
 
 
@@ -156,7 +157,7 @@ def _learn(demand: Demand, cluster: Cluster) -> dict[str, float]:
         "memory": passed / cluster.memory_bytes_per_s(),
         "optimizer": step / cluster.memory_bytes_per_s(),
         # a backward is launched, too
-        "host": 2.0 * rates.batch_s * work.updates * learn_batches(demand.budget, work),
+        "host": 2.0 * rates.batch_s * sum(learn_batches(demand.budget, work)),
     }
 
 

@@ -95,30 +95,30 @@ def messages_of(budget: Budget, work: Work, lanes: int, spread: Spread, rounds: 
     cells = budget.actor.dp
     yield from _of_engine(budget, work, spread, rounds)
     scored, trained = work.scored / cells, work.trained / cells
-    batches = work.scored_updates * score_batches(budget, work)
-    yield from _of_model("score", budget, scored * work.length, batches, 1, spread)
-    batches = work.updates * learn_batches(budget, work)
-    yield from _of_model("learn", budget, trained * work.length, batches, 2, spread)
+    yield from _of_model("score", budget, scored * work.length, sum(score_batches(budget, work)), 1, spread)
+    yield from _of_model("learn", budget, trained * work.length, sum(learn_batches(budget, work)), 2, spread)
     yield from _of_gradients(budget, work, spread)
     yield from _of_exchange(budget, work, lanes, spread)
     yield from _of_publication(budget, spread)
 
 
-def score_batches(budget: Budget, work: Work) -> int:
-    """Micro-batches of a cell's own answers to the prompts of an update."""
-    return _micro_batches(budget, work, work.answers)
+def score_batches(budget: Budget, work: Work) -> list[int]:
+    """Micro-batches in which a cell scores its own answers: of the first update's, then of the rest."""
+    first = work.answers / work.updates
+    parts = [first] * (work.scored_updates == work.updates) + [work.answers - first] * (work.updates > 1)
+    return [_micro_batches(budget, work, part) for part in parts]
 
 
-def learn_batches(budget: Budget, work: Work) -> int:
-    """Micro-batches of a cell's update: of own answers, as they were scored, then of others' (samples/packing.py)."""
-    own = work.trained / work.sources
-    others = _micro_batches(budget, work, work.trained - own) if work.sources > 1 else 0
-    return _micro_batches(budget, work, own) + others
+def learn_batches(budget: Budget, work: Work) -> list[int]:
+    """Micro-batches of a cell's updates. In the first one own answers are apart, as scored (samples/packing.py)."""
+    trained, sources = work.trained / work.updates, work.sources
+    own, others = trained / sources, trained - trained / sources
+    first = _micro_batches(budget, work, own) + (_micro_batches(budget, work, others) if sources > 1 else 0)
+    return [first, *[_micro_batches(budget, work, trained)] * (work.updates - 1)]
 
 
 def _micro_batches(budget: Budget, work: Work, answers: float) -> int:
-    in_update = answers / budget.actor.dp / work.updates
-    return max(1, math.ceil(in_update * work.length / budget.actor.num_tokens))
+    return max(1, math.ceil(answers / budget.actor.dp * work.length / budget.actor.num_tokens))
 
 
 def message_bytes(answers: float, answer_tokens: float) -> float:

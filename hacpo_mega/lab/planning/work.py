@@ -12,7 +12,7 @@ class Work:
     answers         it samples                          pool      answers of all agents to the same prompts
     scored          of them before its first update     trained   answers it learns from
     updates         optimizer updates                   scored_updates   those whose answers are scored before
-    sources         agents it learns from, itself among them: own and others' answers are in micro-batches of their own
+    sources         agents it learns from, itself among them
     prompt_tokens, answer_tokens   of a prompt and an answer, on average
     longest         tokens of the longest answer, which the slowest engine waits for
     """
