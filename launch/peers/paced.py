@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hacpo_mega.jobs.forked import JobServer
     from hacpo_mega.lab.throughput.workload import Workload
 
+WRITTEN_S = 0.3  # until a step's lines are written: that is processor time of the step, others' turns are not
+
 
 class PacedJob:
     """Its ranks, which wait for each other in every step."""
@@ -67,7 +69,7 @@ def paced_rank(config_file: str, num_steps: int, workload: "Workload", place: st
     imported_bytes = resident("VmRSS")
     from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
 
-    steps, config, cpu_began = [], load_config(config_file), 0.0
+    steps, config = [], load_config(config_file)
     with socket.socket(socket.AF_UNIX) as connection, measured_trainer(config, workload) as trainer:
         connection.connect(place)
         line = connection.makefile("rw")
@@ -75,12 +77,11 @@ def paced_rank(config_file: str, num_steps: int, workload: "Workload", place: st
             if number >= WARM_UP:
                 say(line, "ready")
                 line.readline()
-            wall_began = time.perf_counter()
+            wall_began, cpu_began = time.perf_counter(), time.process_time()
             trainer.step()
-            # What is still written of a step after its end is processor time of the next.
-            cpu_ended = time.process_time()
-            steps.append((time.perf_counter() - wall_began, cpu_ended - cpu_began))
-            cpu_began = cpu_ended
+            wall_s = time.perf_counter() - wall_began
+            time.sleep(WRITTEN_S)
+            steps.append((wall_s, time.process_time() - cpu_began))
         say(line, "ready")
         found = {"steps": steps[WARM_UP:], "peak_bytes": resident("VmHWM"), "imported_bytes": imported_bytes}
         say(line, json.dumps(found))

@@ -21,8 +21,8 @@ def grid():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         names = runpy.run_path(str(FOLDER / "grid.py"))
-        yield names
-        for name in ("table", "bench", "paced"):
+        yield vars(sys.modules["cells"]) | names
+        for name in ("table", "bench", "cells", "paced"):
             sys.modules.pop(name, None)
 
 
@@ -45,10 +45,14 @@ def test_ranks_of_a_job_are_one_turn(grid):
 
 
 def test_processes_share_cores_and_the_prompts_of_an_update(grid):
-    cell, processes_of = grid["Cell"], grid["processes_of"]
-    assert processes_of(cell("1M", 300, 20), 2) == [1, 2]  # 8 prompts an update
-    assert processes_of(cell("1M", 300, 20), 6) == [1, 2] and processes_of(cell("1M", 300, 20), 1) == [1]
-    assert processes_of(cell("60M", 300, 400), 2) == [1]  # one prompt
+    def names(*cell, cores):
+        return list(grid["layouts_of"](grid["Cell"](*cell), cores))
+
+    assert names("1M", 300, 20, cores=2) == ["1", "lanes 2", "tp 2"]  # 8 prompts an update
+    assert names("1M", 300, 20, cores=6) == ["1", "lanes 2", "tp 2"] and names("1M", 300, 20, cores=1) == ["1"]
+    assert names("60M", 300, 400, cores=2) == ["1", "tp 2"]  # one prompt
+    assert names("120M", 300, 20, cores=2) == ["1", "tp 2"]  # too large
+    cell = grid["Cell"]
     assert [grid["rounds_of"](cell(size, 300, 400), 3) for size in ("1M", "60M", "120M")] == [3, 2, 1]
 
 
