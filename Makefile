@@ -45,7 +45,7 @@ bench-peers: env $(PEERS_VENV)/.installed
 	$(BIN)/hacpo-mega init $(CONFIG)
 	$(BIN)/python launch/peers/bench.py $(CONFIG) --peer $(PEERS_VENV)/bin/python $(BENCH)
 
-# Sizes, vocabularies, prompts and lengths: what takes about 40 minutes of two quiet cores, resumed where it stopped.
+# Sizes, vocabularies, prompts and lengths: what takes 26 minutes of two quiet cores, resumed where it stopped.
 bench-peers-grid: env $(PEERS_VENV)/.installed
 	$(BIN)/python launch/peers/grid.py --peer $(PEERS_VENV)/bin/python $(GRID)
 

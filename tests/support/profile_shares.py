@@ -30,7 +30,7 @@ from hacpo_mega.config import load_config  # noqa: E402
 
 STEPS, RATE = 6, 25  # a second: one that is too much for py-spy falls behind where stacks are deep
 TRAINER = ROOT / "hacpo_mega/trainer/trainer.py"
-PRODUCTS = re.compile(r"mkl_|gemm|dnnl|cblas|onednn|_ops::(mm|addmm|bmm|baddbmm|linear)::")
+PRODUCTS = re.compile(r"mkl_|gemm|dnnl|cblas|onednn|product|_ops::(mm|addmm|bmm|baddbmm|linear)::")
 WAITING = re.compile(r"acquire_lock|take_gil|cond_(timed)?wait|poll|recv|sleep")
 OWNERS = {"vllm": "vLLM", "megatron": "Megatron", "torch": "operators"}
 COLUMNS = ("products", "attention", "operators", "vLLM", "Megatron", "ours", "gc")
