@@ -241,6 +241,7 @@ def test_an_end_token_that_a_tokenizer_adds_is_no_part_of_a_prompt(tmp_path):
     assert TextCodec(closing).prompt_lengths(["1+2=", "1"]) == [4, 1]
 
 
+@real
 def test_lengths_all_at_once_are_those_one_by_one(real_codecs):
     for codec in real_codecs.values():
         assert codec.prompt_lengths(ANSWERS) == [len(codec.encode_prompt(text)) for text in ANSWERS]
