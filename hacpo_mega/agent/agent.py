@@ -119,7 +119,7 @@ class Agent(Answering):
 
         `low_N` is where the band of each source begins in a step, None for that of the configuration.
         """
-        # What an engine has routed others' answers have no part in, not even by a prompt that they share.
+        # A replayed routing is of own answers alone: others must not share their prompts.
         packing = None if update_index == 0 or self._replays else self.actor.pack
         return self.actor.learn(update, self._policy_loss(update, update_index, low_N), packing)
 

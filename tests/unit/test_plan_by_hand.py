@@ -1,6 +1,7 @@
 """Every term of a plan against a hand calculation, on a model of two layers (plan_cases.py) and round numbers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from plan_cases import ANSWER, CLUSTER, PROMPT, write_cluster, write_small_job
 from hacpo_mega.lab.planning.cluster_file import load_cluster
 from hacpo_mega.lab.planning.configuration import load_planned
 from hacpo_mega.lab.planning.plan import Plan, make_plan, stretches, wall_seconds
-from hacpo_mega.lab.planning.traffic import message_bytes
-from hacpo_mega.lab.planning.work import Lengths, work_of
+from hacpo_mega.lab.planning.traffic import learn_batches, message_bytes, score_batches
+from hacpo_mega.lab.planning.work import Lengths, Work, work_of
 from hacpo_mega.memory.actor_bytes import actor_memory
 from hacpo_mega.records import Rollout, Stop, Trajectory, Verdict
 from hacpo_mega.rollout.exchange import encode
@@ -81,6 +82,15 @@ def test_what_the_host_does_for_answers_micro_batches_and_tensors(tmp_path):
     assert agent.phases["publish"]["host"] == 0.5 + (2 * 9 + 3) * 2.0
     without = plan_of(tmp_path).agents[0].phases["roll_out"]["host"]
     assert agent.phases["roll_out"]["host"] == pytest.approx(without + 8 * 0.125)
+
+
+@pytest.mark.parametrize("scored_updates, replayed, score, learn", [(2, 0, [2, 2], [4, 3]), (1, 9, [2], [4, 4])])
+def test_micro_batches_of_updates_after_the_first(scored_updates, replayed, score, learn):
+    """Own 4 answers of 23 tokens in micro-batches of 64 are 2, others' are 2, all 8 together 3."""
+    budget = SimpleNamespace(actor=SimpleNamespace(dp=1, num_tokens=64, replayed=replayed))
+    work = Work(prompts=4, answers=8, pool=16, trained=16, updates=2, sources=2, scored_updates=scored_updates,
+                prompt_tokens=8, answer_tokens=16, longest=16)  # fmt: skip
+    assert (score_batches(budget, work), learn_batches(budget, work)) == (score, learn)
 
 
 def test_messages_of_tensor_and_data_parallelism(tmp_path):

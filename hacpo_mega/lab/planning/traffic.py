@@ -110,11 +110,12 @@ def score_batches(budget: Budget, work: Work) -> list[int]:
 
 
 def learn_batches(budget: Budget, work: Work) -> list[int]:
-    """Micro-batches of a cell's updates. In the first one own answers are apart, as scored (samples/packing.py)."""
+    """Micro-batches of a cell's updates. In the first own answers are apart, as scored; in all if they are replayed."""
     trained, sources = work.trained / work.updates, work.sources
     own, others = trained / sources, trained - trained / sources
     first = _micro_batches(budget, work, own) + (_micro_batches(budget, work, others) if sources > 1 else 0)
-    return [first, *[_micro_batches(budget, work, trained)] * (work.updates - 1)]
+    later = first if budget.actor.replayed else _micro_batches(budget, work, trained)
+    return [first, *[later] * (work.updates - 1)]
 
 
 def _micro_batches(budget: Budget, work: Work, answers: float) -> int:
