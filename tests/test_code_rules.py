@@ -31,7 +31,7 @@ ENVIRONMENT = (
     "hacpo_mega/rollout/host_process.py",
 )
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 550
 # Where `say` is, and what speaks to the process that started it alone.
 PRINTS = (
     *("hacpo_mega/models/visible.py", "hacpo_mega/models/chat_template.py", "hacpo_mega/grading/sandbox.py"),
