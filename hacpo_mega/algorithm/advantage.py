@@ -7,14 +7,40 @@ learner k:     own answers A_k;  answers of j: omega(j, k) * A_x with x = j ("so
 
 The capability coefficient omega(j, k) is applied here, so the objective never sees capability. The paper's ablations
 are the same with omega = 1 in the baseline (Table 2), in the coefficient (Table 3), or in both: naive sharing.
+
+Graded rewards need one thing more. The offset d_b[p] = mean R[p] - mu_b[p] does not vanish with sigma[p], so that the
+paper's formula has no bound where the rewards of a prompt are nearly equal. With n = N G rewards of 0 and 1 that are
+not all equal, n sigma^2 >= 1 holds always; below that the offset is taken in proportion (`bounded_baselines`):
+
+mu_b[p]  ->  mean R[p] - d_b[p] min(1, n sigma[p]^2),          so that |A_b| <= (1 + |d_b|) sqrt(n) for any rewards.
+
 Not here: the rivals' advantages (rivals.py).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hacpo_mega.algorithm.capability import capability_ratios
 from hacpo_mega.config import AlgorithmConfig
+
+# Rewards of a prompt that differ by no more are equal: a grader that computes in float32 rounds at 6e-8, and a weighted
+# mean of several rewards adds a few roundings.
+REWARD_TOLERANCE = 1e-6
+
+
+class GroupSpread(NamedTuple):
+    """How the judged rewards of each prompt lie, [P] each.
+
+    count_P      judged answers n      mean_P      of their rewards      deviation_P      sample standard deviation
+    uniform_P    bool, whether no two differ by more than REWARD_TOLERANCE
+    """
+
+    count_P: Tensor
+    mean_P: Tensor
+    deviation_P: Tensor
+    uniform_P: Tensor
 
 
 def hacpo_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
@@ -62,16 +88,16 @@ def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, 
     if config.cross_baseline == "learner":
         baseline_PN = baseline_PN[:, learner : learner + 1].expand_as(baseline_PN)
 
-    deviation_P, uniform_P = _group_deviation(rewards_PNG)
-    scale_P11 = (deviation_P + config.advantage_eps)[:, None, None]
-    advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
-    # omega(k, k) = 1, so the own column is unchanged: one expression for own and cross answers.
-    advantages_PNG = loss_omega_NN[:, learner][None, :, None] * advantages_PNG
-
+    spread = group_spread(rewards_PNG)
     silent_PNG = rewards_PNG.isnan()
     if config.uniform_group_is_zero:
         # Without this, omega != 1 pulls the baseline off a group in which nobody was better than anybody.
-        silent_PNG = silent_PNG | uniform_P[:, None, None]
+        silent_PNG = silent_PNG | spread.uniform_P[:, None, None]
+        baseline_PN = bounded_baselines(baseline_PN, spread)
+    scale_P11 = (spread.deviation_P + config.advantage_eps)[:, None, None]
+    advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
+    # omega(k, k) = 1, so the own column is unchanged: one expression for own and cross answers.
+    advantages_PNG = loss_omega_NN[:, learner][None, :, None] * advantages_PNG
     return advantages_PNG.masked_fill(silent_PNG, 0.0)
 
 
@@ -89,8 +115,22 @@ def joint_baselines(rewards_PNG: Tensor, omega_NN: Tensor, guard: bool) -> Tenso
     return baseline_PN
 
 
-def _group_deviation(rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample standard deviation over the judged rewards of each prompt, and where they are all equal. [P] each."""
+def bounded_baselines(baseline_PN: Tensor, spread: GroupSpread) -> Tensor:
+    """mean R - (mean R - mu_b) min(1, n sigma^2): mu_b itself for rewards of 0 and 1, the mean for equal ones. [P, N].
+
+    A prompt on which rewards differ by less than one success among n failures would says as much less of who is better
+    than expected, and a prompt on which they are equal says nothing. With min(1, n sigma^2) <= sqrt(n) sigma the
+    advantage is at most |R - mean R| / sigma + |mean R - mu_b| sqrt(n) <= (1 + |mean R - mu_b|) sqrt(n), which is the
+    bound that rewards of 0 and 1 have.
+    """
+    trust_P1 = (spread.count_P * spread.deviation_P**2)[:, None]
+    mean_P1 = spread.mean_P[:, None]
+    # n sigma^2 of one success among failures is 1 up to rounding
+    return torch.where(trust_P1 >= 1.0 - 1e-9, baseline_PN, mean_P1 - trust_P1 * (mean_P1 - baseline_PN))
+
+
+def group_spread(rewards_PNG: Tensor) -> GroupSpread:
+    """Count, mean and sample standard deviation of the judged rewards of each prompt, and where they are equal."""
     flat_PM = rewards_PNG.flatten(1)
     judged_PM = ~flat_PM.isnan()
     count_P = judged_PM.sum(dim=1)
@@ -99,4 +139,4 @@ def _group_deviation(rewards_PNG: Tensor) -> tuple[Tensor, Tensor]:
     deviation_P = (squares_P / (count_P - 1).clamp(min=1)).sqrt()
     highest_P = flat_PM.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest_P = flat_PM.nan_to_num(nan=torch.inf).amin(dim=1)
-    return deviation_P, highest_P <= lowest_P
+    return GroupSpread(count_P, mean_P1[:, 0], deviation_P, highest_P - lowest_P <= REWARD_TOLERANCE)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hacpo_mega.algorithm import REWARD_TOLERANCE
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.grading.judge import JudgeReport
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
@@ -213,6 +215,49 @@ class GradNormAlarm:
                 yield f"warning: the gradient norm of {name} is {norm:g}: such updates are skipped and change no weight"
 
 
+class AdvantageAlarm:
+    """Says once for every agent that it trained with an advantage beyond what rewards of 0 and 1 can make of it.
+
+    With n answers to a prompt and the highest capability ratio w, that is at most (1 + w) sqrt(n), times w for another
+    agent's answer (algorithm/advantage.py), and times the weight of an engine correction. The product's own advantages
+    stay below it for graded rewards, too; a function of the user's and the paper's formula without its guard need not.
+    """
+
+    def __init__(
+        self, names: Sequence[str], algorithm: AlgorithmConfig, num_answers: int, highest_weight: float = 1.0
+    ) -> None:
+        """`num_answers` of an agent to a prompt, `highest_weight` of an engine correction."""
+        self._names, self._algorithm, self._weight = names, algorithm, highest_weight
+        self._root = math.sqrt(num_answers * (len(names) if algorithm.shares_answers else 1))
+        self._told: set[int] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The agents that were spoken of, as plain values."""
+        return {"told": sorted(self._told)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._told = set(state["told"])
+
+    def warnings(self, largest_N: Sequence[float | None], highest_omega: float) -> Iterator[str]:
+        """A line for every agent whose largest advantage of a step exceeds the limit for the first time."""
+        limit = self._weight * highest_omega * (1.0 + highest_omega) * self._root
+        if self._algorithm.method == "sgt":
+            limit = max(limit, self._algorithm.transfer_weight)
+        for n, largest in enumerate(largest_N):
+            if largest is None or largest <= limit or n in self._told:
+                continue
+            self._told.add(n)
+            if self._algorithm.advantages is not None:
+                cause = f"algorithm.advantages = {self._algorithm.advantages!r} returned it"
+            else:
+                cause = "rewards that are nearly equal make it: set algorithm.uniform_group_is_zero = true"
+            yield (
+                f"warning: {self._names[n]} trains with an advantage of {largest:.3g}, and rewards of 0 and 1 would "
+                f"make at most {limit:.3g}, so that a few answers decide the update; {cause}"
+            )
+
+
 class IdleAlarm:
     """Says once that the first steps of a start teach nothing: nobody earns anything, or no answer is trained on.
 
@@ -224,7 +269,8 @@ class IdleAlarm:
 
     def warnings(self, rewards: Sequence[float | None], num_trained: Sequence[float | None]) -> Iterator[str]:
         """After IDLE_STEPS steps in a row without a reward, or without a trained answer, of every agent."""
-        earned, trained = any(rewards), any(num_trained)
+        earned = any(reward is not None and reward > REWARD_TOLERANCE for reward in rewards)
+        trained = any(num_trained)
         if self._num_steps >= IDLE_STEPS or (earned and trained):
             self._num_steps = IDLE_STEPS  # it is about the beginning
             return

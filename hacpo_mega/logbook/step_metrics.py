@@ -46,6 +46,11 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
     metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
 
 
+def add_advantages(metrics: Metrics, name: str, advantages_PNG: Tensor) -> None:
+    """The largest advantage of the answers that an agent trains with, either sign, omega applied."""
+    metrics.highest(f"agent/{name}/advantage_max", advantages_PNG.abs().max().item())
+
+
 def add_engine_gap(metrics: Metrics, name: str, scored: Sequence[tuple[Rollout, Score]]) -> None:
     """How far engine and trainer are apart on the trained tokens of fresh answers, both before the step's first update.
 

@@ -17,6 +17,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.alarms import (
+    AdvantageAlarm,
     EngineAlarm,
     GradNormAlarm,
     IdleAlarm,
@@ -30,6 +31,7 @@ from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.rollout_log import AnswerNotes
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.step_metrics import (
+    add_advantages,
     add_answers,
     add_capability,
     add_engine_gap,
@@ -94,6 +96,10 @@ class StepReport:
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
         self._grad_norm_alarm = GradNormAlarm(self._names)
+        is_weighed = config.rollout.engine_correction == "sequence"
+        highest_weight = max(1.0, config.rollout.engine_correction_cap) if is_weighed else 1.0
+        answers = config.answers_per_prompt, highest_weight
+        self._advantage_alarm = AdvantageAlarm(self._names, config.algorithm, *answers)
         # These watch one start: their state is not kept.
         self._residue_alarm, self._idle_alarm = ResidueAlarm(self._names), IdleAlarm()
         self._alarms = {
@@ -102,6 +108,7 @@ class StepReport:
             "unjudged": self._unjudged_limit,
             "engine": self._engine_alarm,
             "grad_norm": self._grad_norm_alarm,
+            "advantage": self._advantage_alarm,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,8 +117,8 @@ class StepReport:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`."""
-        for name, alarm in self._alarms.items():
-            alarm.load_state_dict(state[name])
+        for name in self._alarms.keys() & state.keys():  # an older run knows fewer alarms
+            self._alarms[name].load_state_dict(state[name])
 
     def write(
         self,
@@ -180,6 +187,7 @@ class StepReport:
             add_engine_gap(self._metrics, name, scored)
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
+        add_advantages(self._metrics, name, found.advantages_PNG)
         add_view(self._metrics, learner, self._names, found.views)
         for m, update in enumerate(found.updates):
             add_update(self._metrics, update, m, learner, self._names, self._algorithm, self._is_on_policy)
@@ -189,12 +197,18 @@ class StepReport:
     def _warn(self, reduced: StepMetrics) -> None:
         """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
         known = reduced.values | reduced.timing
-        gaps, norms, residues, rewards, trained = (
+        gaps, norms, residues, rewards, trained, advantages = (
             [known.get(f"agent/{name}/{what}") for name in self._names]
-            for what in ("engine_gap_mean", "grad_norm_max", "asleep_bytes", "reward_mean", "num_trained_answers")
+            for what in (
+                *("engine_gap_mean", "grad_norm_max", "asleep_bytes", "reward_mean"),
+                *("num_trained_answers", "advantage_max"),
+            )
         )
+        omegas = [value for name, value in known.items() if name.startswith("omega/")]
+        highest_omega = max([1.0, *omegas]) if self._algorithm.uses_capability else 1.0
         for warning in (
             *self._engine_alarm.warnings(gaps),
+            *self._advantage_alarm.warnings(advantages, highest_omega),
             *self._grad_norm_alarm.warnings(norms),
             *self._residue_alarm.warnings(residues),
             *(self._idle_alarm.warnings(rewards, trained) if known else ()),

@@ -8,8 +8,10 @@ import torch
 
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.alarms import (
+    AdvantageAlarm,
     EngineAlarm,
     GradNormAlarm,
     IdleAlarm,
@@ -85,8 +87,10 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
         JudgeAlarm: lambda alarm: list(alarm.warnings(report(64, "ValueError"), "answers")),
         EngineAlarm: lambda alarm: list(alarm.warnings([0.5, 1e-6])),
         GradNormAlarm: lambda alarm: list(alarm.warnings([math.inf, 1.0])),
+        AdvantageAlarm: lambda alarm: list(alarm.warnings([1.0, 1e3], 1.0)),
     }
     made = {OmegaAlarm: (names,), EngineAlarm: (names, torch.float32), GradNormAlarm: (names,)}
+    made[AdvantageAlarm] = (names, AlgorithmConfig(), 8)
     for kind, step in steps.items():
         before, after = kind(*made.get(kind, ())), kind(*made.get(kind, ()))
         assert step(before)
@@ -102,6 +106,30 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
     limit.load_state_dict({"num_steps": 2})
     with pytest.raises(RunStopped):
         limit.see(report(64, None))
+
+
+def test_an_advantage_beyond_what_rewards_of_0_and_1_can_make_is_said_once_with_its_cause():
+    """Two agents, eight answers each: the bound is (1 + w) sqrt(16) w, for w = 1.5 that is 15."""
+    paper = AdvantageAlarm(("a", "b"), AlgorithmConfig(uniform_group_is_zero=False), 8)
+    assert list(paper.warnings([15.0, None], 1.5)) == []
+    (line,) = paper.warnings([15.1, 7512.0], 40.0)
+    assert line.startswith(
+        "warning: b trains with an advantage of 7.51e+03, and rewards of 0 and 1 would make at most "
+    )
+    assert line.endswith("set algorithm.uniform_group_is_zero = true")
+    assert [line.split()[1] for line in paper.warnings([15.1, 7512.0], 1.5)] == ["a"]
+    named = AdvantageAlarm(("a",), AlgorithmConfig(method="gspo", advantages="mine.py:made"), 9, highest_weight=2.0)
+    assert list(named.warnings([12.0], 1.0)) == []
+    (line,) = named.warnings([12.1], 1.0)
+    assert line.endswith("algorithm.advantages = 'mine.py:made' returned it")
+    pulled = AdvantageAlarm(("a", "b"), AlgorithmConfig(method="sgt", transfer_weight=100.0), 8)
+    assert list(pulled.warnings([100.0, 0.0], 1.0)) == []
+
+
+def test_rewards_of_rounding_are_no_reward():
+    alarm = IdleAlarm()
+    lines = [line for _ in range(3) for line in alarm.warnings([1e-9, None], [4.0, None])]
+    assert len(lines) == 1 and "no answer of any agent earned anything" in lines[0]
 
 
 def test_a_share_of_one_never_ends_a_run():

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages
+from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages, trained_answers
 from hacpo_mega.config import AlgorithmConfig
 
 # Unit roundoff of float32 and float64. A tolerance is a number of roundings.
@@ -32,7 +34,11 @@ def test_worked_example_by_hand(cross_baseline, learner, expected):
 
 
 def reference_advantage(rewards, capability, k, j, g, config):
-    """One advantage in plain Python: eq. 10 (or eq. 50), with the guards that the options add."""
+    """One advantage in plain Python: eq. 10 (or eq. 50), with the guards that the options add.
+
+    Rewards whose deviation is below that of one success among failures, sqrt(1 / n), count the offset of their baseline
+    in the proportion of the two variances.
+    """
     num_agents, num_rollouts = len(rewards), len(rewards[0])
 
     def omega(a, b):
@@ -42,23 +48,26 @@ def reference_advantage(rewards, capability, k, j, g, config):
     flat = [reward for group in rewards for reward in group]
     mean = sum(flat) / len(flat)
     sigma = math.sqrt(sum((reward - mean) ** 2 for reward in flat) / (len(flat) - 1))
-    if config.uniform_group_is_zero and max(flat) == min(flat):
+    if config.uniform_group_is_zero and max(flat) - min(flat) <= 1e-6:
         return 0.0
     owner = j if config.cross_baseline == "source" else k
     baseline = sum(omega(owner, n) * reward for n in range(num_agents) for reward in rewards[n]) / len(flat)
     if config.baseline_guard and baseline > 1.0:
         baseline = sum(rewards[owner]) / num_rollouts
+    if config.uniform_group_is_zero and not set(flat) <= {0.0, 1.0}:
+        baseline = mean - (mean - baseline) * min(1.0, sigma**2 / (1 / len(flat)))
     advantage = (rewards[j][g] - baseline) / (sigma + config.advantage_eps)
     return advantage if j == k else omega(j, k) * advantage
 
 
 @pytest.mark.parametrize("preset", ["paper", "authors"])
 @pytest.mark.parametrize("num_agents", [1, 2, 3, 5])
-@pytest.mark.parametrize("graded", [False, True])
-def test_advantages_equal_the_specification(preset, num_agents, graded):
+@pytest.mark.parametrize("spread", [0.0, 1.0, 0.1, 0.001])
+def test_advantages_equal_the_specification(preset, num_agents, spread):
+    """Rewards of 0 and 1 (spread 0), and graded ones of which a prompt's lie within `spread`."""
     torch.manual_seed(num_agents)
     rewards = torch.rand(7, num_agents, 4, dtype=torch.float64)
-    rewards = rewards if graded else (rewards > 0.4).double()
+    rewards = 0.7 * (1 - spread) + rewards * spread if spread else (rewards > 0.4).double()
     rewards[0] = 1.0  # a prompt everybody solves
     capability = torch.rand(num_agents, dtype=torch.float64) * 0.9 + 0.05
     config = AlgorithmConfig(preset=preset)
@@ -98,6 +107,118 @@ def test_a_uniform_group_is_silent_unless_asked_to_speak():
     assert hacpo_advantages(rewards, capability, 0, AlgorithmConfig()).abs().max() == 0.0
     loud = hacpo_advantages(rewards, capability, 0, AlgorithmConfig(uniform_group_is_zero=False))
     assert loud.abs().max() > 1.0
+
+
+NUM_ANSWERS = 4
+HIGH = [[0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]]
+
+
+def graded_prompts():
+    """Rewards [N][G] of one prompt, as rewards that are more than a verdict make them."""
+    grades = st.floats(0.0, 1.0)
+    near = st.tuples(grades, st.sampled_from([0.0, 1e-16, 1e-9, 3e-7, 1e-5, 1e-4, 1e-2]))
+    agents = st.integers(2, 3)
+
+    def cube(draw_value):
+        return agents.flatmap(lambda n: st.lists(st.lists(draw_value, min_size=4, max_size=4), min_size=n, max_size=n))
+
+    near_equal = near.flatmap(
+        lambda pair: cube(st.integers(-3, 3).map(lambda k: min(1.0, max(0.0, pair[0] + k * pair[1]))))
+    )
+    one_constant = st.tuples(grades, cube(grades)).map(lambda pair: [[pair[0]] * NUM_ANSWERS, *pair[1][1:]])
+    one_low = st.tuples(grades, cube(grades)).map(
+        lambda pair: [[pair[0], *HIGH[0][1:]], *([0.9] * NUM_ANSWERS for _ in pair[1][1:])]
+    )
+    verdict_and_brevity = cube(
+        st.tuples(st.sampled_from([0.0, 0.9]), st.integers(0, 40)).map(lambda pair: pair[0] + 0.1 - pair[1] / 40_000)
+    )
+    return st.one_of(cube(grades), near_equal, one_constant, one_low, verdict_and_brevity)
+
+
+@given(
+    rewards=graded_prompts(),
+    capability=st.lists(st.floats(0.02, 1.0), min_size=3, max_size=3),
+    cross_baseline=st.sampled_from(["source", "learner"]),
+)
+@settings(max_examples=300)
+def test_no_advantage_exceeds_what_rewards_of_0_and_1_can_have(rewards, capability, cross_baseline):
+    """|A| <= (1 + |d|) sqrt(n), times omega for another agent's answer; d is the offset of the baseline from the mean.
+
+    With rewards of 0 and 1 the paper's own formula stays below that, since sigma^2 >= 1 / n (float64, a rounding each).
+    """
+    rewards_PNG = torch.tensor([rewards], dtype=torch.float64)
+    num_agents, num_rewards = len(rewards), rewards_PNG.numel()
+    capability_N = torch.tensor(capability[:num_agents], dtype=torch.float64)
+    config = AlgorithmConfig(cross_baseline=cross_baseline)
+    mean = rewards_PNG.mean().item()
+    for learner in range(num_agents):
+        found = hacpo_advantages(rewards_PNG, capability_N, learner, config)[0]
+        for j in range(num_agents):
+            owner = j if cross_baseline == "source" else learner
+            omegas = [capability[owner] / capability[n] for n in range(num_agents)]
+            offset = mean - sum(omegas[n] * sum(rewards[n]) for n in range(num_agents)) / num_rewards
+            weight = 1.0 if j == learner else capability[j] / capability[learner]
+            bound = weight * (1 + abs(offset)) * math.sqrt(num_rewards)
+            assert found[j].abs().max() <= bound * (1 + 1e-9), (rewards, j)
+
+
+@given(seed=st.integers(0, 2**16), num_agents=st.integers(1, 3), preset=st.sampled_from(["paper", "authors"]))
+@settings(max_examples=60)
+def test_rewards_of_0_and_1_have_the_advantages_of_the_paper_bit_for_bit(seed, num_agents, preset):
+    """The formula as it is printed, in the same order of operations, for every number of successes."""
+    generator = torch.Generator().manual_seed(seed)
+    share_P11 = torch.rand(16, 1, 1, generator=generator)
+    rewards = (torch.rand(16, num_agents, 8, generator=generator) < share_P11).double()
+    rewards[0] = 0.0
+    rewards[0, 0, 0] = 1.0
+    rewards[1] = 1.0
+    rewards[1, 0, 0] = 0.0
+    capability = torch.rand(num_agents, generator=generator).double() + 0.05
+    config = AlgorithmConfig(preset=preset)
+    omega = capability[:, None] / capability[None, :]
+    omega = omega if config.omega_clip is None else omega.clamp(*config.omega_clip)
+    baseline = rewards.sum(dim=2) @ omega.T / (num_agents * 8)
+    if config.baseline_guard:
+        baseline = torch.where(baseline > 1.0, rewards.mean(dim=2), baseline)
+    deviation = rewards.flatten(1) - rewards.flatten(1).sum(dim=1, keepdim=True) / (num_agents * 8)
+    sigma = ((deviation**2).sum(dim=1) / max(num_agents * 8 - 1, 1)).sqrt()
+    for learner in range(num_agents):
+        mine = baseline if config.cross_baseline == "source" else baseline[:, learner : learner + 1]
+        paper = (rewards - mine[:, :, None]) / (sigma + config.advantage_eps)[:, None, None]
+        paper = omega[:, learner][None, :, None] * paper
+        paper[sigma == 0.0] = 0.0
+        assert torch.equal(hacpo_advantages(rewards, capability, learner, config), paper)
+
+
+def test_nearly_equal_rewards_teach_what_naive_sharing_learns_from_them():
+    """Sixteen rewards of .3, half of one agent's by an addition in another order, or a ten-thousandth higher."""
+    capability = torch.tensor([0.55, 0.45], dtype=torch.float64)
+    rounding = torch.full((1, 2, 8), 0.3, dtype=torch.float64)
+    rounding[0, 0, ::2] = 0.1 + 0.2
+    assert rounding.unique().numel() == 2
+    assert hacpo_advantages(rounding, capability, 0, AlgorithmConfig()).abs().max() == 0.0
+    close = torch.full((1, 2, 8), 0.3, dtype=torch.float64)
+    close[0, 0, ::2] = 0.3001
+    naive = hacpo_advantages(close, capability, 0, AlgorithmConfig(method="naive"))
+    own = hacpo_advantages(close, capability, 0, AlgorithmConfig())[:, 0]
+    # Four rewards are .75e-4 above the mean, twelve .25e-4 below. The other agent's omega is 11 / 9 in the baseline,
+    # which is d = (1 - 11 / 9) .3 / 2 too high (.00003 aside), and n sigma^2 of that counts.
+    sigma = math.sqrt((4 * 0.75**2 + 12 * 0.25**2) * 1e-8 / 15)
+    shift = (1 - 11 / 9) * 0.15 * 16 * sigma**2 / (sigma + 1e-6)
+    torch.testing.assert_close(own, naive[:, 0] + shift, rtol=0, atol=1e-9)
+    assert abs(shift) < 0.03
+
+
+def test_an_advantage_of_rounding_is_not_trained_on():
+    """An answer that earned the mean of graded rewards: its advantage is what adding them up has rounded."""
+    rewards = torch.tensor([[[0.1, 0.2, 0.7], [0.3, 0.35, 0.35]]], dtype=torch.float64)
+    rewards[0, 1] = rewards.mean()
+    capability = torch.ones(2, dtype=torch.float64)
+    advantages = torch.tensor([[[1.0, -1.0, 0.0], [3e-16, -2e-10, 2e-9]]], dtype=torch.float64)
+    trained = trained_answers(advantages, 0, AlgorithmConfig())
+    assert trained[0].tolist() == [[True, True, True], [False, False, True]]
+    found = hacpo_advantages(rewards, capability, 0, AlgorithmConfig())
+    assert not trained_answers(found, 0, AlgorithmConfig())[0, 1].any()
 
 
 def test_an_unjudged_answer_enters_no_mean_and_gets_no_advantage():

@@ -46,7 +46,7 @@ ABLATIONS = {
 def group_advantage(reward: float, group: list[float]) -> float:
     """(R - mean) / (std + eps) over the judged answers of a group; 0 where all are equal or this one is unjudged."""
     judged = [r for r in group if not math.isnan(r)]
-    if math.isnan(reward) or len(set(judged)) < 2:
+    if math.isnan(reward) or max(judged) - min(judged) <= 1e-6:
         return 0.0
     return (reward - statistics.fmean(judged)) / (statistics.stdev(judged) + 1e-6)
 
@@ -76,7 +76,7 @@ def hacpo_advantage_of(
     """Eq. 10 and eq. 50 with the ablations: omega = 1 in the baseline, or in the coefficient."""
     judged = [(a, r) for a, group in enumerate(rewards) for r in group if not math.isnan(r)]
     values = [r for _, r in judged]
-    if math.isnan(reward) or len(set(values)) < 2:
+    if math.isnan(reward) or max(values) - min(values) <= 1e-6:
         return 0.0
 
     def omega(a: int, b: int) -> float:
@@ -89,6 +89,9 @@ def hacpo_advantage_of(
     if config.baseline_guard and baseline > 1.0:
         own = [r for r in rewards[of] if not math.isnan(r)]
         baseline = statistics.fmean(own) if own else 0.0
+    if not set(values) <= {0.0, 1.0}:  # graded rewards: the offset counts as their variance beside that of one success
+        mean = statistics.fmean(values)
+        baseline = mean + (baseline - mean) * min(1.0, statistics.variance(values) * len(values))
     coefficient = omega(j, k) if j != k and config.omega_in_loss else 1.0
     return coefficient * (reward - baseline) / (statistics.stdev(values) + 1e-6)
 
