@@ -9,10 +9,14 @@ The capability coefficient omega(j, k) is applied here, so the objective never s
 are the same with omega = 1 in the baseline (Table 2), in the coefficient (Table 3), or in both: naive sharing.
 
 Graded rewards need one thing more. The offset d_b[p] = mean R[p] - mu_b[p] does not vanish with sigma[p], so that the
-paper's formula has no bound where the rewards of a prompt are nearly equal. With n = N G rewards of 0 and 1 that are
-not all equal, n sigma^2 >= 1 holds always; below that the offset is taken in proportion (`bounded_baselines`):
+paper's formula has no bound where the n = N G rewards of a prompt are nearly equal. Such an advantage counts in the
+proportion of the variance to the mean square deviation from the baseline (`variance_shares`):
 
-mu_b[p]  ->  mean R[p] - d_b[p] min(1, n sigma[p]^2),          so that |A_b| <= (1 + |d_b|) sqrt(n) for any rewards.
+s_b[p]^2      = sum (R - mu_b)^2 / (n - 1) = sigma^2 + d_b^2 n / (n - 1)
+A_b[p, j, g]  = (R[p, j, g] - mu_b[p]) sigma[p] / s_b[p]^2      graded rewards; |A_b| <= sqrt(n - 1) for any of them
+
+It is the paper's formula where omega is 1, and vanishes as the prompt stops telling answers apart. Rewards of 0 and 1
+keep the paper's, whose sigma is 0 or at least sqrt(1 / n).
 
 Not here: the rivals' advantages (rivals.py).
 """
@@ -35,12 +39,14 @@ class GroupSpread(NamedTuple):
 
     count_P      judged answers n      mean_P      of their rewards      deviation_P      sample standard deviation
     uniform_P    bool, whether no two differ by more than REWARD_TOLERANCE
+    binary_P     bool, whether each is 0 or 1, within REWARD_TOLERANCE
     """
 
     count_P: Tensor
     mean_P: Tensor
     deviation_P: Tensor
     uniform_P: Tensor
+    binary_P: Tensor
 
 
 def hacpo_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
@@ -93,9 +99,10 @@ def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, 
     if config.uniform_group_is_zero:
         # Without this, omega != 1 pulls the baseline off a group in which nobody was better than anybody.
         silent_PNG = silent_PNG | spread.uniform_P[:, None, None]
-        baseline_PN = bounded_baselines(baseline_PN, spread)
     scale_P11 = (spread.deviation_P + config.advantage_eps)[:, None, None]
     advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
+    if config.uniform_group_is_zero:
+        advantages_PNG = advantages_PNG * variance_shares(baseline_PN, spread)[:, :, None]
     # omega(k, k) = 1, so the own column is unchanged: one expression for own and cross answers.
     advantages_PNG = loss_omega_NN[:, learner][None, :, None] * advantages_PNG
     return advantages_PNG.masked_fill(silent_PNG, 0.0)
@@ -115,22 +122,20 @@ def joint_baselines(rewards_PNG: Tensor, omega_NN: Tensor, guard: bool) -> Tenso
     return baseline_PN
 
 
-def bounded_baselines(baseline_PN: Tensor, spread: GroupSpread) -> Tensor:
-    """mean R - (mean R - mu_b) min(1, n sigma^2): mu_b itself for rewards of 0 and 1, the mean for equal ones. [P, N].
+def variance_shares(baseline_PN: Tensor, spread: GroupSpread) -> Tensor:
+    """sigma^2 / s_b^2 of every prompt and baseline b: 1 where rewards are 0 or 1, or where mu_b is their mean. [P, N].
 
-    A prompt on which rewards differ by less than one success among n failures would says as much less of who is better
-    than expected, and a prompt on which they are equal says nothing. With min(1, n sigma^2) <= sqrt(n) sigma the
-    advantage is at most |R - mean R| / sigma + |mean R - mu_b| sqrt(n) <= (1 + |mean R - mu_b|) sqrt(n), which is the
-    bound that rewards of 0 and 1 have.
+    s_b^2 = sum (R - mu_b)^2 / (n - 1) is at least sigma^2 and at least (R - mu_b)^2 / (n - 1) of every reward, so that
+    |R - mu_b| / sigma times this is at most sqrt(n - 1) sigma / s_b <= sqrt(n - 1).
     """
-    trust_P1 = (spread.count_P * spread.deviation_P**2)[:, None]
-    mean_P1 = spread.mean_P[:, None]
-    # n sigma^2 of one success among failures is 1 up to rounding
-    return torch.where(trust_P1 >= 1.0 - 1e-9, baseline_PN, mean_P1 - trust_P1 * (mean_P1 - baseline_PN))
+    count_P1, variance_P1 = spread.count_P[:, None], (spread.deviation_P**2)[:, None]
+    offset_PN = spread.mean_P[:, None] - baseline_PN
+    around_baseline_PN = variance_P1 + offset_PN**2 * count_P1 / (count_P1 - 1).clamp(min=1)
+    return (variance_P1 / around_baseline_PN).masked_fill(spread.binary_P[:, None], 1.0)
 
 
 def group_spread(rewards_PNG: Tensor) -> GroupSpread:
-    """Count, mean and sample standard deviation of the judged rewards of each prompt, and where they are equal."""
+    """How the judged rewards of each prompt lie, of float64 [P, N, G] with NaN where unjudged."""
     flat_PM = rewards_PNG.flatten(1)
     judged_PM = ~flat_PM.isnan()
     count_P = judged_PM.sum(dim=1)
@@ -139,4 +144,6 @@ def group_spread(rewards_PNG: Tensor) -> GroupSpread:
     deviation_P = (squares_P / (count_P - 1).clamp(min=1)).sqrt()
     highest_P = flat_PM.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest_P = flat_PM.nan_to_num(nan=torch.inf).amin(dim=1)
-    return GroupSpread(count_P, mean_P1[:, 0], deviation_P, highest_P - lowest_P <= REWARD_TOLERANCE)
+    is_uniform_P = highest_P - lowest_P <= REWARD_TOLERANCE
+    is_binary_PM = torch.minimum(flat_PM.abs(), (flat_PM - 1.0).abs()) <= REWARD_TOLERANCE
+    return GroupSpread(count_P, mean_P1[:, 0], deviation_P, is_uniform_P, (is_binary_PM | ~judged_PM).all(dim=1))

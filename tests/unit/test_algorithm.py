@@ -36,8 +36,7 @@ def test_worked_example_by_hand(cross_baseline, learner, expected):
 def reference_advantage(rewards, capability, k, j, g, config):
     """One advantage in plain Python: eq. 10 (or eq. 50), with the guards that the options add.
 
-    Rewards whose deviation is below that of one success among failures, sqrt(1 / n), count the offset of their baseline
-    in the proportion of the two variances.
+    Graded rewards are divided by their mean square deviation from the baseline, over sigma.
     """
     num_agents, num_rollouts = len(rewards), len(rewards[0])
 
@@ -54,9 +53,10 @@ def reference_advantage(rewards, capability, k, j, g, config):
     baseline = sum(omega(owner, n) * reward for n in range(num_agents) for reward in rewards[n]) / len(flat)
     if config.baseline_guard and baseline > 1.0:
         baseline = sum(rewards[owner]) / num_rollouts
-    if config.uniform_group_is_zero and not set(flat) <= {0.0, 1.0}:
-        baseline = mean - (mean - baseline) * min(1.0, sigma**2 / (1 / len(flat)))
     advantage = (rewards[j][g] - baseline) / (sigma + config.advantage_eps)
+    if config.uniform_group_is_zero and not set(flat) <= {0.0, 1.0}:
+        about_baseline = sum((reward - baseline) ** 2 for reward in flat) / (len(flat) - 1)
+        advantage *= sigma**2 / about_baseline
     return advantage if j == k else omega(j, k) * advantage
 
 
@@ -142,12 +142,13 @@ def graded_prompts():
 )
 @settings(max_examples=300)
 def test_no_advantage_exceeds_what_rewards_of_0_and_1_can_have(rewards, capability, cross_baseline):
-    """|A| <= (1 + |d|) sqrt(n), times omega for another agent's answer; d is the offset of the baseline from the mean.
+    """|A| <= sqrt(n - 1) for graded rewards, times omega for another agent's answer; (1 + |d|) sqrt(n) for 0 and 1.
 
-    With rewards of 0 and 1 the paper's own formula stays below that, since sigma^2 >= 1 / n (float64, a rounding each).
+    d is the offset of the baseline from the mean: with rewards of 0 and 1 sigma^2 >= 1 / n (float64, a rounding each).
     """
     rewards_PNG = torch.tensor([rewards], dtype=torch.float64)
     num_agents, num_rewards = len(rewards), rewards_PNG.numel()
+    is_graded = bool(((rewards_PNG > 1e-6) & (rewards_PNG < 1 - 1e-6)).any())
     capability_N = torch.tensor(capability[:num_agents], dtype=torch.float64)
     config = AlgorithmConfig(cross_baseline=cross_baseline)
     mean = rewards_PNG.mean().item()
@@ -158,7 +159,7 @@ def test_no_advantage_exceeds_what_rewards_of_0_and_1_can_have(rewards, capabili
             omegas = [capability[owner] / capability[n] for n in range(num_agents)]
             offset = mean - sum(omegas[n] * sum(rewards[n]) for n in range(num_agents)) / num_rewards
             weight = 1.0 if j == learner else capability[j] / capability[learner]
-            bound = weight * (1 + abs(offset)) * math.sqrt(num_rewards)
+            bound = weight * (math.sqrt(num_rewards - 1) if is_graded else (1 + abs(offset)) * math.sqrt(num_rewards))
             assert found[j].abs().max() <= bound * (1 + 1e-9), (rewards, j)
 
 
@@ -190,7 +191,7 @@ def test_rewards_of_0_and_1_have_the_advantages_of_the_paper_bit_for_bit(seed, n
         assert torch.equal(hacpo_advantages(rewards, capability, learner, config), paper)
 
 
-def test_nearly_equal_rewards_teach_what_naive_sharing_learns_from_them():
+def test_nearly_equal_rewards_teach_nearly_nothing():
     """Sixteen rewards of .3, half of one agent's by an addition in another order, or a ten-thousandth higher."""
     capability = torch.tensor([0.55, 0.45], dtype=torch.float64)
     rounding = torch.full((1, 2, 8), 0.3, dtype=torch.float64)
@@ -201,12 +202,13 @@ def test_nearly_equal_rewards_teach_what_naive_sharing_learns_from_them():
     close[0, 0, ::2] = 0.3001
     naive = hacpo_advantages(close, capability, 0, AlgorithmConfig(method="naive"))
     own = hacpo_advantages(close, capability, 0, AlgorithmConfig())[:, 0]
-    # Four rewards are .75e-4 above the mean, twelve .25e-4 below. The other agent's omega is 11 / 9 in the baseline,
-    # which is d = (1 - 11 / 9) .3 / 2 too high (.00003 aside), and n sigma^2 of that counts.
-    sigma = math.sqrt((4 * 0.75**2 + 12 * 0.25**2) * 1e-8 / 15)
-    shift = (1 - 11 / 9) * 0.15 * 16 * sigma**2 / (sigma + 1e-6)
-    torch.testing.assert_close(own, naive[:, 0] + shift, rtol=0, atol=1e-9)
-    assert abs(shift) < 0.03
+    assert own.abs().max() < 0.01 * naive.abs().max()
+    # By hand: four rewards are .75e-4 above the mean of .300025, twelve .25e-4 below, and omega of the other agent is
+    # 9 / 11 of the first one's: d = .300025 - (.30005 + 11 / 9 x .3) / 2 = -.0333.
+    variance = (4 * 0.75**2 + 12 * 0.25**2) * 1e-8 / 15
+    offset = 0.300025 - (0.30005 + 11 / 9 * 0.3) / 2
+    expected = (0.75e-4 + offset) / (math.sqrt(variance) + 1e-6) * variance / (variance + offset**2 * 16 / 15)
+    assert own[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_an_advantage_of_rounding_is_not_trained_on():

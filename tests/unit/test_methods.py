@@ -89,10 +89,9 @@ def hacpo_advantage_of(
     if config.baseline_guard and baseline > 1.0:
         own = [r for r in rewards[of] if not math.isnan(r)]
         baseline = statistics.fmean(own) if own else 0.0
-    if not set(values) <= {0.0, 1.0}:  # graded rewards: the offset counts as their variance beside that of one success
-        mean = statistics.fmean(values)
-        baseline = mean + (baseline - mean) * min(1.0, statistics.variance(values) * len(values))
     coefficient = omega(j, k) if j != k and config.omega_in_loss else 1.0
+    if not set(values) <= {0.0, 1.0}:  # graded rewards: the share of the variance in the square about the baseline
+        coefficient *= statistics.variance(values) / (sum((r - baseline) ** 2 for r in values) / (len(values) - 1))
     return coefficient * (reward - baseline) / (statistics.stdev(values) + 1e-6)
 
 
