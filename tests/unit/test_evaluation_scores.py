@@ -33,7 +33,8 @@ REAL = SHARED / "data"
 def answers(correct: str, votes: str | None = None) -> Answers:
     """One character per answer: correct is 1 or 0, a vote is any letter, and a dot is none."""
     texts = votes or "a" * len(correct)
-    return Answers(tuple(c == "1" for c in correct), tuple(None if v == "." else v for v in texts))
+    right = tuple(c == "1" for c in correct)
+    return Answers(tuple(map(float, right)), right, tuple(None if v == "." else v for v in texts))
 
 
 @pytest.mark.parametrize("correct", ["0000", "1000", "0110", "10101", "111111", "0000001"])
