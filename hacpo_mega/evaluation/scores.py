@@ -1,7 +1,7 @@
 """Statistics of k judged answers per problem, and what their error is over problems. Pure functions, no files.
 
-    avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer, else called "mean reward@k"
-    best@k   mean of the highest reward among the k answers to a problem, else called "best reward@k"
+    avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer, else shown as mean reward@k
+    best@k   mean of the highest reward among the k answers to a problem, else shown as best reward@k
     pass@k   share of problems with a success among k of n answers, without bias:
              1 - C(n - c, k) / C(n, k)   (Chen et al. 2021, eq. 1)
     maj@k    share of problems whose most frequent final answer is a success

@@ -28,20 +28,18 @@ from hacpo_mega.evaluation.scores import (
     over_problems,
     pass_at,
 )
+from hacpo_mega.logbook.held_out import score_name
 from hacpo_mega.models.visible import one_line
 
 RESULT = "evaluation.json"
 LOG_WIDTH = 160  # of a table in a file
-# What the scores of a benchmark are called, where every reward is 0 or 1, and where one lies between.
-PLAIN = {"avg": "avg", "best": "best", "maj": "maj"}
-GRADED = {"avg": "mean reward", "best": "best reward", "maj": "maj"}
 
 
 @dataclass(frozen=True)
 class BenchmarkResult:
     """One benchmark: its scores by name, such as "avg@30", and what they rest on.
 
-    graded            a reward lay between 0 and 1: scores are called "mean reward@30" and "best reward@30"
+    graded            a reward lay between 0 and 1: avg@k is shown as mean reward@k, best@k as best reward@k
     num_repeated      rows of its file that repeat a problem and count nowhere
     num_problems      that were asked                num_dropped       over the prompt limit, not asked
     num_unscored      without any judged answer      num_unjudged      answers without a reward
@@ -82,13 +80,12 @@ def summarize(
         answers = [list(group) for group in _by_problem(read_answers(out, benchmark.name).values())]
         problems = [judged(group) for group in answers if judged(group)]
         values = scores_of_problems(problems, benchmark.num_answers, is_defined=success is not None)
-        words = GRADED if are_graded(problems) else PLAIN
-        named = (f"{words[what]}@{benchmark.num_answers}" for what in (benchmark.headline, "avg"))
+        named = (f"{what}@{benchmark.num_answers}" for what in (benchmark.headline, "avg"))
         headline = next(name for name in named if name in values)  # maj may be absent
         headlines.append(values[headline])
         scores = {name: over_problems(value_P, seed) for name, value_P in values.items()}
         result = _result(benchmark, headline, scores, answers, num_dropped[benchmark.name])
-        results.append(replace(result, graded=words is GRADED))
+        results.append(replace(result, graded=are_graded(problems)))
     return Evaluation(settings, tuple(results), mean_of_benchmarks(headlines, seed))
 
 
@@ -104,18 +101,17 @@ def scores_of_problems(
 ) -> dict[str, list[float]]:
     """Every score of every problem, by name. pass@k leaves problems out that have fewer than k judged answers.
 
-    Graded rewards have other names, and pass@1 and pass@n beside them. Where none of their answers is a success and
+    Graded rewards have pass@1 and pass@n, too. Where none of their answers is a success and
     reward.success does not define one (`is_defined`), none could be, and pass@k and maj@k are absent.
     """
     graded = are_graded(problems)
-    words = GRADED if graded else PLAIN
-    values = {f"{words['avg']}@{num_answers}": [average(problem) for problem in problems]}
+    values = {f"avg@{num_answers}": [average(problem) for problem in problems]}
     if num_answers > 1:
-        values[f"{words['best']}@{num_answers}"] = [best(problem) for problem in problems]
+        values[f"best@{num_answers}"] = [best(problem) for problem in problems]
     if graded and not is_defined and not any(any(problem.correct) for problem in problems):
         return values
     if num_answers > 1:
-        values[f"{words['maj']}@{num_answers}"] = [majority(problem) for problem in problems]
+        values[f"maj@{num_answers}"] = [majority(problem) for problem in problems]
     powers = [k for power in range(num_answers.bit_length()) if (k := 2**power) < num_answers]
     # with rewards of 0 and 1 pass@1 is avg@n, and pass@n is best@n
     for k in [*powers, num_answers] if graded else powers[1:]:
@@ -214,11 +210,12 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
 
 def _row(result: BenchmarkResult) -> tuple[str, ...]:
     headline = result.scores[result.headline]
-    others = "  ".join(f"{name} {s.value:.4f}" for name, s in result.scores.items() if name != result.headline)
+    shown = {name: f"{score_name(name, graded=result.graded)} {s.value:.4f}" for name, s in result.scores.items()}
+    others = "  ".join(score for name, score in shown.items() if name != result.headline)
     return (
         result.name,
         str(result.num_problems),
-        f"{result.headline} {headline.value:.4f}",
+        shown[result.headline],
         _interval_of(headline, result.num_problems - result.num_unscored),
         others,
         f"{result.no_answer:.1%}",

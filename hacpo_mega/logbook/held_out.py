@@ -65,3 +65,9 @@ def mean_held_out(values: Mapping[str, float], names: Sequence[str]) -> float | 
     """Held-out mean reward of a step's reduced metrics, mean over the agents; None where one of them has none."""
     found = [held_out(values, name) for name in names]
     return None if None in found else math.fsum(point.value for point in found) / len(found)
+
+
+def score_name(name: str, *, graded: bool) -> str:
+    """A score of `eval`, such as avg@8, as people read it: of graded rewards "mean reward@8" and "best reward@8"."""
+    what, at, k = name.partition("@")
+    return f"{what.replace('avg', 'mean')} reward{at}{k}" if graded and what in ("avg", "best") else name
