@@ -183,8 +183,8 @@ def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
             rows.append((method, *cells))
     seeds = ", ".join(map(str, grid.tuning_seeds))
     notes = (
-        f"Held-out {regime.measure} at the end of a run, mean of all agents, over the tuning seeds {seeds}, none of "
-        "which is reported; bold is the rate that was taken.",
+        f"Mean {regime.measure.removeprefix('mean ')} of all agents at the end of a run, over the tuning seeds {seeds}, "
+        "none of which is reported; bold is the rate that was taken.",
     )
     head = ("method", *(f"{rate:g}" for rate in rates))
     return Table("tuning of the learning rate", head, tuple(rows) if rates else (), notes)
