@@ -181,10 +181,10 @@ def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
                 for rate in rates
             )
             rows.append((method, *cells))
-    seeds = ", ".join(map(str, grid.tuning_seeds))
+    seeds, measure = ", ".join(map(str, grid.tuning_seeds)), regime.measure.removeprefix("mean ")
     notes = (
-        f"Mean {regime.measure.removeprefix('mean ')} of all agents at the end of a run, over the tuning seeds {seeds}, "
-        "none of which is reported; bold is the rate that was taken.",
+        f"Mean {measure} of all agents at the end of a run, over the tuning seeds {seeds}, none of which is reported; "
+        "bold is the rate that was taken.",
     )
     head = ("method", *(f"{rate:g}" for rate in rates))
     return Table("tuning of the learning rate", head, tuple(rows) if rates else (), notes)
