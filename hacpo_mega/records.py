@@ -25,7 +25,7 @@ class Stop(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What the judge said.
+    """What the judge said. CORRECT is a success, as `reward.success` defines one; no reader compares rewards for it.
 
     TIMEOUT and ERROR earn 0 where the answer is their cause, else a policy could learn to cause them; where the judge
     is, the answer is unjudged and its reward is NaN.
@@ -116,6 +116,10 @@ class Judgement(NamedTuple):
     @property
     def is_judged(self) -> bool:
         return not math.isnan(self.reward)
+
+    @property
+    def is_success(self) -> bool:
+        return self.verdict is Verdict.CORRECT
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Capability of every agent and the ratio omega between two of them: HACPO, eq. 9 and the text below it.
 
 P_hat_k = mean over the last K steps of agent k's mean reward in that step;  omega(k, j) = P_hat_k / P_hat_j.
+The authors' code counts the share of successes in place of the mean reward; with rewards of 0 and 1 they are equal.
 Not here: where the rewards come from and how lanes add them up (trainer), or what omega is used for (advantage.py).
 """
 
@@ -12,15 +13,16 @@ from torch import Tensor
 from hacpo_mega.config import AlgorithmConfig
 
 
-def reward_tally(rewards_PNG: Tensor) -> Tensor:
-    """Per agent (sum of rewards, number with reward > 0, number judged) over judged answers, float64 [N, 3].
+def reward_tally(rewards_PNG: Tensor, successes_PNG: Tensor) -> Tensor:
+    """Per agent (sum of rewards, number of successes, number judged) over judged answers, float64 [N, 3].
 
-    rewards_PNG is float64 [P, N, G], NaN where unjudged. Tallies of lanes add up to that of the step.
+    rewards_PNG is float64 [P, N, G], NaN where unjudged; successes_PNG is bool: what the judge calls correct. Tallies
+    of lanes add up to that of the step.
     """
     judged_PNG = ~rewards_PNG.isnan()
     sums_N = rewards_PNG.nan_to_num().sum(dim=(0, 2))
-    positive_N = (rewards_PNG > 0).sum(dim=(0, 2))
-    return torch.stack([sums_N, positive_N.double(), judged_PNG.sum(dim=(0, 2)).double()], dim=1)
+    successes_N = successes_PNG.sum(dim=(0, 2))
+    return torch.stack([sums_N, successes_N.double(), judged_PNG.sum(dim=(0, 2)).double()], dim=1)
 
 
 class CapabilityTracker:
@@ -32,12 +34,12 @@ class CapabilityTracker:
         # One entry more than the window: with capability_includes_current off, the newest one is left out.
         self._history: deque[Tensor] = deque(maxlen=config.capability_window + 1)
 
-    def update(self, mean_reward_N: Tensor, positive_rate_N: Tensor) -> None:
+    def update(self, mean_reward_N: Tensor, success_rate_N: Tensor) -> None:
         """Adds one step. float64 [N] each; NaN where an agent had no judged answer in this step.
 
         Raises ValueError for a wrong shape.
         """
-        metric_N = mean_reward_N if self._config.capability_metric == "mean_reward" else positive_rate_N
+        metric_N = mean_reward_N if self._config.capability_metric == "mean_reward" else success_rate_N
         if tuple(metric_N.shape) != (self._num_agents,):
             raise ValueError(
                 f"capability needs one number for each of {self._num_agents} agents, found {tuple(metric_N.shape)}"
@@ -49,8 +51,8 @@ class CapabilityTracker:
 
     def add(self, tally_N3: Tensor) -> None:
         """Adds one step by its `reward_tally`, added up over all lanes."""
-        reward_N, positive_N, judged_N = tally_N3.unbind(dim=1)
-        self.update(reward_N / judged_N, positive_N / judged_N)
+        reward_N, successes_N, judged_N = tally_N3.unbind(dim=1)
+        self.update(reward_N / judged_N, successes_N / judged_N)
 
     def values(self) -> Tensor:
         """P_hat, float64 [N], at least `capability_floor`.

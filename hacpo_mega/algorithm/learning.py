@@ -32,10 +32,12 @@ class Learning(NamedTuple):
         return self._replace(advantages_PNG=self.advantages_PNG * weights_PNG)
 
 
-def learning_of(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Learning:
-    """The learning of agent number `learner`, from its lane's rewards [P, N, G] and all capabilities [N]."""
+def learning_of(
+    rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
+) -> Learning:
+    """The learning of agent number `learner`, from its lane's rewards and successes [P, N, G] and all capabilities."""
     num_agents = rewards_PNG.shape[1]
-    advantages = [advantages_of(rewards_PNG, capability_N, k, config) for k in range(num_agents)]
+    advantages = [advantages_of(rewards_PNG, successes_PNG, capability_N, k, config) for k in range(num_agents)]
     trains = [trained_answers(advantages_PNG, k, config) for k, advantages_PNG in enumerate(advantages)]
     others = [trains_PNG[:, learner] for k, trains_PNG in enumerate(trains) if k != learner]
     own_PG = trains[learner][:, learner]

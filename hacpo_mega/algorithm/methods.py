@@ -8,17 +8,20 @@ from hacpo_mega.algorithm.rivals import f_tis_advantages, sgt_advantages
 from hacpo_mega.config import AlgorithmConfig
 
 
-def advantages_of(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
+def advantages_of(
+    rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
+) -> Tensor:
     """The advantage with which `learner` trains on every answer; 0 for one that it does not train on.
 
     rewards_PNG   [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
+    successes_PNG bool [P, N, G]: which of them the judge calls correct; only sgt reads it
     capability_N  [N], P_hat > 0; only hacpo reads it
     Returns float64 [P, N, G]. Raises ValueError for shapes that do not fit.
     """
     if config.advantages is not None:
         return named_advantages(rewards_PNG, capability_N, learner, config)
     if config.method == "sgt":
-        return sgt_advantages(checked_rewards(rewards_PNG, capability_N, learner), learner, config)
+        return sgt_advantages(checked_rewards(rewards_PNG, capability_N, learner), successes_PNG, learner, config)
     if config.method == "f_tis":
         return f_tis_advantages(checked_rewards(rewards_PNG, capability_N, learner), config)
     return hacpo_advantages(rewards_PNG, capability_N, learner, config)

@@ -2,8 +2,8 @@
 
 sgt, success-gated transfer (Mutual RL, arXiv 2605.07244): own answers as GSPO; where the learner failed every one of
 its own answers to a prompt, the peers' verified ones are followed, each with the weight of an own answer of advantage
-`transfer_weight`. The text calls this a score direction: no ratio, no clip. It leaves open what counts as success
-among graded rewards (`success_reward`) and how strong the pull is.
+`transfer_weight`. The text calls this a score direction: no ratio, no clip. It leaves open how strong the pull is, and
+what a success is among graded rewards: the judge says it (`reward.success`).
 
 f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers are trained on with a truncated weight.
 An answer is measured against the group of its author ("vertical" in the text, its default), or against everybody's.
@@ -13,24 +13,23 @@ belongs to an answer, as in every method but grpo.
 Both differ from `hacpo` in that capability plays no part. Not here: their objectives.
 """
 
-import torch
 from torch import Tensor
 
 from hacpo_mega.algorithm.advantage import own_advantages
 from hacpo_mega.config import AlgorithmConfig
 
 
-def sgt_advantages(rewards_PNG: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
+def sgt_advantages(rewards_PNG: Tensor, successes_PNG: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
     """Own answers: their advantage in the own group. A peer's answer j, g to prompt p:
 
-        A[p, j, g] = transfer_weight  if R[p, j, g] >= success_reward > max_g R[p, learner, g], else 0
+        A[p, j, g] = transfer_weight  if j, g is a success and none of p, learner, . is one, else 0
 
-    rewards_PNG float64 [P, N, G], NaN where unjudged; float64 [P, N, G]. A prompt to which the learner has no judged
-    answer was not failed: nothing is known of it.
+    rewards_PNG float64 [P, N, G], NaN where unjudged; successes_PNG bool; float64 [P, N, G]. A prompt to which the
+    learner has no judged answer was not failed: nothing is known of it.
     """
-    own_PG = rewards_PNG[:, learner]
-    has_failed_P = (own_PG.nan_to_num(nan=-torch.inf) < config.success_reward).all(dim=1) & ~own_PG.isnan().all(dim=1)
-    is_followed_PNG = (rewards_PNG >= config.success_reward) & has_failed_P[:, None, None]
+    is_known_P = ~rewards_PNG[:, learner].isnan().all(dim=1)
+    has_failed_P = is_known_P & ~successes_PNG[:, learner].any(dim=1)
+    is_followed_PNG = successes_PNG & has_failed_P[:, None, None]
     # the learner's own answers to a failed prompt are no successes, so this names peers' answers alone
     return own_advantages(rewards_PNG, learner, config) + config.transfer_weight * is_followed_PNG.double()
 

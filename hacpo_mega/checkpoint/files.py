@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals
+from hacpo_mega.config.run import of_today
 from hacpo_mega.config.run_dirs import require_displaceable
 from hacpo_mega.models.documents import parse_json, require_file
 from hacpo_mega.models.weight_files import weights_fingerprint
@@ -267,12 +268,12 @@ def plain(config: Config) -> dict[str, Any]:
 
 
 def completed(table: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration, as `plain` gives one, with the keys that its version did not have.
+    """A stored configuration, as `plain` gives one, with the keys that its version did not have or called otherwise.
 
-    They are at their defaults, with which a run does what it did before there were such keys.
+    New ones are at their defaults, with which a run does what it did before there were such keys.
     """
     try:
-        return plain(Config.model_validate(table))
+        return plain(Config.model_validate(of_today(table)))
     except ValidationError:  # a key that is gone since: `changes` names it
         return table
 

@@ -32,6 +32,7 @@ def evaluate_model(
     stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
     reward: Annotated[str | None, typer.Option(help=f"{', '.join(REWARD_KINDS)}, or file.py:function.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
+    success: Annotated[str | None, typer.Option(help="A part's name, or the least reward of a success.")] = None,
     prompt_field: Annotated[str | None, typer.Option(help="Field of a row with the prompt, in every FILE.")] = None,
     gold_field: Annotated[str | None, typer.Option(help="Field of a row with the gold answer.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the answers that are drawn.")] = 0,
@@ -57,6 +58,7 @@ def evaluate_model(
         max_answer_tokens=max_tokens,
         seed=seed,
         options=option or [],
+        success=success,
         trust=trust,
     )
     if not inside_a_job():

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
+from hacpo_mega.logbook.held_out import HeldOut, are_accuracies, held_out
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.run_lock import is_gone, signature
@@ -40,9 +41,9 @@ OURS = ".draft"  # in a folder that an export is making: who makes it
 class TrainedAgent:
     """One agent of a run, and what the run knows of it.
 
-    folder                         its Hugging Face folder; None where only a checkpoint has its weights: `stored`
-    accuracy_start, accuracy_end   held-out greedy accuracy before and after training; None where it was not measured
-    commit                         of the source that made the last start of the run
+    folder       its Hugging Face folder; None where only a checkpoint has its weights: `stored`
+    evaluated    its greedy answers to held-out prompts, by step
+    commit       of the source that made the last start of the run
     """
 
     run_dir: Path
@@ -51,8 +52,7 @@ class TrainedAgent:
     config: Config
     agent: AgentConfig
     num_steps: int
-    accuracy_start: float | None
-    accuracy_end: float | None
+    evaluated: tuple[HeldOut, ...]
     commit: str | None
 
     @property
@@ -103,8 +103,7 @@ def _with_record(
     metrics = run_dir / "metrics.jsonl"
     steps = read_metrics(metrics) if last is None or metrics.is_file() else {}
     steps = {step: found for step, found in steps.items() if last is None or step <= last}
-    accuracy = f"agent/{agent.name}/accuracy"
-    measured = [found.values[accuracy] for found in steps.values() if accuracy in found.values]
+    evaluated = (held_out(found.values, agent.name) for found in steps.values())
     starts = read_starts(run_dir)
     return TrainedAgent(
         run_dir=run_dir,
@@ -113,8 +112,7 @@ def _with_record(
         config=config,
         agent=agent,
         num_steps=max(steps, default=0) if last is None else last,
-        accuracy_start=measured[0] if measured else None,
-        accuracy_end=measured[-1] if len(measured) > 1 else None,
+        evaluated=tuple(found for found in evaluated if found is not None),
         commit=starts[-1]["commit"] if starts else None,
     )
 
@@ -278,8 +276,7 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
     yield "run", f"`{agent.run_dir.resolve().name}`"
     yield "commit", f"`{agent.commit}`" if agent.commit else "not known"
     yield "weights", weights
-    yield "held-out accuracy at the start", _accuracy(agent.accuracy_start)
-    yield "held-out accuracy at the end", _accuracy(agent.accuracy_end)
+    yield from _scores(agent.evaluated, config.reward.may_be_graded)
     yield "training data", ", ".join(f"`{file.name}`" for file in config.data.files) or f"{config.data.generator}, made"
     yield "reward", ", ".join(f"`{grader.kind}`" for grader in config.reward.graders.values())
     yield "method", f"{algorithm.method}, preset {algorithm.preset}"
@@ -297,8 +294,12 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
     yield "seed", str(config.seed)
 
 
-def _accuracy(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"
+def _scores(evaluated: Sequence[HeldOut], may_be_graded: bool) -> Iterator[tuple[str, str]]:
+    """What held-out prompts gave before and after training, by a name that fits the rewards."""
+    is_accuracy = are_accuracies(evaluated) if evaluated else not may_be_graded
+    measure = "accuracy" if is_accuracy else "mean reward"
+    yield f"held-out {measure} at the start", f"{evaluated[0].value:.4f}" if evaluated else "not measured"
+    yield f"held-out {measure} at the end", f"{evaluated[-1].value:.4f}" if len(evaluated) > 1 else "not measured"
 
 
 def _wording(agent: AgentConfig) -> Iterator[str]:

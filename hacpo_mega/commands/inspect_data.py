@@ -13,7 +13,7 @@ from hacpo_mega.data.dataset_checks import PromptEncoder, overlap, prompt_length
 from hacpo_mega.data.datasets import Dataset, Problem, read_dataset
 from hacpo_mega.data.row_values import quoted
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.records import Stop, Verdict
+from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 NUM_SHOWN = 5
@@ -108,7 +108,7 @@ def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
     answers = [f"\\boxed{{{gold}}}" for gold in golds]
     judgements = judge.judge([problem.prompt for problem in problems], golds, answers, [Stop.EOS] * len(golds))
     pairs = zip(problems, judgements, strict=True)
-    bad = [problem for problem, judgement in pairs if judgement.verdict is not Verdict.CORRECT]
+    bad = [problem for problem, judgement in pairs if not judgement.is_success]
     lines = [f"{len(golds) - len(bad)} of {len(golds)} gold answers are correct against themselves"]
     lines += [f"    {problem.source}:{problem.line} {quoted(problem.gold)}" for problem in bad[:NUM_SHOWN]]
     lines += [f"    ... and {len(bad) - NUM_SHOWN} more"] if len(bad) > NUM_SHOWN else []

@@ -20,6 +20,7 @@ from hacpo_mega.config.section import (
     Share,
     ShareBelowOne,
 )
+from hacpo_mega.models.documents import short
 
 # What a preset sets otherwise than the defaults, which are the paper's text.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -57,7 +58,8 @@ class AlgorithmConfig(Section):
     cross_baseline: Literal["source", "learner"] = "source"
     """Whose baseline another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
     capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    """What an agent's capability P_hat averages: the rewards of its answers, or the share of them above 0."""
+    """What an agent's capability P_hat averages: the rewards of its answers, or the share that are a success
+    (reward.success)."""
     capability_window: Count = 5
     """Steps that P_hat is averaged over (K of eq. 9)."""
     capability_includes_current: Flag = True
@@ -118,10 +120,8 @@ class AlgorithmConfig(Section):
     """Which answers that KL divergence counts: the learner's own, or everybody's."""
 
     # The rivals
-    success_reward: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
-    """Of sgt: the reward from which on an answer is a verified success."""
     transfer_weight: Annotated[float, Field(strict=True, ge=1e-12, le=1000.0)] = 1.0
-    """Of sgt: weight of a peer's verified answer, as the advantage of an own answer weighs."""
+    """Of sgt: weight of a peer's success (reward.success), as the advantage of an own answer weighs."""
     ratio_cap: Positive = 2.0
     """Of f_tis: upper end of the importance weight of another agent's answer (C of its equation)."""
     divergence_limit: PositiveOrZero = 0.2
@@ -135,6 +135,11 @@ class AlgorithmConfig(Section):
     def _fill_from_method_and_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if "success_reward" in given:
+            raise ValueError(
+                f"success_reward = {short(given['success_reward'])}: unknown key; reward.success says which answers "
+                "are a success, for sgt and all others that ask. Set it there"
+            )
         method, preset = given.get("method", "hacpo"), given.get("preset", "paper")
         if not isinstance(method, str) or not isinstance(preset, str) or method not in METHODS:
             return given
@@ -176,6 +181,15 @@ class AlgorithmConfig(Section):
     def uses_capability(self) -> bool:
         """Whether omega changes an advantage."""
         return self.method == "hacpo" and (self.capability_baseline or self.omega_in_loss)
+
+    @property
+    def success_readers(self) -> tuple[str, ...]:
+        """What of the method asks which answers are a success (reward.success), each as a name."""
+        if self.method == "sgt":
+            return ("sgt",)
+        if self.uses_capability and self.capability_metric == "positive_rate":
+            return (f"capability ({'preset authors' if self.preset == 'authors' else 'positive_rate'})",)
+        return ()
 
     @property
     def is_token_level(self) -> bool:

@@ -57,8 +57,12 @@ def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
     return next((f"option {name} ({options[name]!r}) must be {known[name].said}" for name in wrong), None)
 
 
-# Of them those whose reward is 0 or 1.
-BINARY_KINDS = ("math", "math_any", "choice", "exact", "arithmetic")
+def gives_parts(kind: str, options: Mapping[str, Any]) -> bool:
+    """Whether a grader may give a part of a reward: a program's with `graded`, a model's, and the user's own."""
+    if kind == "program":
+        return bool(options.get("graded"))
+    return kind == "model" or kind not in REWARD_KINDS
+
 
 TRACKERS = ("wandb", "trackio", "swanlab", "mlflow", "comet_ml")
 

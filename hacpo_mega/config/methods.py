@@ -63,7 +63,7 @@ METHODS: Mapping[str, Method] = {
         needs_peers=True,
         cross="own",
     ),
-    "sgt": Method(reads=SHARING | {"success_reward", "transfer_weight"}, needs_peers=True, cross="likelihood"),
+    "sgt": Method(reads=SHARING | {"transfer_weight"}, needs_peers=True, cross="likelihood"),
     "f_tis": Method(reads=SHARING | {"ratio_cap", "divergence_limit", "answer_group"}, needs_peers=True,
                     cross="truncated"),
     "hacpo": Method(reads=SHARING | MECHANISMS, cross="band"),

@@ -24,7 +24,20 @@ def config_of_run(run_dir: Path) -> Config:
 def config_of_table(table: dict[str, Any], file: Path) -> Config:
     """The resolved configuration that `file` holds as a table. ValueError, which names the file, when it is none."""
     try:
-        return Config.model_validate(table)
+        return Config.model_validate(of_today(table))
     except ValidationError as error:
         lines = readable_problems(error, table)
         raise ValueError("\n".join(f"{file} is not the configuration of a run: {line}" for line in lines)) from error
+
+
+def of_today(table: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with the key that older runs have elsewhere: algorithm.success_reward is reward.success.
+
+    At 1 it was the default, as reward.success is where it is not given.
+    """
+    algorithm, reward = table.get("algorithm"), table.get("reward", {})
+    if not isinstance(algorithm, dict) or not isinstance(reward, dict) or "success_reward" not in algorithm:
+        return table
+    kept = {key: value for key, value in algorithm.items() if key != "success_reward"}
+    success = {} if algorithm["success_reward"] == 1.0 else {"success": algorithm["success_reward"]}
+    return table | {"algorithm": kept, "reward": reward | success}

@@ -5,14 +5,15 @@
 Not here: anything that acts on a configuration. Functions elsewhere get the numbers they need, not this object.
 """
 
+import difflib
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.algorithm import AlgorithmConfig
-from hacpo_mega.config.choices import BINARY_KINDS, TRACKERS, Skill
+from hacpo_mega.config.choices import TRACKERS, Skill, gives_parts
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.section import (
     Count,
@@ -26,9 +27,22 @@ from hacpo_mega.config.section import (
     Section,
 )
 from hacpo_mega.config.slurm import SlurmConfig
+from hacpo_mega.models.documents import short
 
 RewardEnd = Annotated[float, Field(strict=True)]
 RewardRange = tuple[RewardEnd, RewardEnd]
+
+
+def _success(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, str) and not (is_number and 0.0 < value <= 1.0):
+        nearest = 0.5 if is_number and value <= 0.0 else 1.0
+        needs = "needs the name of a part, or a number above 0, at most 1"
+        raise ValueError(f"{needs}, found {short(value)}. Nearest: {nearest}")
+    return float(value) if is_number else value
+
+
+Success = Annotated[str | float, BeforeValidator(_success)]
 PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,30}$")]
 
 
@@ -68,6 +82,11 @@ class RewardPartConfig(Section):
     range: RewardRange = (0.0, 1.0)
     """Lowest and highest reward that the grader returns; they are taken as 0 and 1, and what lies between, linearly."""
 
+    @property
+    def may_be_graded(self) -> bool:
+        """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
+        return gives_parts(self.kind, self.options) or self.range != (0.0, 1.0)
+
     @model_validator(mode="after")
     def _rising(self) -> Self:
         if self.range[0] >= self.range[1]:
@@ -87,6 +106,9 @@ class RewardConfig(RewardPartConfig):
 
     parts: dict[PartName, WeightedPartConfig] = Field(default_factory=dict)
     """Several named rewards, [reward.parts.NAME] each, in place of kind, options and range."""
+    success: Success | None = None
+    """Which answers are a success, for pass@k, maj@k, sgt and the capability of the preset authors: those with the full
+    reward of the part of this name, or with a reward of at least this number; not given: with the full reward, 1."""
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
     """CPU seconds of one judgement; an answer that exceeds them is graded wrong, unless its gold does, too. A grader of
     yours may sleep twice as long over an answer."""
@@ -107,10 +129,22 @@ class RewardConfig(RewardPartConfig):
             raise ValueError("reward.parts takes the place of reward.kind, options and range: give these to a part")
         return self
 
+    @field_validator("success")
+    @classmethod
+    def _names_a_part(cls, success: str | float | None, info: ValidationInfo) -> str | float | None:
+        parts = info.data.get("parts")  # absent where they are wrong themselves
+        if isinstance(success, str) and parts is not None and success not in parts:
+            near = (*difflib.get_close_matches(success[:80], parts, n=1), *parts, 1.0)[0]
+            there = f"there are: {', '.join(parts)}" if parts else "there is none, so give a number above 0, at most 1"
+            raise ValueError(f"{short(success)} is no part of the reward; {there}. Nearest: {near!r}")
+        return success
+
     @property
     def may_be_graded(self) -> bool:
         """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
-        return any(grader.kind not in BINARY_KINDS for grader in self.graders.values()) or len(self.parts) > 1
+        if len(self.parts) > 1:
+            return True
+        return any(part.may_be_graded for part in self.parts.values()) if self.parts else super().may_be_graded
 
     @property
     def graders(self) -> Mapping[str, RewardPartConfig]:
@@ -170,7 +204,7 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy accuracy on prompts that are not trained: before, during and after training."""
+    """Greedy answers to prompts that are not trained: before, during and after training."""
 
     every_steps: CountOrZero = 0
     """Steps from one evaluation to the next; 0: only before and after training."""
@@ -197,7 +231,7 @@ class CheckpointConfig(Section):
     keep_every: CountOrZero = 0
     """Steps whose checkpoints are never removed: the multiples of this number; 0: no such step."""
     keep_best: Flag = False
-    """Whether the checkpoint with the highest held-out accuracy, mean over the agents, is kept as well, the newest of
+    """Whether the checkpoint with the highest held-out mean reward, over all agents, is kept as well, the newest of
     equals; only steps that end with an evaluation have one."""
     wait_for_room_s: Seconds = 600.0
     """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""

@@ -16,6 +16,7 @@ from typing import Any
 from hacpo_mega.models.documents import json_file, parse_json
 
 SETTINGS = "settings.json"
+CORRECT = "correct"  # the verdict on a success
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Answer:
     @property
     def is_judged(self) -> bool:
         return self.reward is not None
+
+    @property
+    def is_success(self) -> bool:
+        return self.verdict == CORRECT
 
 
 Key = tuple[str, int]

@@ -5,14 +5,16 @@ Not here: what rows look like in a file (data/), how a model is asked (config/pr
 
 import hashlib
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from hacpo_mega.data.datasets import LAYOUTS, Layout, read_dataset
-from hacpo_mega.data.files import PromptRow, describe
+from hacpo_mega.data.dataset_checks import Repetition, contradictions
+from hacpo_mega.data.datasets import LAYOUTS, Layout, Problem, read_dataset
+from hacpo_mega.data.files import DataProblem, PromptRow, describe
+from hacpo_mega.data.row_values import quoted
 
 Headline = Literal["avg", "best", "maj"]
 
@@ -23,6 +25,7 @@ class Benchmark:
 
     temperature   0 is greedy; more than one answer needs sampling
     relative      share of gold by which a number may be off, for the mathematical judges: of measured quantities
+    num_repeated  rows of its file that repeat a problem, with the same gold: each problem counts once
     """
 
     name: str
@@ -31,6 +34,7 @@ class Benchmark:
     temperature: float
     headline: Headline = "avg"
     relative: float = 0.0
+    num_repeated: int = 0
 
     def __post_init__(self) -> None:
         if self.num_answers < 1 or self.temperature < 0.0:
@@ -104,15 +108,16 @@ def _first_file(folder: Path, places: Iterable[str]) -> Path | None:
 
 def load_suite(suite: Sequence[SuiteEntry], folder: Path, limit: int | None = None) -> tuple[Benchmark, ...]:
     """The benchmarks of a suite, of each the first `limit` problems. ValueError for missing files and for bad rows."""
-    files = find_suite(suite, folder)
+    read = {name: read_rows(file) for name, file in find_suite(suite, folder).items()}
     return tuple(
         Benchmark(
             entry.name,
-            read_rows(files[entry.name])[:limit],
+            read[entry.name].rows[:limit],
             entry.num_answers,
             entry.temperature,
             entry.headline,
             entry.relative,
+            read[entry.name].num_repeated,
         )
         for entry in suite
     )
@@ -127,26 +132,39 @@ def load_benchmarks(
 ) -> tuple[Benchmark, ...]:
     """Every file as a benchmark of its own (`names_of`). ValueError for bad rows."""
     return tuple(
-        Benchmark(name, read_rows(file, layouts)[:limit], num_answers, temperature)
-        for name, file in zip(names_of(files), files)
+        Benchmark(name, read.rows[:limit], num_answers, temperature, num_repeated=read.num_repeated)
+        for name, read in zip(names_of(files), [read_rows(file, layouts) for file in files])
     )
 
 
-def read_rows(file: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> tuple[PromptRow, ...]:
-    """The problems of a file in one of the layouts, in order. One ValueError names its bad rows.
+class ReadRows(NamedTuple):
+    """The different problems of a file, in order, and how many of its rows repeat one of them."""
 
-    A problem that a file repeats counts as often as it is there, as in the published numbers; its `id` then ends in #2.
+    rows: tuple[PromptRow, ...]
+    num_repeated: int
+
+
+def read_rows(file: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> ReadRows:
+    """The problems of a file in one of the layouts. One ValueError names its bad rows, and those that have the text of
+    an earlier one and another gold: nobody can say which is right.
     """
     dataset = read_dataset(file, layouts)
     if dataset.defects:
         raise ValueError(describe(dataset.defects))
-    seen: Counter[str] = Counter()
-    rows = []
+    groups: dict[str, list[Problem]] = defaultdict(list)
     for problem in dataset.problems:
-        seen[problem.id] += 1
-        times = seen[problem.id]
-        rows.append(replace(problem.row, id=problem.id if times == 1 else f"{problem.id}#{times}"))
-    return tuple(rows)
+        groups[problem.prompt].append(problem)
+    disputed = [found for group in groups.values() for found in contradictions(group)]
+    if disputed:
+        raise ValueError(describe([_contradiction(file, found) for found in disputed]))
+    return ReadRows(tuple(group[0].row for group in groups.values()), len(dataset.problems) - len(groups))
+
+
+def _contradiction(file: Path, found: Repetition) -> DataProblem:
+    place, earlier = (file / p.source.partition("#")[0] if file.is_dir() else file for p in (found.second, found.first))
+    golds = f"{quoted(found.second.gold)} here, {quoted(found.first.gold)} there"
+    what = f"has the problem of {earlier}:{found.first.line} again, with another gold ({golds}); keep one of them"
+    return DataProblem(place, found.second.line, None, what)
 
 
 def names_of(files: Sequence[Path]) -> tuple[str, ...]:

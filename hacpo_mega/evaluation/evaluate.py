@@ -202,7 +202,7 @@ class _Run:
             prompt_seen=self.codec.shown_prompt(request.row.text),
             gold=request.row.gold,
             text=text,
-            vote=final_answer(self.settings.reward, text),
+            vote=final_answer(self.settings.voted, text),
             verdict=judgement.verdict.name.lower(),
             reward=finite(judgement.reward),
             stop=completion.stop.name.lower(),

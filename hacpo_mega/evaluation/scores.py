@@ -1,13 +1,13 @@
 """Statistics of k judged answers per problem, and what their error is over problems. Pure functions, no files.
 
-    avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer
-    best@k   mean of the highest reward among the k answers to a problem
-    pass@k   share of problems with a correct answer (reward 1) among k of n, without bias:
+    avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer, else shown as mean reward@k
+    best@k   mean of the highest reward among the k answers to a problem, else shown as best reward@k
+    pass@k   share of problems with a success among k of n answers, without bias:
              1 - C(n - c, k) / C(n, k)   (Chen et al. 2021, eq. 1)
-    maj@k    share of problems whose most frequent final answer is correct
+    maj@k    share of problems whose most frequent final answer is a success
 
 An unjudged answer (a fault of the judge) is in no statistic, since it says nothing about the model; a problem without
-any judged answer is left out. Not here: what is correct (grading/judge.py).
+any judged answer is left out. Not here: which answers are a success, verdict "correct" (grading/judge.py).
 """
 
 from collections import Counter
@@ -19,6 +19,8 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import bootstrap
 
+from hacpo_mega.logbook.held_out import is_graded
+
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
 RESAMPLES_AT_ONCE = 100
@@ -28,20 +30,18 @@ RESAMPLES_AT_ONCE = 100
 class Answers:
     """The judged answers to one problem, in the order they were drawn.
 
-    rewards  from 0 to 1; an answer is correct with 1
-    votes   the final answer of each as text, None where there is none. Equal texts are one candidate of maj@k, and so
+    rewards  from 0 to 1
+    correct  which are a success
+    votes    the final answer of each as text, None where there is none. Equal texts are one candidate of maj@k, and so
             are all correct ones however they are written
     """
 
     rewards: tuple[float, ...]
+    correct: tuple[bool, ...]
     votes: tuple[str | None, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.rewards) == len(self.votes) > 0, (len(self.rewards), len(self.votes))
-
-    @property
-    def correct(self) -> tuple[bool, ...]:
-        return tuple(reward >= 1.0 for reward in self.rewards)
+        assert len(self.rewards) == len(self.correct) == len(self.votes) > 0, (self.rewards, self.correct, self.votes)
 
 
 @dataclass(frozen=True)
@@ -120,3 +120,9 @@ def mean_of_benchmarks(values: Sequence[Sequence[float]], seed: int = 0) -> Esti
 
 def _mean_of_means(*benchmarks: np.ndarray, axis: int) -> np.ndarray:
     return np.mean([value_P.mean(axis=axis) for value_P in benchmarks], axis=0)
+
+
+def are_graded(problems: Sequence[Answers]) -> bool:
+    """Whether a reward lies between 0 and 1, so that the mean is no accuracy."""
+    rewards = [reward for problem in problems for reward in problem.rewards]
+    return bool(rewards) and is_graded(fmean(rewards), fmean(reward**2 for reward in rewards))

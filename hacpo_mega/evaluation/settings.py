@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
 from hacpo_mega.config.grader_checks import grader_problem, option_problem, parse_options
@@ -38,7 +40,8 @@ class EvaluationSettings:
     stop_text   where an answer is cut before it is judged: a base model goes on with the next question of a few-shot
                 prompt. The tokens behind it were drawn all the same and count as such
     vllm        engine arguments, as in `agents.vllm` of a run
-    reward_parts   several rewards in place of one; `reward` is the kind of the first, whose final answers are voted on
+    reward_parts   several rewards in place of one; `reward` is the kind of the first
+    reward_success   which answers are a success, as reward.success of a run says it; None: those with the full reward
     """
 
     model: Path
@@ -48,6 +51,7 @@ class EvaluationSettings:
     reward_options: Mapping[str, Any] = field(default_factory=dict)
     reward_range: tuple[float, float] = (0.0, 1.0)
     reward_parts: Mapping[str, WeightedPartConfig] = field(default_factory=dict)
+    reward_success: str | float | None = None
     reward_timeout_s: float = 5.0
     require_stop: bool = False
     max_prompt_tokens: int = 1024
@@ -73,9 +77,15 @@ class EvaluationSettings:
         """A hash of the weights."""
         return weights_fingerprint(self.model) if self.stored is None else self.stored.fingerprint
 
+    @property
+    def voted(self) -> str:
+        """The kind of judge whose final answers are voted on: of the part that is the success, else of the first."""
+        return self.reward_parts[self.reward_success].kind if isinstance(self.reward_success, str) else self.reward
+
     def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
         """Who judges, with a benchmark's tolerance as an option of `math`; the user's own option wins."""
         how = {"timeout_s": self.reward_timeout_s, "require_stop": self.require_stop, "num_workers": num_workers}
+        how |= {"success": self.reward_success}
         if self.reward_parts:
             return RewardConfig(parts=self.reward_parts, **how)
         options = ({"relative": relative} if relative else {}) | dict(self.reward_options)
@@ -123,6 +133,7 @@ def settings_for(
         reward_options=grader.options if is_judged_alike and not config.reward.parts else {},
         reward_range=grader.range if is_judged_alike else (0.0, 1.0),
         reward_parts=config.reward.parts if is_judged_alike else {},
+        reward_success=config.reward.success if is_judged_alike else None,
         reward_timeout_s=config.reward.timeout_s,
         require_stop=config.reward.require_stop,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -224,6 +235,7 @@ def ask(
     max_answer_tokens: int | None,
     seed: int,
     options: Sequence[str] = (),
+    success: str | None = None,
     trust: bool = False,
 ) -> EvaluationSettings:
     """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing.
@@ -236,6 +248,7 @@ def ask(
         "stop_text": stop_text,
         "reward": reward,
         "reward_options": {**settings.reward_options, **parse_options(options)},
+        "reward_success": success if success is None else _success_of(success, settings.reward_parts),
         "max_prompt_tokens": max_prompt_tokens,
         "max_answer_tokens": PAPER_MAX_TOKENS if is_suite and max_answer_tokens is None else max_answer_tokens,
         "seed": seed,
@@ -246,6 +259,21 @@ def ask(
     if problem := option_problem(settings.reward, settings.reward_options):
         raise ValueError(f"--option: {problem}")
     return settings
+
+
+def _success_of(text: str, parts: Mapping[str, WeightedPartConfig]) -> str | float:
+    """What --success says: a part, or a number. ValueError for what reward.success of a run could not be."""
+    try:
+        return RewardConfig(parts=parts, success=text if text in parts else _number_or_text(text)).success
+    except ValidationError as error:
+        raise ValueError(f"--success: {error.errors()[0]['ctx']['error']}") from error
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def require_judge(settings: EvaluationSettings) -> None:

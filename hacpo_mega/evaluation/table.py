@@ -6,7 +6,7 @@ Not here: the statistics themselves (scores.py) and the report page of a run (re
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +20,7 @@ from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.scores import (
     Answers,
     Estimate,
+    are_graded,
     average,
     best,
     majority,
@@ -27,6 +28,7 @@ from hacpo_mega.evaluation.scores import (
     over_problems,
     pass_at,
 )
+from hacpo_mega.logbook.held_out import score_name
 from hacpo_mega.models.visible import one_line
 
 RESULT = "evaluation.json"
@@ -37,6 +39,8 @@ LOG_WIDTH = 160  # of a table in a file
 class BenchmarkResult:
     """One benchmark: its scores by name, such as "avg@30", and what they rest on.
 
+    graded            a reward lay between 0 and 1: avg@k is shown as mean reward@k, best@k as best reward@k
+    num_repeated      rows of its file that repeat a problem and count nowhere
     num_problems      that were asked                num_dropped       over the prompt limit, not asked
     num_unscored      without any judged answer      num_unjudged      answers without a reward
     no_answer, cut    shares of answers without a final answer, and ended by the length limit
@@ -53,6 +57,8 @@ class BenchmarkResult:
     no_answer: float
     cut: float
     tokens_mean: float
+    num_repeated: int = 0
+    graded: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,32 +75,47 @@ def summarize(
 ) -> Evaluation:
     """Scores everything that was answered into `out`."""
     results, headlines = [], []
+    success = settings.get("reward_success")
     for benchmark in benchmarks:
         answers = [list(group) for group in _by_problem(read_answers(out, benchmark.name).values())]
-        values = scores_of_problems([judged(group) for group in answers if judged(group)], benchmark.num_answers)
-        headline = f"{benchmark.headline}@{benchmark.num_answers}"
+        problems = [judged(group) for group in answers if judged(group)]
+        values = scores_of_problems(problems, benchmark.num_answers, is_defined=success is not None)
+        named = (f"{what}@{benchmark.num_answers}" for what in (benchmark.headline, "avg"))
+        headline = next(name for name in named if name in values)  # maj may be absent
         headlines.append(values[headline])
         scores = {name: over_problems(value_P, seed) for name, value_P in values.items()}
-        results.append(_result(benchmark.name, headline, scores, answers, num_dropped[benchmark.name]))
+        result = _result(benchmark, headline, scores, answers, num_dropped[benchmark.name])
+        results.append(replace(result, graded=are_graded(problems)))
     return Evaluation(settings, tuple(results), mean_of_benchmarks(headlines, seed))
 
 
 def judged(answers: Sequence[Answer]) -> Answers | None:
     """The judged answers to one problem, by rollout; None without any."""
     kept = sorted((answer for answer in answers if answer.is_judged), key=lambda answer: answer.rollout)
-    return Answers(tuple(a.reward for a in kept), tuple(a.vote for a in kept)) if kept else None
+    columns = ((a.reward for a in kept), (a.is_success for a in kept), (a.vote for a in kept))
+    return Answers(*map(tuple, columns)) if kept else None
 
 
-def scores_of_problems(problems: Sequence[Answers], num_answers: int) -> dict[str, list[float]]:
-    """Every score of every problem, by name. pass@k leaves problems out that have fewer than k judged answers."""
+def scores_of_problems(
+    problems: Sequence[Answers], num_answers: int, *, is_defined: bool = False
+) -> dict[str, list[float]]:
+    """Every score of every problem, by name. pass@k leaves problems out that have fewer than k judged answers.
+
+    Graded rewards have pass@1 and pass@n, too. Where none of their answers is a success and
+    reward.success does not define one (`is_defined`), none could be, and pass@k and maj@k are absent.
+    """
+    graded = are_graded(problems)
     values = {f"avg@{num_answers}": [average(problem) for problem in problems]}
     if num_answers > 1:
         values[f"best@{num_answers}"] = [best(problem) for problem in problems]
+    if graded and not is_defined and not any(any(problem.correct) for problem in problems):
+        return values
+    if num_answers > 1:
         values[f"maj@{num_answers}"] = [majority(problem) for problem in problems]
-    k = 2
-    while k < num_answers:  # pass@1 is avg@n, and pass@n is best@n
+    powers = [k for power in range(num_answers.bit_length()) if (k := 2**power) < num_answers]
+    # with rewards of 0 and 1 pass@1 is avg@n, and pass@n is best@n
+    for k in [*powers, num_answers] if graded else powers[1:]:
         values[f"pass@{k}"] = [*map(partial(pass_at, k), (p for p in problems if len(p.correct) >= k))]
-        k *= 2
     return values
 
 
@@ -106,11 +127,12 @@ def _by_problem(answers: Any) -> list[list[Answer]]:
 
 
 def _result(
-    name: str, headline: str, scores: dict[str, Estimate], problems: list[list[Answer]], num_dropped: int
+    benchmark: Benchmark, headline: str, scores: dict[str, Estimate], problems: list[list[Answer]], num_dropped: int
 ) -> BenchmarkResult:
     answers = [answer for group in problems for answer in group]
     return BenchmarkResult(
-        name=name,
+        name=benchmark.name,
+        num_repeated=benchmark.num_repeated,
         headline=headline,
         scores=scores,
         num_problems=len(problems),
@@ -154,7 +176,9 @@ def print_table(evaluation: Evaluation) -> None:
         table.add_row(*map(one_line, _row(result)))
     if len(evaluation.benchmarks) > 1:
         table.add_section()
-        table.add_row("mean", "", f"{evaluation.average.value:.4f}", _interval(evaluation.average), "", "", "", "")
+        average = evaluation.average
+        interval = "each all equal" if average.low == average.high else _interval(average)
+        table.add_row("mean", "", f"{average.value:.4f}", interval, "", "", "", "")
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
@@ -164,9 +188,16 @@ def print_table(evaluation: Evaluation) -> None:
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:
-    """What a reader of the scores must know: dropped problems, unjudged answers."""
+    """What a reader of the scores must know: repeated and dropped problems, unjudged answers, what a success is."""
     lines = []
     for result in evaluation.benchmarks:
+        if result.num_repeated:
+            lines.append(
+                f"{result.name}: {result.num_repeated} rows repeat a problem of the file (same text, same gold); each "
+                "problem counts once"
+            )
+        if result.graded:
+            lines.append(f"{result.name}: {_success_said(result, evaluation.settings.get('reward_success'))}")
         if result.num_dropped:
             lines.append(f"{result.name}: {result.num_dropped} problems dropped, longer than the prompt limit")
         if result.num_unjudged:
@@ -179,12 +210,13 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
 
 def _row(result: BenchmarkResult) -> tuple[str, ...]:
     headline = result.scores[result.headline]
-    others = "  ".join(f"{name} {s.value:.4f}" for name, s in result.scores.items() if name != result.headline)
+    shown = {name: f"{score_name(name, graded=result.graded)} {s.value:.4f}" for name, s in result.scores.items()}
+    others = "  ".join(score for name, score in shown.items() if name != result.headline)
     return (
         result.name,
         str(result.num_problems),
-        f"{result.headline} {headline.value:.4f}",
-        _interval(headline),
+        shown[result.headline],
+        _interval_of(headline, result.num_problems - result.num_unscored),
         others,
         f"{result.no_answer:.1%}",
         f"{result.cut:.1%}",
@@ -192,5 +224,26 @@ def _row(result: BenchmarkResult) -> tuple[str, ...]:
     )
 
 
+def _interval_of(estimate: Estimate, num_problems: int) -> str:
+    """Equal values give an interval without a width: that there are so many of them is all that they say."""
+    if num_problems and estimate.low == estimate.high:
+        return f"all {num_problems} equal" if num_problems > 1 else "1 problem"
+    return _interval(estimate)
+
+
 def _interval(estimate: Estimate) -> str:
     return f"{estimate.low:.4f} to {estimate.high:.4f}"
+
+
+def _success_said(result: BenchmarkResult, success: str | float | None) -> str:
+    """What pass@k and maj@k count of graded rewards."""
+    if not any(name.startswith("pass@") for name in result.scores):
+        return (
+            "no answer has the full reward of 1, and nothing else says which are a success: pass@k and maj@k are left "
+            "out; reward.success, or --success, says it"
+        )
+    if isinstance(success, str):
+        return f"pass@k and maj@k count successes, answers with the full reward of the part {success!r}"
+    return (
+        f"pass@k and maj@k count successes, answers with a reward of at least {1.0 if success is None else success:g}"
+    )

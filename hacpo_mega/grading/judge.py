@@ -28,6 +28,8 @@ NUM_TRIED = 8
 NOT_TRIED = "not tried: the grader failed on all answers before"
 NOT_ENDED = Judgement(Verdict.NO_ANSWER, 0.0)
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+FULL = 1.0  # the reward of a success, unless reward.success says otherwise
+ROUNDING = 1e-9  # of a reward, relative: the weighted mean of full parts may be .9999999999999999
 
 Explained = tuple[Judgement, Mapping[str, Any]]
 
@@ -78,7 +80,7 @@ class Judge:
     your own; `options` are its keyword-only arguments. Graders linear in the text run in this process, since a pipe
     would cost more than they do; everything else in `num_workers` guarded processes, with `timeout_s` CPU seconds for
     each answer. With `require_stop` an answer that did not end by itself has no answer. Equal answers to equal prompts
-    are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1.
+    are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1; from `success` on an answer is correct.
     """
 
     def __init__(
@@ -90,9 +92,11 @@ class Judge:
         memory_bytes: int = MEMORY_BYTES,
         options: Mapping[str, Any] = NO_OPTIONS,
         reward_range: tuple[float, float] = UNIT,
+        success: float = FULL,
     ) -> None:
         """Starts the workers. ValueError for an unknown kind or option, or a grader that cannot be loaded."""
         self.kind = kind
+        self.success = success
         self.require_stop = require_stop
         self.counts = JudgeCounts()
         self._kind = find_kind(kind)
@@ -225,12 +229,15 @@ class Judge:
             judged = [
                 (NOT_ENDED, {"rule": "the answer did not end by itself"} if is_explained else {})
                 if task is None
-                else (judgement_of(outcomes[task], self._gold_task(task) in sound), outcomes[task].explanation or {})
+                else (self._judgement(task, outcomes[task], sound), outcomes[task].explanation or {})
                 for task in asked
             ]
             self._errors.update(outcomes[task].error for task in asked if task is not None and outcomes[task].error)
             self._count([judgement for judgement, _ in judged], outcomes.values(), time.monotonic() - start)
         return judged
+
+    def _judgement(self, task: Task, outcome: Outcome, sound: set[Task]) -> Judgement:
+        return judgement_of(outcome, self._gold_task(task) in sound, self.success)
 
     def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
         """One per task. A grader of the user's own that fails on the first few is not tried on the rest."""
@@ -298,8 +305,13 @@ class Judge:
         self.close()
 
 
-def judgement_of(outcome: Outcome, is_gold_sound: bool) -> Judgement:
-    """The verdict on an outcome: a reward below 1 counts as wrong, and keeps its value.
+def is_success(reward: float, least: float = FULL) -> bool:
+    """Whether a reward is that of a success: at least `least`, up to the rounding of a sum. 0 and NaN never are."""
+    return reward >= least * (1.0 - ROUNDING)
+
+
+def judgement_of(outcome: Outcome, is_gold_sound: bool, success: float = FULL) -> Judgement:
+    """The verdict on an outcome: a reward below `success` counts as wrong, and keeps its value.
 
     A failure costs the answer its reward when its gold is sound, else it stays unjudged.
     """
@@ -309,4 +321,5 @@ def judgement_of(outcome: Outcome, is_gold_sound: bool) -> Judgement:
     parts = tuple(outcome.parts.items())
     if outcome.reward is None:
         return Judgement(Verdict.NO_ANSWER, 0.0, parts)
-    return Judgement(Verdict.CORRECT if outcome.reward >= 1.0 else Verdict.WRONG, outcome.reward, parts)
+    verdict = Verdict.CORRECT if is_success(outcome.reward, success) else Verdict.WRONG
+    return Judgement(verdict, outcome.reward, parts)

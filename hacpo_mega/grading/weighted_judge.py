@@ -9,7 +9,8 @@
     weight = 0.2
 
 Each part is judged by a judge of its own (judge.py), which says who is to blame for a failure. An answer that one of
-them leaves unjudged is unjudged; one is correct where every part gave its full reward.
+them leaves unjudged is unjudged. An answer is correct where `reward.success` says so: where the part of that name gave
+its full reward, or where the mean is at least that number, 1 if it is not given.
 """
 
 import math
@@ -21,7 +22,7 @@ from typing import Any, Self
 
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.grader_calls import UNIT
-from hacpo_mega.grading.judge import NO_OPTIONS, Explained, Judge, JudgeReport
+from hacpo_mega.grading.judge import FULL, NO_OPTIONS, Explained, Judge, JudgeReport, is_success
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 
@@ -39,19 +40,23 @@ class RewardPart:
 def judge_of(reward: RewardConfig) -> "AnyJudge":
     """The judge of a run's [reward]: one grader, or the weighted mean of several. ValueError as theirs."""
     common = {"num_workers": reward.num_workers, "timeout_s": reward.timeout_s, "require_stop": reward.require_stop}
+    success = FULL if reward.success is None else reward.success
     if not reward.parts:
-        return Judge(reward.kind, options=reward.options, reward_range=reward.range, **common)
+        return Judge(reward.kind, options=reward.options, reward_range=reward.range, success=success, **common)
     parts = [RewardPart(name, p.kind, p.options, p.weight, p.range) for name, p in reward.parts.items()]
-    return WeightedJudge(parts, **common)
+    return WeightedJudge(parts, success, **common)
 
 
 class WeightedJudge:
-    """The judges of several parts, used as one judge is. `common` are arguments that all of them take."""
+    """The judges of several parts, used as one judge is. `common` are arguments that all of them take.
 
-    def __init__(self, parts: Sequence[RewardPart], **common: Any) -> None:
+    `success` is a part whose full reward makes an answer correct, or the weighted mean from which on it is.
+    """
+
+    def __init__(self, parts: Sequence[RewardPart], success: str | float = FULL, **common: Any) -> None:
         """Starts the workers of every part. ValueError names the part whose grader cannot be loaded."""
-        assert parts
-        self._parts = tuple(parts)
+        assert parts and (not isinstance(success, str) or success in {part.name for part in parts}), (parts, success)
+        self._parts, self._success = tuple(parts), success
         self._judges: list[Judge] = []
         with ExitStack() as stack:
             for part in parts:
@@ -122,9 +127,18 @@ class WeightedJudge:
             return Judgement(unjudged[0].verdict, math.nan, tuple(parts))
         weights = [part.weight for part in self._parts]
         weighted = [weight * judgement.reward for weight, judgement in zip(weights, judgements, strict=True)]
-        verdicts = {judgement.verdict for judgement in judgements}
-        verdict = verdicts.pop() if verdicts in ({Verdict.CORRECT}, {Verdict.NO_ANSWER}) else Verdict.WRONG
-        return Judgement(verdict, math.fsum(weighted) / math.fsum(weights), tuple(parts))
+        reward = math.fsum(weighted) / math.fsum(weights)
+        return Judgement(self._verdict(judgements, reward), reward, tuple(parts))
+
+    def _verdict(self, judgements: Sequence[Judgement], reward: float) -> Verdict:
+        if isinstance(self._success, str):
+            has_succeeded = self._by_part(judgements)[self._success].is_success
+        else:
+            has_succeeded = is_success(reward, self._success)
+        if has_succeeded:
+            return Verdict.CORRECT
+        has_answer = any(judgement.verdict is not Verdict.NO_ANSWER for judgement in judgements)
+        return Verdict.WRONG if has_answer else Verdict.NO_ANSWER
 
     def close(self) -> None:
         """Ends the workers of all parts. May be called twice."""

@@ -19,6 +19,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.jobs.local import run_on_this_machine
+from hacpo_mega.logbook.held_out import held_out
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.run_folder import resolved_toml
 
@@ -66,7 +67,7 @@ def train(
     config          a Config, or the path of a TOML file to which `overrides` (key=value) apply
     on_step         is given a step, and its metrics by name
     on_answers      is given a step, and a table per prompt of it: the lines of rollouts/ (docs/reference/metrics.md)
-    on_evaluation   is given a step, and the held-out accuracy by agent
+    on_evaluation   is given a step, and by agent the held-out mean reward, an accuracy where rewards are 0 or 1
     how             fresh, accept, branch, last_whole: the options of `hacpo-mega train`
 
     ValueError, a line per problem, for what the user has to mend, before a rank starts where it can be seen then;
@@ -132,9 +133,9 @@ class _Seen:
     def _show(self, step: int, values: Mapping[str, float], everything: Mapping[str, float]) -> None:
         if self._on_step is not None:
             self._on_step(step, everything)
-        accuracy = {name: values[key] for name in self._names if (key := f"agent/{name}/accuracy") in values}
-        if self._on_evaluation is not None and accuracy:
-            self._on_evaluation(step, accuracy)
+        evaluated = {name: found.value for name in self._names if (found := held_out(values, name)) is not None}
+        if self._on_evaluation is not None and evaluated:
+            self._on_evaluation(step, evaluated)
 
     def _show_answers(self, is_over: bool) -> None:
         """Every lane writes its own prompts of a step, in its own time."""

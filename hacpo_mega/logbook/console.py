@@ -17,6 +17,7 @@ from typing import Self, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hacpo_mega.logbook.held_out import are_accuracies, held_out
 from hacpo_mega.logbook.metrics import StepMetrics
 from hacpo_mega.models.visible import one_line, say
 
@@ -170,12 +171,9 @@ def _format_agent(name: str, values: Mapping[str, float], less: Sequence[str]) -
     ratios = _over_sources(values, prefix, "ratio_mean")
     inside = _over_sources(values, prefix, "inside")
     parts = []
-    if (held_out := values.get(f"{prefix}accuracy")) is not None:
-        square = values.get(f"{prefix}accuracy_square")
-        # where a part of a reward may be given and all are 0 nothing says that it is no accuracy
-        may_be_graded = square is not None and (held_out - square > 1e-9 or held_out == 0.0)
-        word = "" if "words" in less else "held-out " if may_be_graded else "accuracy "
-        parts.append(f"{word}{_short(held_out)}")
+    if (found := held_out(values, name)) is not None:
+        word = "" if "words" in less else "accuracy " if are_accuracies([found]) else "held-out "
+        parts.append(f"{word}{_short(found.value)}")
     if f"{prefix}reward_mean" in values and not (parts and "reward beside accuracy" in less):
         word = "" if "words" in less else "reward "
         parts.append(f"{word}{_short(values[f'{prefix}reward_mean'])}")

@@ -9,7 +9,8 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/reward/<part>             named rewards of its answers, and other numbers that a grader returned
     agent/<name>/own/<function>            what logging.metrics says of its answers
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
-    agent/<name>/accuracy_square [/<skill>]    mean squared reward there, of graders that may give a part of a reward
+    agent/<name>/eval/reward_mean, eval/reward_square [/<skill>]    in place of accuracy, of graders that may give a
+                                                                    part of a reward: the mean of it and of its square
     agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way
     agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
     agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update

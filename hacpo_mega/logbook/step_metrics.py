@@ -4,7 +4,6 @@ Each function is called by the one rank that owns what it adds, usually the lead
 """
 
 import dataclasses
-import math
 import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from hacpo_mega.algorithm import GradientProducts
 from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.logbook.held_out import ACCURACY, REWARD_MEAN, REWARD_SQUARE
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.records import (
     Judgement,
@@ -133,33 +133,22 @@ def add_reward_parts(metrics: Metrics, name: str, judgements: Sequence[Judgement
             metrics.add(f"agent/{name}/reward/{part}", value, 1)
 
 
-def add_accuracy(
-    metrics: Metrics,
-    name: str,
-    prompts: Sequence[Prompt],
-    judgements: Sequence[Judgement],
-    *,
-    may_be_graded: bool = False,
+def add_held_out(
+    metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement], *, may_be_graded: bool
 ) -> None:
     """Judged greedy answers: mean reward over all prompts and over each skill. An unjudged answer is not counted.
 
-    It is an accuracy where every reward is 0 or 1. Where a grader `may_be_graded`, the mean square is added: it equals
-    the mean exactly then, and gives the standard error of the mean otherwise.
+    Where a grader `may_be_graded`, the mean square is added, from which the standard error of the mean follows.
     """
     for prompt, judgement in zip(prompts, judgements, strict=True):
         if not judgement.is_judged:
             continue
         for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
-            metrics.add(f"agent/{name}/accuracy{tail}", judgement.reward, 1)
+            mean = REWARD_MEAN if may_be_graded else ACCURACY
+            metrics.add(f"agent/{name}/{mean}{tail}", judgement.reward, 1)
             metrics.count(f"agent/{name}/num_evaluated{tail}", 1)
             if may_be_graded:
-                metrics.add(f"agent/{name}/accuracy_square{tail}", judgement.reward**2, 1)
-
-
-def mean_accuracy(values: Mapping[str, float], names: Sequence[str]) -> float | None:
-    """Held-out accuracy of a step's reduced metrics, mean over the agents; None where one of them has none."""
-    accuracies = [values.get(f"agent/{name}/accuracy") for name in names]
-    return None if None in accuracies else math.fsum(accuracies) / len(accuracies)
+                metrics.add(f"agent/{name}/{REWARD_SQUARE}{tail}", judgement.reward**2, 1)
 
 
 def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequence[ViewCounts]) -> None:

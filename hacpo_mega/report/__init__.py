@@ -7,7 +7,7 @@ from typing import Any
 from hacpo_mega.logbook.console import in_step_order, phase_seconds
 from hacpo_mega.report.page import render_page
 from hacpo_mega.report.plots import draw_pictures
-from hacpo_mega.report.run import Run, accuracies, load_run, phase_series
+from hacpo_mega.report.run import Run, accuracies, load_run, measure_of, phase_series
 
 
 def write_report(run_dir: Path) -> Path:
@@ -33,8 +33,9 @@ def write_report(run_dir: Path) -> Path:
 def summary(run_dir: Path) -> dict[str, Any]:
     """The run in short, ready for json.dumps; what is not known is None. Raises ValueError like `write_report`.
 
-    `phase_s` is the mean number of seconds per training step that has the phase: of an agent its slowest rank's, of
-    the run the slowest agent's.
+    An agent's held-out scores are accuracy_start and accuracy_end, mean_reward_start and mean_reward_end of graded
+    rewards. `phase_s` is the mean number of seconds per training step that has the phase: of an agent its slowest
+    rank's, of the run the slowest agent's.
     """
     run = load_run(Path(run_dir))
     agents = {name: _summarize(run, name) for name in run.agents}
@@ -56,13 +57,14 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 def _summarize(run: Run, agent: str) -> dict[str, Any]:
     evaluated = accuracies(run, agent)
+    measure = measure_of(evaluated).replace(" ", "_")
     answers = run.series(f"agent/{agent}/num_answers")
     trained = run.series(f"agent/{agent}/reward_mean")
     seconds = phase_series(run, agent)
     by_step = {phase: [s for step, s in seconds[phase].items() if step] for phase in in_step_order(seconds)}
     return {
-        "accuracy_start": evaluated[0].value if evaluated else None,
-        "accuracy_end": evaluated[-1].value if len(evaluated) > 1 else None,
+        f"{measure}_start": evaluated[0].value if evaluated else None,
+        f"{measure}_end": evaluated[-1].value if len(evaluated) > 1 else None,
         "num_steps": sum(1 for step in trained.steps if step),
         "num_answers": int(sum(answers.values)) if answers else None,
         "phase_s": {phase: round(fmean(values), 6) for phase, values in by_step.items() if values},

@@ -6,9 +6,11 @@
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.logbook.held_out import score_name
 from hacpo_mega.models.documents import json_file
 from hacpo_mega.report.html import Html, join, table, tag
 
+NONE = "–"
 HEAD = ["evaluation", "benchmark", "problems", "score", "95 % interval", "others"]
 
 
@@ -33,10 +35,14 @@ def _rows(file: Path) -> list[list[str]]:
 def _row(name: str, benchmark: dict[str, Any]) -> list[str]:
     headline, scores = benchmark["headline"], benchmark["scores"]
     low, high = _number(scores[headline]["low"]), _number(scores[headline]["high"])
-    others = ", ".join(f"{score} {_number(scores[score]['value'])}" for score in scores if score != headline)
-    shown = f"{headline} {_number(scores[headline]['value'])}"
-    return [name, benchmark["name"], str(benchmark["num_problems"]), shown, f"{low} to {high}", others]
+    num_scored = benchmark["num_problems"] - benchmark.get("num_unscored", 0)
+    is_flat = low == high != NONE
+    interval = f"all {num_scored} equal" if is_flat and num_scored > 1 else f"{low} to {high}"
+    graded = bool(benchmark.get("graded"))
+    shown = {key: f"{score_name(key, graded=graded)} {_number(score['value'])}" for key, score in scores.items()}
+    others = ", ".join(score for key, score in shown.items() if key != headline)
+    return [name, benchmark["name"], str(benchmark["num_problems"]), shown[headline], interval, others]
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return NONE if value is None else f"{value:.3f}"

@@ -7,7 +7,7 @@ from hacpo_mega.report.benchmarks import render_benchmarks
 from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag
 from hacpo_mega.report.plots import Picture
-from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills
+from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills, measure_of
 from hacpo_mega.report.samples import render_samples
 from hacpo_mega.report.style import STYLE
 
@@ -59,11 +59,13 @@ def _card(run: Run, agent: str) -> Html:
     rewards = run.series(f"agent/{agent}/reward_mean").values
     lines = []
     if len(found) > 1:
-        lines = _change(_measure(found), found[0].value, found[-1].value, found[0].gain_interval(found[-1]))
+        lines = _change(
+            f"held-out {measure_of(found)}", found[0].value, found[-1].value, found[0].gain_interval(found[-1])
+        )
     elif found:
         lines = [
             tag("div", f"{found[0].value:.3f}", class_="big"),
-            tag("div", f"{_measure(found)}, step {found[0].step}"),
+            tag("div", f"held-out {measure_of(found)}, step {found[0].step}"),
         ]
     elif len(rewards) > 1:
         lines = _change("reward while training", rewards[0], rewards[-1], None)
@@ -71,10 +73,6 @@ def _card(run: Run, agent: str) -> Html:
     counted = [tag("div", f"{int(sum(answers)):,} answers given", class_="sub")] if answers else []
     name = tag("div", agent, class_="name")
     return tag("div", name, *lines, *counted, class_="card", style=f"--agent:{agent_colour(run, agent)}")
-
-
-def _measure(found: list[Accuracy]) -> str:
-    return "held-out mean reward" if any(point.is_graded for point in found) else "held-out accuracy"
 
 
 def _change(what: str, start: float, end: float, interval: tuple[float, float] | None) -> list[Html]:
@@ -119,21 +117,22 @@ def _duration(run: Run) -> str | None:
 
 
 def _accuracy_section(run: Run) -> Html:
-    rows, is_graded = [], False
+    rows, points = [], []
     for agent in run.agents:
         for skill in [None, *evaluated_skills(run)]:
             if found := accuracies(run, agent, skill):
-                is_graded |= any(point.is_graded for point in found)
+                points += found
                 rows.append(_accuracy_row(f"{agent} · {skill}" if skill else agent, found, bold=skill is None))
     if not rows:
         return Html()
+    measure = measure_of(points)
     note = (
-        f"In brackets 95 %: {'by the standard error of the mean' if is_graded else 'Wilson'}; of the difference as of "
-        "two independent samples, which is too wide when both evaluations use the same prompts."
+        f"In brackets 95 %: {'Wilson' if measure == 'accuracy' else 'by the standard error of the mean'}; of the "
+        "difference as of two independent samples, which is too wide when both evaluations use the same prompts."
     )
     head = ["agent", "before", "after", "difference", "prompts", "steps"]
     return join(
-        tag("h2", f"{'Mean reward' if is_graded else 'Accuracy'} before and after"),
+        tag("h2", f"{measure.capitalize()} before and after"),
         tag("p", note, class_="note"),
         table(head, rows, class_="numbers"),
     )
@@ -147,12 +146,16 @@ def _accuracy_row(name: str, found: list[Accuracy], bold: bool) -> list[str]:
     difference = tag("span", f"{gain:+.3f}{spread}", class_="up" if gain > 0 else "down" if gain < 0 else "")
     return [
         tag("b", name) if bold else name,
-        f"{first.value:.3f}{_between(first.interval)}",
-        f"{last.value:.3f}{_between(last.interval)}" if later else "–",
+        f"{first.value:.3f}{_error(first)}",
+        f"{last.value:.3f}{_error(last)}" if later else "–",
         difference if later else "–",
         str(last.num_evaluated or "–"),
         f"{first.step} → {last.step}" if later else str(first.step),
     ]
+
+
+def _error(point: Accuracy) -> str:
+    return f" (all {point.num_evaluated} equal)" if point.all_equal else _between(point.interval)
 
 
 def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:

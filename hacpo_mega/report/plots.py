@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.report.canvas import dressed, label_ends, legend, line, panels, smooth, stack, to_inline_svg, to_png
 from hacpo_mega.report.colours import BAND_COLOURS, agent_colour, phase_colour
-from hacpo_mega.report.run import Run, Series, accuracies, phase_series
+from hacpo_mega.report.run import Run, Series, accuracies, measure_of, phase_series
 from hacpo_mega.report.timeline import draw_timeline
 
 
@@ -32,8 +32,7 @@ def draw_accuracy(run: Run) -> Figure | None:
             axis.fill_between(series.steps, low, high, color=colour, alpha=0.15, linewidth=0)
         line(axis, series, colour)
         ends.append((series, f"{agent} {series.values[-1]:.3f}", colour))
-    is_graded = any(point.is_graded for found in curves.values() for point in found)
-    axis.set_ylabel(f"{'mean reward' if is_graded else 'accuracy'} on held-out prompts")
+    axis.set_ylabel(f"{measure_of(point for found in curves.values() for point in found)} on held-out prompts")
     label_ends(axis, ends)
     return figure
 
@@ -189,8 +188,9 @@ class Picture:
     svg: str
 
 
+# The one without a name is called as what was measured on held-out prompts.
 FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
-    ("accuracy", "Accuracy", draw_accuracy, "Greedy answers to held-out prompts; the shade is the 95 % interval."),
+    ("", "", draw_accuracy, "Greedy answers to held-out prompts; the shade is the 95 % interval."),
     ("reward", "Reward while training", draw_reward, "Sampled answers of each step; thin as measured, thick smoothed."),
     ("omega", "Capability ratio", draw_omega, "Above 1 the learner did better than the source in the last steps."),
     ("bands", "Cross answers and the band", draw_bands, "Only answers inside the band give a cross gradient."),
@@ -222,8 +222,10 @@ FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
 def draw_pictures(run: Run) -> list[Picture]:
     """Every figure that this run has numbers for."""
     pictures = []
+    measure = measure_of(point for agent in run.agents for point in accuracies(run, agent))
     with dressed():
         for stem, title, draw, note in FIGURES:
             if (figure := draw(run)) is not None:
-                pictures.append(Picture(stem, title, note, to_png(figure), to_inline_svg(figure, stem)))
+                name, shown = stem or measure.replace(" ", "_"), title or measure.capitalize()
+                pictures.append(Picture(name, shown, note, to_png(figure), to_inline_svg(figure, name)))
     return pictures

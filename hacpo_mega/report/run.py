@@ -4,18 +4,18 @@ A run may be half finished, without evaluation, of one agent or of many: what is
 """
 
 import math
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.logbook.console import agent_names
+from hacpo_mega.logbook.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.models.documents import toml_file
 
 Z = 1.959963984540054  # of 95 %
-ROUNDING = 1e-9  # of sums over ranks
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,29 @@ class Accuracy:
     @property
     def is_graded(self) -> bool:
         """Whether some reward lay between 0 and 1: then the mean is no accuracy."""
-        return self.square is not None and self.value - self.square > ROUNDING
+        return is_graded(self.value, self.square)
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether all answers earned the same part of a reward: then they say nothing about its error."""
+        return self.is_graded and self.square - self.value**2 <= ROUNDING
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 %: of an accuracy Wilson's (1927), of a mean of graded rewards by its own standard error."""
+        """95 %, inside [0, 1]: of an accuracy Wilson's (1927), of graded rewards by their own standard error."""
         n, mean = self.num_evaluated, self.value
         if not n:
             return None
         if self.is_graded:
-            half = Z * math.sqrt(max(self.square - mean**2, 0.0) / n)
-            return mean - half, mean + half
-        middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
-        half = Z / (1 + Z**2 / n) * math.sqrt(max(mean * (1 - mean), 0.0) / n + Z**2 / (4 * n**2))
-        return middle - half, middle + half
+            middle, half = mean, Z * math.sqrt(max(self.square - mean**2, 0.0) / n)
+        else:
+            middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+            half = Z / (1 + Z**2 / n) * math.sqrt(max(mean * (1 - mean), 0.0) / n + Z**2 / (4 * n**2))
+        return max(middle - half, 0.0), min(middle + half, 1.0)
 
     def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
-        """95 % of later - self, two independent samples: Newcombe (1998), method 10."""
-        if self.interval is None or later.interval is None:
+        """95 % of later - self, two independent samples: Newcombe (1998), method 10; None where one says no error."""
+        if None in (self.interval, later.interval) or self.all_equal or later.all_equal:
             return None
         (low, high), (later_low, later_high), gain = self.interval, later.interval, later.value - self.value
         return (
@@ -135,21 +140,19 @@ class Accuracy:
 
 def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]:
     """The evaluations of an agent, by step; of one skill (or benchmark) if given."""
-    tail = f"/{skill}" if skill else ""
-    series = run.series(f"agent/{agent}/accuracy{tail}")
-    counts = run.series(f"agent/{agent}/num_evaluated{tail}")
-    squares = run.series(f"agent/{agent}/accuracy_square{tail}")
-    numbers, square = dict(zip(counts.steps, counts.values)), dict(zip(squares.steps, squares.values))
-    return [
-        Accuracy(step, value, int(numbers[step]) if step in numbers else None, square.get(step))
-        for step, value in zip(series.steps, series.values)
-    ]
+    found = ((step, held_out(metrics.values, agent, skill)) for step, metrics in run.steps.items())
+    return [Accuracy(step, *point) for step, point in found if point is not None]
 
 
 def evaluated_skills(run: Run) -> list[str]:
-    """Names behind `agent/<name>/accuracy/`, in order of name."""
-    names = {name for metrics in run.steps.values() for name in metrics.values}
-    return sorted({match[1] for name in names if (match := re.fullmatch(r"agent/[^/]+/accuracy/(.+)", name))})
+    """The skills that any agent was evaluated on, in order of name."""
+    return sorted({s for m in run.steps.values() for agent in run.agents for s in held_out_skills(m.values, agent)})
+
+
+def measure_of(found: Iterable[Accuracy]) -> str:
+    """The word for the means of these evaluations."""
+    points = [HeldOut(point.value, point.num_evaluated, point.square) for point in found]
+    return "accuracy" if are_accuracies(points) else "mean reward"
 
 
 def phase_series(run: Run, agent: str) -> dict[str, dict[int, float]]:

@@ -79,7 +79,8 @@ def _group_equal(answers: list[dict[str, Any]]) -> list[tuple[dict[str, Any], in
 
 def _render_answer(answer: dict[str, Any], times: int) -> Html:
     reward = answer["reward"]
-    kind = "unjudged" if reward is None else "right" if reward >= 1 else "wrong" if reward <= 0 else "partly"
+    is_right = answer["verdict"] == "correct"
+    kind = "unjudged" if reward is None else "right" if is_right else "wrong" if reward <= 0 else "partly"
     facts = [
         "unjudged" if reward is None else f"reward {reward:g}",
         answer["verdict"].replace("_", " "),

@@ -37,6 +37,7 @@ ROW = np.dtype(
         ("verdict", "u1"),
     ]
 )
+JUDGED_ROW = np.dtype([("reward", "<f8"), ("is_success", "u1")])
 COMPLETION_ROW = np.dtype([("stop", "u1")])
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_NAMED = 5  # how many missing answers an error names before it only counts them
@@ -44,27 +45,32 @@ MAX_NAMED = 5  # how many missing answers an error names before it only counts t
 logger = logging.getLogger(__name__)
 
 
-def share_rewards(rewards: Sequence[float], num_prompts: int, place: Place, rollouts_per_prompt: int) -> torch.Tensor:
-    """The rewards of all agents' answers to the prompts of this lane, float64 [P, N, G]; NaN where unjudged.
+def share_rewards(
+    judgements: Sequence[Judgement], num_prompts: int, place: Place, rollouts_per_prompt: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rewards of all agents' answers to the prompts of this lane, float64 [P, N, G], NaN where unjudged; and which
+    of them are successes, bool [P, N, G].
 
-    `rewards` are this cell's, by prompt, then by rollout; the leader's are sent. They go before the answers, because
+    `judgements` are this cell's, by prompt, then by rollout; the leader's are sent. They go before the answers, because
     they say which answers need a score. A collective over the lane; equal on every rank of it.
     """
     received = None
     if place.is_leader:
-        mine = np.array(rewards, dtype="<f8").tobytes()
-        received = wire.join(place.gather_lane(mine))
+        mine = np.array([(judgement.reward, judgement.is_success) for judgement in judgements], JUDGED_ROW)
+        received = wire.join(place.gather_lane(mine.tobytes()))
     messages = wire.split(place.share_in_cell(received))
     rank_map, lane = place.rank_map, place.lane
     shape = (num_prompts, len(rank_map.agents), rollouts_per_prompt)
-    rewards_PNG = torch.full(shape, torch.nan, dtype=torch.float64)
+    rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
     for message, rank in zip(messages, rank_map.leaders(lane), strict=True):
         sender = rank_map.coordinate(rank)
-        group_PG = rewards_PNG[rank_map.share_of_lane(sender), sender.agent]
-        found = np.frombuffer(message, dtype="<f8")
-        assert len(found) == group_PG.numel(), f"{sender} sent {len(found)} rewards instead of {group_PG.numel()}"
-        group_PG.copy_(torch.from_numpy(found.copy()).reshape(group_PG.shape))
-    return rewards_PNG
+        share = rank_map.share_of_lane(sender), sender.agent
+        found, owed = np.frombuffer(message, JUDGED_ROW), rewards_PNG[share].numel()
+        assert len(found) == owed, f"{sender} sent {len(found)} rewards instead of {owed}"
+        for values_PNG, column in ((rewards_PNG, "reward"), (successes_PNG, "is_success")):
+            group_PG = values_PNG[share]
+            group_PG.copy_(torch.from_numpy(found[column].copy()).reshape(group_PG.shape))
+    return rewards_PNG, successes_PNG
 
 
 def trajectories_of(

@@ -20,6 +20,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.named_function import require_named_functions
+from hacpo_mega.config.success import unsaid_success
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.rollout_judge import RolloutJudge
@@ -179,6 +180,8 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> No
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
     steps = f"steps {first} to {config.num_steps}"
     console.say(f"{config.algorithm.method} of {agents} on {ranks} ranks, {steps}, in {config.run_dir}")
+    for line in unsaid_success(config) if config.algorithm.success_readers else ():
+        console.say(line)
     if start is not None:
         console.say(f"goes on after step {start.step}, from {start.folder}")
         for change in changes(start.config, plain(config)):

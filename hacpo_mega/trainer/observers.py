@@ -1,4 +1,4 @@
-"""What examines a run while it goes on: gradients, the band, weights and accuracy. Each is told of its moments.
+"""What examines a run while it goes on: gradients, the band, weights and held-out answers. Each is told of its moments.
 
 An observer may measure, write metrics, follow what it sees, and end the run; it changes no answer, no sample and no
 update that it is shown. Every rank calls every observer alike, in the order in which they are listed.
@@ -18,7 +18,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
-from hacpo_mega.logbook.step_metrics import add_accuracy, add_band, add_diagnosis
+from hacpo_mega.logbook.step_metrics import add_band, add_diagnosis, add_held_out
 from hacpo_mega.logbook.step_report import StepFindings, StepReport
 from hacpo_mega.records import Prompt, Sample, UpdateStats
 from hacpo_mega.trainer.phases import Phases
@@ -160,7 +160,7 @@ class Verification(Observer):
 
 
 class Evaluation(Observer):
-    """Greedy accuracy on the held-out prompts, which the agent's cells share among themselves."""
+    """Greedy answers to the held-out prompts, which the agent's cells share among themselves."""
 
     def __init__(self, config: Config, held_out: Sequence[Prompt], agent: Agent, judge: RolloutJudge,
                  metrics: Metrics, report: StepReport, phase: Phases) -> None:  # fmt: skip
@@ -190,5 +190,5 @@ class Evaluation(Observer):
             judgements = self._judge.judge(self._mine, answers)
         if self._agent.place.is_leader:
             graded = self._config.reward.may_be_graded
-            add_accuracy(self._metrics, self._agent.name, self._mine, judgements, may_be_graded=graded)
+            add_held_out(self._metrics, self._agent.name, self._mine, judgements, may_be_graded=graded)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")

@@ -16,8 +16,8 @@ from hacpo_mega.algorithm import learning_of, reward_tally
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions
 from hacpo_mega.config import Config
 from hacpo_mega.grading.rollout_judge import RolloutJudge
+from hacpo_mega.logbook.held_out import mean_held_out
 from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.logbook.step_metrics import mean_accuracy
 from hacpo_mega.logbook.step_report import StepFindings
 from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
@@ -110,11 +110,10 @@ class Trainer:
         with self.phase("judge"):
             judgements, judged = self.judge.judge(prompts[mine], rollouts), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
-            rewards = [judgement.reward for judgement in judgements]
-            rewards_PNG = share_rewards(rewards, len(prompts), self.place, self.config.answers_per_prompt)
+            shared = share_rewards(judgements, len(prompts), self.place, self.config.answers_per_prompt)
             # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
-            self.capability.add(self.place.sum_over_lanes(reward_tally(rewards_PNG)))
-            learning = learning_of(rewards_PNG, self.capability.values(), self.place.agent, self.config.algorithm)
+            self.capability.add(self.place.sum_over_lanes(reward_tally(*shared)))
+            learning = learning_of(*shared, self.capability.values(), self.place.agent, self.config.algorithm)
         with self.phase("score"):  # log-probs of the policy that will learn, before it learns
             scores = self.schedule.score(prompts[mine], rollouts, learning.own_P[mine], learning.wanted_PG[mine])
         with self.phase("exchange"):
@@ -177,7 +176,7 @@ class Trainer:
         """The step has been done, and what it measured is written."""
         self.steps_done += 1
         self.phase.step = self.steps_done + 1
-        self.checkpoint.settle(self._state(mean_accuracy(reduced.values, [agent.name for agent in self.config.agents])))
+        self.checkpoint.settle(self._state(mean_held_out(reduced.values, [agent.name for agent in self.config.agents])))
         if self.checkpoint.has_work():  # after its metrics: a resumed run has them all
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.go_on()

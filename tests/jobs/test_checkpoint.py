@@ -108,7 +108,7 @@ def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(how, undisturbe
     assert {path: other.files[path] for path in shards} == shards
     assert (other.agents, other.capability, other.accuracy) == (one.agents, one.capability, one.accuracy)
     values = read_metrics(one.folder.parents[1] / "metrics.jsonl")[4].values
-    assert one.accuracy == fmean(values[f"agent/{name}/accuracy"] for name in NAMES)
+    assert one.accuracy == fmean(values[f"agent/{name}/eval/reward_mean"] for name in NAMES)
     assert read_checkpoint(folder_of(one.folder.parents[1], 2)).accuracy is None, "it had no evaluation"
     for name in NAMES:
         first, second = (
@@ -145,7 +145,7 @@ def test_a_new_run_branches_off_and_may_have_its_state_in_host_memory(undisturbe
     expected = read_metrics(run / "metrics.jsonl")[3].values
     assert list(steps) == [3]
     assert {name: value for name, value in steps[3].values.items() if name in expected} == expected
-    scored = {"accuracy", "accuracy_square", "num_evaluated"}
+    scored = {"eval", "num_evaluated"}
     assert {name.split("/")[2] for name in steps[3].values.keys() - expected.keys()} == scored
     assert read_rollouts(branch, 3) == read_rollouts(run, 3)
     assert committed_steps(branch) == [3] and committed_steps(run) == [2, 4]

@@ -120,7 +120,7 @@ def test_the_papers_suite_from_public_files(tmp_path):
     found = {result["name"]: (result["headline"], result["num_answers"]) for result in evaluation["benchmarks"]}
     assert found.pop("aime25") == ("best@30", 60)
     assert found == dict.fromkeys(("math500", "math", "gsm8k", "amc23", "minerva_math", "olympiadbench"), ("avg@1", 2))
-    first = read_rows(REAL / "aime25" / "nemo_test.txt")[0]
+    first = read_rows(REAL / "aime25" / "nemo_test.txt").rows[0]
     seen = {
         answer.prompt_seen for key, answer in read_answers(tmp_path / "out", "aime25").items() if key[0] == first.id
     }

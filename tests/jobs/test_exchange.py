@@ -15,7 +15,7 @@ from job import run_job
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.records import Completion, Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.records import Completion, Judgement, Prompt, Rollout, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.exchange import ROW, assemble, decode, encode, exchange, share_completions, share_rewards
 
@@ -180,12 +180,12 @@ def answers_of(rank_map: RankMap, rank: int, num_rollouts: int) -> list[Trajecto
 
 
 def expected_answer(prompt: int, agent: int, rollout: int) -> Trajectory:
-    unjudged = (prompt + rollout) % 4 == 3
+    unjudged, is_success = (prompt + rollout) % 4 == 3, (prompt + agent + rollout) % 3 == 0
     ids = np.arange(100 * prompt + 10 * agent + rollout, dtype=np.int32)
     return Trajectory(
         agent=agent,
         rollout=Rollout(prompt, rollout, ids, f"p{prompt} n{agent} g{rollout} 🦜" * rollout, Stop.LENGTH),
-        verdict=Verdict.TIMEOUT if unjudged else Verdict.WRONG,
+        verdict=Verdict.TIMEOUT if unjudged else Verdict.CORRECT if is_success else Verdict.WRONG,
         reward=math.nan if unjudged else (prompt + agent / 5 + rollout / 50) / 7,
         mean_logprob=-1 / (1 + rollout),
         num_scored=len(ids) // 2,
@@ -238,10 +238,12 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
         for n in range(len(rank_map.agents)):
             for g in range(3):
                 assert bits(pool.trajectories_PNG[p][n][g]) == bits(expected_answer(prompt.index, n, g))
-    rewards_PNG = share_rewards([t.reward for t in mine] if place.is_leader else [], len(prompts), place, 3)
-    rewards = [[[t.reward for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
-    expected_PNG = torch.tensor(rewards, dtype=torch.float64)
-    torch.testing.assert_close(rewards_PNG, expected_PNG, rtol=0, atol=0, equal_nan=True)
+    judgements = [Judgement(t.verdict, t.reward) for t in mine] if place.is_leader else []
+    rewards_PNG, successes_PNG = share_rewards(judgements, len(prompts), place, 3)
+    pairs = [[[(t.reward, t.verdict) for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
+    expected_PNG2 = torch.tensor(pairs, dtype=torch.float64)
+    torch.testing.assert_close(rewards_PNG, expected_PNG2[..., 0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(successes_PNG, expected_PNG2[..., 1] == Verdict.CORRECT) and successes_PNG.any()
     return place.lane_group.num_gathers if place.is_leader else 0
 
 

@@ -57,7 +57,7 @@ def test_a_run_from_python_shows_every_step_once_and_leaves_the_caller_as_it_was
         files = sorted((config.run_dir / "rollouts").glob(f"step_{step:06d}.*"))
         assert prompts == [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert list(answers) == [step for step in steps if step > 0]
-    assert accuracies[2] == {"a": done.metrics[2]["agent/a/accuracy"]}
+    assert accuracies[2] == {"a": done.metrics[2]["agent/a/eval/reward_mean"]}
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 
     with pytest.raises(ValueError, match=r"num_steps was 2|has 2 steps done, num_steps is 1"):

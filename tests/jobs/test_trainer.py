@@ -253,7 +253,7 @@ def by_method(tmp_path_factory) -> dict[str, dict]:
     agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
     config = write_config(folder, agents, num_steps=2)
     options = {"grpo": (), "gspo_x2": (), "hacpo": ("algorithm.band=calibrated",)}
-    options |= {"sgt": ("algorithm.success_reward=0.15", "seed=2")}
+    options |= {"sgt": ("reward.success=0.15", "seed=2")}
     return {
         method: train(config, f"run_dir={folder / method}", f"algorithm.method={method}", *how)
         for method, how in options.items()
@@ -337,6 +337,6 @@ def test_a_wrong_device_count_is_one_line_before_any_model(tmp_path):
 def test_report_in_short_for_machines(three_agents):
     config, steps = three_agents
     short = json.loads(run_here("report", config.parent / "run", "--json").stdout)
-    assert short["agents"]["llama"]["accuracy_end"] == pytest.approx(steps[5].values["agent/llama/accuracy"])
+    assert short["agents"]["llama"]["mean_reward_end"] == pytest.approx(steps[5].values["agent/llama/eval/reward_mean"])
     assert short["agents"]["llama"]["num_answers"] == 5 * 32
     assert set(short["phase_s"]) >= {"roll_out", "judge", "score", "exchange", "learn", "publish"}

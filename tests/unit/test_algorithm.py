@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages, trained_answers
+from hacpo_mega.algorithm import CapabilityTracker, hacpo_advantages, reward_tally, trained_answers
 from hacpo_mega.config import AlgorithmConfig
 
 # Unit roundoff of float32 and float64. A tolerance is a number of roundings.
@@ -272,6 +272,27 @@ def test_capability_metric_floor_and_unknown_agents():
     tracker = CapabilityTracker(3, AlgorithmConfig())
     tracker.update(torch.tensor([float("nan"), 0.2, 0.4]), torch.zeros(3))
     assert tracker.values().tolist() == pytest.approx([0.3, 0.2, 0.4])
+
+
+def test_capability_of_the_authors_is_the_share_of_successes():
+    """.8 right, .2 brevity: every answer earns something, a half and a quarter are right, one is unjudged."""
+    nan = float("nan")
+    rewards_PNG = torch.tensor([[[0.93, 0.11], [0.15, 0.12]], [[0.98, 0.17], [0.91, nan]]], dtype=torch.float64)
+    successes_PNG = rewards_PNG > 0.8
+    tracker = CapabilityTracker(2, AlgorithmConfig(preset="authors"))
+    tracker.add(reward_tally(rewards_PNG, successes_PNG))
+    assert tracker.values().tolist() == [2 / 4, 1 / 3]
+    assert reward_tally(rewards_PNG, successes_PNG)[:, 0].tolist() == pytest.approx([2.19, 1.18], abs=1e-15)
+
+
+def test_rewards_of_0_and_1_have_the_capability_that_they_had():
+    """A success is then a reward above 0, to the last bit."""
+    rewards_PNG = (torch.rand(16, 3, 8, generator=torch.Generator().manual_seed(5)) > 0.6).double()
+    rewards_PNG[0, 1], rewards_PNG[3, :, 2] = float("nan"), float("nan")
+    judged_N = (~rewards_PNG.isnan()).sum(dim=(0, 2))
+    tracker = CapabilityTracker(3, AlgorithmConfig(preset="authors"))
+    tracker.add(reward_tally(rewards_PNG, rewards_PNG == 1.0))
+    assert torch.equal(tracker.values(), (rewards_PNG > 0).sum(dim=(0, 2)).double() / judged_N)
 
 
 def test_capability_state_survives_json_exactly():

@@ -113,3 +113,10 @@ def test_keys_that_are_newer_than_a_checkpoint_are_no_change_at_their_defaults()
     assert completed(now) == now
     gone = plain(config) | {"a_key_of_before": 1}
     assert [str(change) for change in changes(completed(gone), now)] == ["a_key_of_before was 1, is not given"]
+
+
+@pytest.mark.parametrize(("before", "lines"), [(1.0, []), (0.5, ["reward.success was 0.5, is not given"])])
+def test_a_key_that_has_moved_is_no_change_by_itself(before, lines):
+    now = plain(config_in(Path("run")))
+    old = now | {"algorithm": now["algorithm"] | {"success_reward": before}}
+    assert [str(change) for change in changes(completed(old), now)] == lines

@@ -1,6 +1,7 @@
 """Configuration: presets, overrides, and one clear line for everything that can be wrong in it."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,9 @@ from repository import ROOT
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.algorithm import PRESETS
 from hacpo_mega.config.effects import NONE, ROUNDING, covers, effect_of, flat
+from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.methods import METHODS
+from hacpo_mega.config.success import unsaid_success
 from hacpo_mega.logbook.run_folder import resolved_toml
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -91,6 +94,23 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("algorithm.omega_clip=[2.0, 3.0]", "needs 0 < low <= 1 <= high"),
         ("algorithm={cross_clip='none',band='calibrated'}", "says where the band begins"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
+        (
+            "reward.success=0",
+            "reward.success: needs the name of a part, or a number above 0, at most 1, found 0. Nearest:",
+        ),
+        ("reward.success=1.5", "found 1.5. Nearest: 1.0"),
+        ("reward.success=true", "reward.success: needs the name of a part, or a number above 0, at most 1, found True"),
+        ("reward.success=nan", "found nan"),
+        (
+            "reward.success=right",
+            "'right' is no part of the reward; there is none, so give a number above 0, at most 1",
+        ),
+        (
+            "reward={success='rihgt',parts={short={kind='exact'},right={kind='arithmetic'}}}",
+            "reward.success: 'rihgt' is no part of the reward; there are: short, right. Nearest: 'right'",
+        ),
+        ("algorithm.success_reward=0.5", "algorithm: success_reward = 0.5: unknown key; reward.success says which"),
+        ("algorithm.success_reward=1.0", "algorithm: success_reward = 1.0: unknown key; reward.success says which"),
         ("agents.qwen.init.warm_start.skills.add.share=0.9", "add up to 1.43; they must add up to 1"),
     ],
 )
@@ -139,6 +159,38 @@ def test_a_missing_model_folder_is_named(tmp_path):
     assert "agents.qwen: model folder nowhere/qwen has no config.json" in complaint(config=config)
 
 
+PARTS = "reward={parts={right={kind='arithmetic',weight=0.8},short={kind='x.py:brevity'}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "readers", "advice"),
+    [
+        ((PARTS,), "pass@k and maj@k of eval", '"right", for the full'),
+        ((PARTS, "algorithm={preset='authors'}"), "capability (preset authors), pass@k", '"right", for the full'),
+        ((PARTS, "algorithm={method='sgt'}"), "sgt, pass@k", '"right", for the full'),
+        ((PARTS, "algorithm={capability_metric='positive_rate'}"), "capability (positive_rate), ", '"right"'),
+        (("reward={kind='x.py:brevity'}",), "pass@k", "the least reward of one, such as reward.success = 0.9"),
+        (("reward={kind='program',options={graded=true}}",), "pass@k", "the least reward of one"),
+        (("reward={kind='model'}",), "pass@k", "the least reward of one"),
+        (("reward={kind='math',range=[-1.0,1.0]}",), "pass@k", "the least reward of one"),
+        (("reward={kind='program'}",), None, None),
+        (("reward={kind='number'}", "algorithm={method='sgt'}"), None, None),
+        (("reward={parts={right={kind='json'}}}",), None, None),
+        (("reward={kind='x.py:brevity',success=0.9}",), None, None),
+    ],
+)
+def test_a_run_says_what_a_success_is_where_nothing_else_does(overrides, readers, advice):
+    """And what it says to set is no mistake."""
+    config = load_unchecked(QUICKSTART, overrides)
+    lines = list(unsaid_success(config))
+    assert len(lines) == (readers is not None)
+    for line in lines:
+        assert line.startswith("reward.success is not given: nothing says which answers are a success, so those with")
+        assert f"count, for {readers}" in line and advice in line
+        for said in re.findall(r'reward\.success = ("\w+"|[\d.]+)', line):
+            assert not list(unsaid_success(load_unchecked(QUICKSTART, (*overrides, f"reward.success={said}"))))
+
+
 def test_reading_a_configuration_loads_no_torch():
     code = "import sys, hacpo_mega.config as c; c.load_config(sys.argv[1]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], check=True)
@@ -150,6 +202,10 @@ def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_p
     text = QUICKSTART.read_text().replace("runs/models", "gone/models")
     (tmp_path / "config.toml").write_text(text)
     assert [agent.name for agent in config_of_run(tmp_path).agents] == ["qwen", "llama"]
+    for before, now in (("0.25", 0.25), ("1.0", None)):  # where older runs say what a success is
+        old = text.replace("[algorithm]", f"[algorithm]\nsuccess_reward = {before}")
+        (tmp_path / "config.toml").write_text(old)
+        assert config_of_run(tmp_path).reward.success == now
     (tmp_path / "config.toml").write_text(text.replace("num_steps = 40", "num_steps = 40.0").replace("seed", "sed"))
     with pytest.raises(ValueError, match=r".") as error:
         config_of_run(tmp_path)

@@ -76,7 +76,7 @@ def test_a_time_out_of_the_answers_own_doing_counts_as_wrong_and_rewards_may_be_
 
 def test_answers_are_ordered_by_rollout_whoever_wrote_them():
     found = judged([answer("x", 1, "wrong", vote="b"), answer("x", 0, vote="a")])
-    assert found == Answers((True, False), ("a", "b"))
+    assert found == Answers((1.0, 0.0), (True, False), ("a", "b"))
 
 
 def test_a_half_written_line_is_dropped(tmp_path):

@@ -57,6 +57,33 @@ def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
     assert settings_for(tmp_path, []).reward == "math"
 
 
+def test_a_success_is_the_runs_unless_another_is_asked_for(tmp_path):
+    """A grader of another kind gets nothing of it; final answers are voted on as the part reads them that decides."""
+    parts = 'parts = { short = { kind = "exact" }, right = { kind = "arithmetic", weight = 4.0 } }'
+    model, asked = (
+        tmp_path / "agents" / "a",
+        {"is_suite": False, "stop_text": None, "max_prompt_tokens": None, "seed": 0},
+    )
+    asked |= {"max_answer_tokens": None, "reward": None}
+    model.mkdir(parents=True)
+    run = RUN.replace('{ kind = "arithmetic", require_stop = true }', f'{{ success = "right", {parts} }}')
+    (tmp_path / "config.toml").write_text(run)
+    trained = ask(model, [], Wording(), **asked)
+    assert trained.rewarded().success == "right" == trained.record("w")["reward_success"]
+    assert trained.voted == "arithmetic"
+    other = ask(model, [], Wording(), **asked, success="0.5")
+    assert (other.rewarded().success, other.voted) == (0.5, "exact")
+    assert ask(model, [], Wording(), **(asked | {"reward": "math"})).rewarded().success is None
+    with pytest.raises(
+        ValueError, match=r"^--success: 'rihgt' is no part of the reward; there are: short, right\. Nea"
+    ):
+        ask(model, [], Wording(), **asked, success="rihgt")
+    with pytest.raises(
+        ValueError, match=r"^--success: needs the name of a part, or a number above 0, at most 1, found 2"
+    ):
+        ask(tmp_path, [], Wording(), **asked, success="2")
+
+
 OWN = """
 def digits(prompt, answer, gold, *, bonus=0.0):
     return bonus

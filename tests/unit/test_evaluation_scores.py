@@ -1,15 +1,19 @@
 """Scores of an evaluation: statistics against enumeration, benchmarks and what counts as an answer to them."""
 
 import itertools
+import json
 import math
 from pathlib import Path
 
 import pytest
 from repository import SHARED
 
+from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_SUITE,
+    Benchmark,
     find_suite,
+    load_benchmarks,
     load_suite,
     names_of,
     read_rows,
@@ -24,6 +28,7 @@ from hacpo_mega.evaluation.scores import (
     over_problems,
     pass_at,
 )
+from hacpo_mega.evaluation.table import Evaluation, print_table, summarize
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 
@@ -33,7 +38,8 @@ REAL = SHARED / "data"
 def answers(correct: str, votes: str | None = None) -> Answers:
     """One character per answer: correct is 1 or 0, a vote is any letter, and a dot is none."""
     texts = votes or "a" * len(correct)
-    return Answers(tuple(c == "1" for c in correct), tuple(None if v == "." else v for v in texts))
+    right = tuple(c == "1" for c in correct)
+    return Answers(tuple(map(float, right)), right, tuple(None if v == "." else v for v in texts))
 
 
 @pytest.mark.parametrize("correct", ["0000", "1000", "0110", "10101", "111111", "0000001"])
@@ -105,14 +111,91 @@ def test_benchmarks_are_named_as_shortly_as_possible(tmp_path):
         names_of([Path("a/x.jsonl"), Path("a/../a/x.jsonl")])
 
 
-def test_a_repeated_problem_counts_as_often_as_it_is_there(tmp_path):
+def test_a_repeated_problem_counts_once(tmp_path):
     file = tmp_path / "b.jsonl"
-    file.write_text('{"prompt": "1+1", "answer": "2"}\n' * 2 + '{"prompt": "1+2", "answer": "3"}\n')
-    ids = [row.id for row in read_rows(file)]
-    assert ids[1] == f"{ids[0]}#2" and len(set(ids)) == 3
+    rows = ['{"prompt": "1+1", "answer": "2"}', '{"prompt": "half", "answer": "\\\\dfrac12", "level": 3}']
+    file.write_text("".join(f"{row}\n" for row in [*rows, *rows, rows[0], rows[1].replace("dfrac", "frac")]))
+    read = read_rows(file)
+    assert [row.text for row in read.rows] == ["1+1", "half"] and read.num_repeated == 4
+    (benchmark,) = load_benchmarks([file], 1, 0.0, limit=2)
+    assert (len(benchmark.rows), benchmark.num_repeated) == (2, 4)
     file.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1"\n')
     with pytest.raises(ValueError, match=r"b\.jsonl:2: invalid JSON"):
         read_rows(file)
+
+
+def test_two_golds_of_one_problem_are_refused_with_their_lines(tmp_path):
+    file = tmp_path / "b.jsonl"
+    golds = [("1+1", "2"), ("1+2", "3"), ("1+1", "3"), ("1+2", "3"), ("1+2", "12")]
+    file.write_text("".join(json.dumps({"prompt": prompt, "answer": gold}) + "\n" for prompt, gold in golds))
+    with pytest.raises(ValueError, match=r".") as error:
+        read_rows(file)
+    assert str(error.value).splitlines() == [
+        f"{file}:3: has the problem of {file}:1 again, with another gold ('3' here, '2' there); keep one of them",
+        f"{file}:5: has the problem of {file}:2 again, with another gold ('12' here, '3' there); keep one of them",
+    ]
+    (tmp_path / "folder").mkdir()
+    file.rename(tmp_path / "folder" / "b.jsonl")
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}/folder/b\.jsonl:3: has the problem of {tmp_path}/folder/b\.jsonl:1"
+    ):
+        read_rows(tmp_path / "folder")
+
+
+def evaluated(folder: Path, rewards: list[list[float]], least: float, **settings) -> Evaluation:
+    """What an evaluation makes of these rewards; an answer is correct from `least` on, and votes for its reward."""
+    benchmark = Benchmark("b", (), len(rewards[0]), 1.0, num_repeated=settings.pop("num_repeated", 0))
+    file = AnswerFile(folder, "b", 0)
+    for problem, group in enumerate(rewards):
+        verdicts = ("correct" if reward >= least else "wrong" for reward in group)
+        pairs = enumerate(zip(group, verdicts, strict=True))
+        file.append(Answer(str(problem), i, 0, "", "", "", f"{r:g}", v, r, "eos", 9) for i, (r, v) in pairs)
+    file.close()
+    return summarize({"model": "m", **settings}, [benchmark], {"b": 0}, folder, 0)
+
+
+GRADED_REWARDS = [[0.9, 0.7, 0.1, 0.1], [0.8, 0.2, 0.2, 0.3], [0.1, 0.1, 0.1, 0.1]]
+
+
+def test_scores_of_graded_rewards_are_called_what_they_are(tmp_path, capsys):
+    """.8 right, .2 brevity: two problems have an answer that is right, one of them two."""
+    evaluation = evaluated(tmp_path, GRADED_REWARDS, 0.7, reward_success="right", num_repeated=6)
+    (found,) = evaluation.benchmarks
+    assert found.graded and found.headline == "avg@4"
+    scores = {name: score.value for name, score in found.scores.items()}
+    wanted = {"avg@4": 3.7 / 12, "best@4": 1.8 / 3, "maj@4": (1 / 2 + 0) / 3}
+    # two of four and one of four are right: pass@2 is 1 - 1/6, and 1 - 3/6
+    wanted |= {"pass@1": 3 / 12, "pass@2": (5 / 6 + 1 / 2) / 3, "pass@4": 2 / 3}
+    assert scores == pytest.approx(wanted, abs=1e-12) and list(scores) == list(wanted)
+    print_table(evaluation)
+    said = capsys.readouterr().out
+    assert "mean reward@4 0.3083" in said and "best reward@4 0.6000" in said and "avg@" not in said
+    assert "b: pass@k and maj@k count successes, answers with the full reward of the part 'right'\n" in said
+    assert "b: 6 rows repeat a problem of the file (same text, same gold); each problem counts once\n" in said
+
+
+def test_what_cannot_be_measured_is_absent(tmp_path, capsys):
+    """No answer can have the full reward, or so it seems: nothing is said of how many would be right."""
+    evaluation = evaluated(tmp_path / "unsaid", GRADED_REWARDS, 1.0)
+    assert list(evaluation.benchmarks[0].scores) == ["avg@4", "best@4"]
+    print_table(evaluation)
+    said = capsys.readouterr().out
+    assert (
+        "b: no answer has the full reward of 1, and nothing else says which are a success: pass@k and maj@k are" in said
+    )
+    said_so = evaluated(tmp_path / "said", GRADED_REWARDS, 1.0, reward_success=1.0).benchmarks[0].scores
+    assert said_so["pass@2"].value == said_so["maj@4"].value == 0.0
+    one_full = evaluated(tmp_path / "full", [[1.0, 0.2], [0.2, 0.2]], 1.0).benchmarks[0].scores
+    assert one_full["pass@2"].value == 0.5 and one_full["avg@2"].value == pytest.approx(0.4)
+    nothing = evaluated(tmp_path / "nothing", [[0.0, 0.0], [0.0, 0.0]], 1.0).benchmarks[0].scores
+    assert list(nothing) == ["avg@2", "best@2", "maj@2"] and nothing["avg@2"].value == 0.0
+
+
+def test_an_interval_without_width_says_of_how_many(tmp_path, capsys):
+    for number, shown in ((3, "all 3 equal"), (1, "1 problem")):
+        print_table(evaluated(tmp_path / str(number), [[0.9]] * number, 1.0))
+        said = capsys.readouterr().out
+        assert shown in said and "0.9000 to 0.9000" not in said
 
 
 def test_a_suite_names_all_files_that_are_missing(tmp_path):

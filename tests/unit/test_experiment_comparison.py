@@ -126,6 +126,17 @@ def test_the_start_counts_every_seed_once_whatever_ran_of_it(tmp_path):
     assert start == pytest.approx({"A": 0.35, "B": 0.25, "mean": 0.3})
 
 
+def test_tables_of_graded_rewards_name_no_accuracy(tmp_path):
+    grid, results = finished(tmp_path)
+    assert "### skills: accuracy" in to_markdown(grid, evidence_of(grid, results), 16, 0)
+    for cell, result in results.items():
+        curves = result.curves.model_copy(update={"is_graded": True})
+        results[cell] = result.model_copy(update={"curves": curves})
+    text = to_markdown(grid, evidence_of(grid, results), 16, 0)
+    assert "### skills: mean reward" in text and "accuracy" not in text.lower()
+    assert "Mean reward of all agents at the end of a run, over the tuning seeds" in text
+
+
 def test_evidence_does_not_depend_on_the_order_of_the_runs(tmp_path):
     grid, results = finished(tmp_path)
     turned = dict(reversed(results.items()))

@@ -204,13 +204,15 @@ def test_a_second_queue_on_the_same_folder_is_refused(tmp_path, run_config):
     assert f"work_dir {tmp_path / 'work'} is being written by process" in done.stderr
 
 
-def write_metrics(folder: Path) -> None:
+def write_metrics(folder: Path, name: str = "accuracy") -> None:
     """Three steps of 4 answers each, evaluated before, after 2 and after 3; the clock runs 10 s per step."""
     with MetricsWriter(folder) as writer:
         for step in range(4):
             values = {"agent/A/num_answers": 4.0, "agent/A/reward_mean": step / 4, "omega/A/B": 2.0} if step else {}
             if step != 1:
-                values |= {"agent/A/accuracy": 0.1 * step, "agent/A/accuracy/add": 0.2 * step}
+                values |= {f"agent/A/{name}": 0.1 * step, f"agent/A/{name}/add": 0.2 * step}
+            if step != 1 and name == "eval/reward_mean":
+                values |= {"agent/A/eval/reward_square": 0.05 * step, "agent/A/eval/reward_square/add": 0.1 * step}
             writer.write(step, StepMetrics(values, {"agent/A/phase/evaluate_s": 1.5} if step in (2, 3) else {}))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -228,6 +230,16 @@ def test_what_is_kept_of_a_run_by_hand(tmp_path):
     assert found.curves.generated_answers == {"A": (0, 8, 12)}
     assert found.curves.trained_answers == found.curves.updates == {}, "absent is absent"
     assert found.diagnosis.values == {"agent/A/reward_mean": (0.5,), "omega/A/B": (2.0,)}
+
+
+def test_what_is_kept_of_graded_rewards_is_the_same_by_another_name(tmp_path):
+    for name in ("accuracy", "eval/reward_mean"):
+        (tmp_path / name).mkdir(parents=True)
+        write_metrics(tmp_path / name, name)
+    right, graded = (measure(tmp_path / name, ["A"], 2) for name in ("accuracy", "eval/reward_mean"))
+    assert (right.curves.is_graded, graded.curves.is_graded) == (False, True)
+    assert graded.curves == right.curves.model_copy(update={"is_graded": True})
+    assert graded.diagnosis == right.diagnosis
 
 
 def test_a_run_without_one_of_its_evaluations_has_measured_nothing(tmp_path):

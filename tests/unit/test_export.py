@@ -73,7 +73,9 @@ def test_an_exported_agent_is_the_trained_one_byte_by_byte(run_dir, tmp_path):
     assert not (tmp_path / "out.part").exists()
     steps = read_metrics(run_dir / "metrics.jsonl")
     for when, step in (("start", 0), ("end", 1)):
-        assert f"| held-out accuracy at the {when} | {steps[step].values['agent/first/accuracy']:.4f} |" in card
+        assert (
+            f"| held-out mean reward at the {when} | {steps[step].values['agent/first/eval/reward_mean']:.4f} |" in card
+        )
     commit = json.loads((run_dir / "starts.jsonl").read_text().splitlines()[-1])["commit"]
     assert f"| commit | `{commit}` |" in card
     assert "| alpha, delta, delta_step | 2, 0.9, 0.025 |" in card
@@ -147,7 +149,8 @@ def test_a_checkpoint_of_a_run_that_goes_on_leaves_as_the_run_exports_it(name, r
     assert found == files_of(run_dir / "agents" / name)
     steps = read_metrics(run_dir / "metrics.jsonl")
     assert "| weights | of the checkpoint step_000001 |" in card
-    assert f"| held-out accuracy at the end | {steps[1].values[f'agent/{name}/accuracy']:.4f} |" in card
+    score = steps[1].values[f"agent/{name}/eval/reward_mean"]
+    assert f"| held-out mean reward at the end | {score:.4f} |" in card and "accuracy" not in card
 
 
 @pytest.mark.parametrize(

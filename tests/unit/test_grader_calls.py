@@ -139,6 +139,40 @@ def test_several_rewards_are_weighted_and_kept_by_name():
     assert dict(wrong.parts) == {"right": 0.0, "level": 0.25, "table": 0.0, "table_acc": 0.0, "table_split": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("success", "successes"),
+    [
+        (None, {"1.0"}),  # the whole reward
+        ("right", {"1.0", "1"}),
+        ("near", {"1.0", "1", "2"}),
+        (1.0, {"1.0"}),
+        (0.8, {"1.0", "1"}),
+        (0.81, {"1.0"}),
+        (0.2, {"1.0", "1", "2"}),
+        (1e-12, {"1.0", "1", "2"}),
+    ],
+)
+def test_a_success_is_what_the_reward_says_it_is(success, successes):
+    """The verdict is correct exactly there; the reward is the same whatever a success is."""
+    parts = {"right": {"kind": "number", "weight": 3.0}, "plain": {"kind": "exact"}}
+    parts["near"] = {"kind": "number", "options": {"abs_tol": 1.5}}
+    answers = ["1.0", "1", "2", "9", "none"]
+    with judge_of(RewardConfig(parts=parts, success=success)) as judge:
+        found = judge.judge(["p"] * 5, ["1.0"] * 5, answers, [Stop.EOS] * 5)
+    assert [one.reward for one in found] == pytest.approx([1.0, 4 / 5, 1 / 5, 0.0, 0.0], abs=1e-15)
+    assert {answer for answer, one in zip(answers, found, strict=True) if one.is_success} == successes
+    assert {one.verdict for one in found if not one.is_success} == {Verdict.WRONG}
+
+
+def test_a_success_of_one_grader_has_a_least_reward():
+    for success, wanted in ((None, [False, False, True]), (0.5, [False, True, True])):
+        with judge_of(RewardConfig(kind=f"{HERE}:by_name", success=success)) as judge:
+            rows = [json.dumps({"level": level}) for level in (0.0, 0.5, 1.0)]
+            found = judge.judge(["p"] * 3, ["1"] * 3, ["1"] * 3, [Stop.EOS] * 3, rows)
+        assert [one.is_success for one in found] == wanted
+        assert [one.reward for one in found] == [0.0, 0.5, 1.0]
+
+
 def test_one_part_that_cannot_judge_leaves_the_answer_unjudged_and_is_named():
     with judge_of(RewardConfig(parts=PARTS)) as judge:
         (found,) = judge.judge(["p"], ["1"], ["1"], [Stop.EOS], ['{"extra_info": {"split": 0}}'])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from hacpo_mega.logbook.held_out import are_accuracies, held_out, held_out_skills, mean_held_out
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_accuracy
+from hacpo_mega.logbook.step_metrics import add_held_out
 from hacpo_mega.records import Judgement, Prompt, Verdict
 from hacpo_mega.report.run import Accuracy
 
@@ -17,10 +18,8 @@ def measured(rewards, *, may_be_graded: bool) -> Accuracy:
     metrics = Metrics("a", lambda payload: [payload])
     prompts = [Prompt(i, str(i), "p", "g") for i in range(len(rewards))]
     judgements = [Judgement(Verdict.WRONG, reward) for reward in rewards]
-    add_accuracy(metrics, "a", prompts, judgements, may_be_graded=may_be_graded)
-    values = metrics.reduce().values
-    found = (values.get(f"agent/a/{name}") for name in ("accuracy", "num_evaluated", "accuracy_square"))
-    return Accuracy(0, *found)
+    add_held_out(metrics, "a", prompts, judgements, may_be_graded=may_be_graded)
+    return Accuracy(0, *held_out(metrics.reduce().values, "a"))
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 7, 20])
@@ -37,6 +36,39 @@ def test_rewards_between_have_the_standard_error_of_their_mean():
     half = 1.959963984540054 * np.std(rewards) / math.sqrt(len(rewards))
     assert found.is_graded
     assert found.interval == pytest.approx((np.mean(rewards) - half, np.mean(rewards) + half), abs=1e-9)
+
+
+def test_an_interval_stays_between_0_and_1():
+    """Three of four answers earn all and one a half: .875 and 1.96 * .2165 / 2 = .2122 to both sides."""
+    for rewards, wanted in (([1.0, 1.0, 1.0, 0.5], (0.6628, 1.0)), ([0.0, 0.0, 0.0, 0.5], (0.0, 0.3372))):
+        assert measured(rewards, may_be_graded=True).interval == pytest.approx(wanted, abs=5e-5)
+    for right in (0, 50):
+        low, high = Accuracy(0, right / 50, 50).interval
+        assert 0.0 <= low < high <= 1.0
+
+
+def test_equal_parts_of_a_reward_say_no_error():
+    found, later = measured([0.9] * 40, may_be_graded=True), measured([0.9, 0.7, 0.8], may_be_graded=True)
+    assert found.is_graded and found.all_equal and not later.all_equal
+    assert found.gain_interval(later) is None is later.gain_interval(found)
+    assert not measured([1.0] * 40, may_be_graded=True).all_equal  # an accuracy, with Wilson's interval
+
+
+def test_a_graded_reward_is_called_so_wherever_it_is_named():
+    metrics = Metrics("a", lambda payload: [payload])
+    prompts = [Prompt(i, str(i), "p", "g", skill) for i, skill in enumerate(("add", "sub"))]
+    judgements = [Judgement(Verdict.CORRECT, 0.75), Judgement(Verdict.WRONG, 0.25)]
+    add_held_out(metrics, "a", prompts, judgements, may_be_graded=True)
+    values = metrics.reduce().values
+    assert not [name for name in values if "accuracy" in name]
+    assert values["agent/a/eval/reward_mean"] == 0.5 and values["agent/a/eval/reward_square"] == 0.3125
+    assert values["agent/a/eval/reward_mean/add"] == 0.75 and held_out_skills(values, "a") == ["add", "sub"]
+    assert held_out(values, "a", "sub") == (0.25, 1, 0.0625) and mean_held_out(values, ["a"]) == 0.5
+
+
+def test_an_older_run_is_read_by_the_names_that_it_has():
+    values = {"agent/a/accuracy": 0.5, "agent/a/accuracy_square": 0.3, "agent/a/num_evaluated": 8.0}
+    assert held_out(values, "a") == (0.5, 8, 0.3) and not are_accuracies([held_out(values, "a")])
 
 
 def test_the_interval_of_a_gain_is_newcombes():

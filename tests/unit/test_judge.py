@@ -10,7 +10,8 @@ from judged import CASES, FILE, verdicts
 
 from hacpo_mega.data.tasks import SKILLS, training_examples
 from hacpo_mega.grading import math_grader
-from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.guarded_workers import Outcome
+from hacpo_mega.grading.judge import Judge, judgement_of
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 
@@ -216,6 +217,21 @@ def test_options_reach_the_grader():
         assert judge.judge([""], [""], [""], [Stop.EOS])[0].reward == 0.75
     with Judge("number", options={"rel_tol": 0.1}) as judge:
         assert verdicts(judge, ["\\boxed{1.09}", "1.11"]) == ["CORRECT", "WRONG"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "success", "verdict"),
+    [
+        (0.7 + 0.2 + 0.1, 1.0, Verdict.CORRECT),  # .9999999999999999: full parts, added up
+        (1.0 - 1e-8, 1.0, Verdict.WRONG),
+        (0.1 + 0.2, 0.3, Verdict.CORRECT),
+        (0.3, 0.1 + 0.2, Verdict.CORRECT),  # the same number, added up on the other side
+        (0.0, 1e-12, Verdict.WRONG),  # nothing earned is never a success
+        (None, 1e-12, Verdict.NO_ANSWER),
+    ],
+)
+def test_a_reward_is_a_success_up_to_the_rounding_of_a_sum(reward, success, verdict):
+    assert judgement_of(Outcome(reward), True, success).verdict is verdict
 
 
 def test_closing_twice_and_nothing_to_judge():

@@ -56,7 +56,9 @@ def test_borders_of_the_rivals(method, log_s, weight, A):
 @settings(max_examples=20)
 def test_an_agent_alone_is_gspo_bit_for_bit(method, seed):
     rewards = cube(seed, 1)
-    ours, gspo = (advantages_of(rewards, torch.tensor([0.37]), 0, config_of(which)) for which in (method, "gspo"))
+    ours, gspo = (
+        advantages_of(rewards, rewards == 1.0, torch.tensor([0.37]), 0, config_of(which)) for which in (method, "gspo")
+    )
     assert torch.equal(ours, gspo)
     mean = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1e-3
     own, A = torch.ones(50, dtype=torch.bool), torch.linspace(-2, 2, 50, dtype=torch.float64)
@@ -71,7 +73,9 @@ def test_naive_is_hacpo_with_its_four_mechanisms_off(num_agents):
     off = config_of("hacpo", capability_baseline=False, omega_in_loss=False, alpha=0.0, cross_clip="own")
     rewards, capability = cube(5, num_agents), torch.linspace(0.2, 0.9, num_agents, dtype=torch.float64)
     for learner in range(num_agents):
-        ours, naive = (advantages_of(rewards, capability, learner, c) for c in (off, config_of("naive")))
+        ours, naive = (
+            advantages_of(rewards, rewards == 1.0, capability, learner, c) for c in (off, config_of("naive"))
+        )
         assert torch.equal(ours, naive)
     mean = torch.randn(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.2
     A, is_self = torch.linspace(-2, 2, 200, dtype=torch.float64), torch.arange(200) % 2 == 0
@@ -114,7 +118,9 @@ def test_what_is_trained_on_is_what_moves_a_gradient(learner):
 def test_capability_is_used_by_hacpo_alone():
     rewards, low, high = cube(2, 2), torch.tensor([0.1, 0.9]), torch.tensor([0.9, 0.1])
     for method in METHODS:
-        same = torch.equal(*(advantages_of(rewards, capability, 0, config_of(method)) for capability in (low, high)))
+        same = torch.equal(
+            *(advantages_of(rewards, rewards == 1.0, capability, 0, config_of(method)) for capability in (low, high))
+        )
         assert same == (method != "hacpo"), method
         assert config_of(method).uses_capability == (method == "hacpo")
     assert capability_ratios(low, None)[1, 0].item() == pytest.approx(9.0)

@@ -173,7 +173,8 @@ def check(method: str, config: AlgorithmConfig, num_agents: int, seed: int, m: i
     cases = [c for c in answers(seed, rewards, learner) if METHODS[method].cross or c[1] == learner]
     advantages, losses, gradients = expected(method, config, rewards, capability, learner, cases, m)
 
-    ours = advantages_of(rewards, torch.tensor(capability, dtype=torch.float64), learner, config)
+    capability_N = torch.tensor(capability, dtype=torch.float64)
+    ours = advantages_of(rewards, rewards == 1.0, capability_N, learner, config)
     # Sums of N G terms of at most omega <= 4, over a deviation of at least .05, twice.
     bound = 64 * num_agents * 16 * U64 / 0.05**2
     for (p, j, g, *_), A in zip(cases, advantages):
@@ -204,6 +205,17 @@ def check(method: str, config: AlgorithmConfig, num_agents: int, seed: int, m: i
 def test_a_method_is_its_equation(method, num_agents, m):
     for seed in range(4):
         check(method, config_of(method), num_agents, seed, m)
+
+
+def test_sgt_follows_what_the_judge_calls_a_success():
+    """Two prompts, graded rewards: the learner failed the first, though it earned most there; the second it did not."""
+    rewards = torch.tensor([[[0.7, 0.2], [0.6, 0.1]], [[0.9, 0.2], [0.9, 0.3]]], dtype=torch.float64)
+    successes = torch.tensor([[[False, False], [True, False]], [[True, False], [True, False]]])
+    config = config_of("sgt", transfer_weight=0.5)
+    ours = advantages_of(rewards, successes, torch.ones(2, dtype=torch.float64), 0, config)
+    assert ours[:, 1].tolist() == [[0.5, 0.0], [0.0, 0.0]]
+    own = [[group_advantage(r, group) for r in group] for group in rewards[:, 0].tolist()]
+    torch.testing.assert_close(ours[:, 0], torch.tensor(own, dtype=torch.float64), rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("options", ABLATIONS.values(), ids=ABLATIONS)

@@ -258,13 +258,14 @@ def test_console_says_how_long_it_takes_at_the_pace_of_the_last_steps(monkeypatc
 
 
 def test_a_mean_of_graded_rewards_is_not_called_an_accuracy() -> None:
-    values = {"agent/a/accuracy": 0.5, "agent/a/accuracy_square": 0.25}
+    mean, square = "agent/a/eval/reward_mean", "agent/a/eval/reward_square"
+    values = {mean: 0.5, square: 0.25}
     assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .500"
-    values["agent/a/accuracy_square"] = 0.5
+    values[square] = 0.5
     assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .500"
-    values["agent/a/accuracy"] = values["agent/a/accuracy_square"] = 0.0
+    values[mean] = values[square] = 0.0
     assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .000"
-    del values["agent/a/accuracy_square"]
+    values = {"agent/a/accuracy": 0.0}
     assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .000"
 
 

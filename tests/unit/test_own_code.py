@@ -20,20 +20,22 @@ EQUAL_N = torch.ones(2)
 
 def test_own_advantages_are_what_is_trained():
     config = AlgorithmConfig(method="naive", advantages=f"{FILE}:own_mean")
-    learning = learning_of(REWARDS_PNG, EQUAL_N, 0, config)
+    learning = learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, config)
     assert learning.advantages_PNG.tolist() == [[[0.5, -0.5], [0.0, 0.0]], [[0.0, 0.0], [0.375, -0.375]]]
     assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
 
 
 def test_a_method_that_shares_nothing_shares_nothing():
     config = AlgorithmConfig(method="gspo", advantages=f"{FILE}:own_mean")
-    assert learning_of(REWARDS_PNG, EQUAL_N, 1, config).advantages_PNG[:, 0].abs().sum() == 0.0
+    assert learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 1, config).advantages_PNG[:, 0].abs().sum() == 0.0
 
 
 @pytest.mark.parametrize("name, says", [("too_short", r"must return a tensor \(2, 2, 2\)"), ("infinite", "not finite")])
 def test_advantages_that_cannot_be_trained_are_refused(name, says):
     with pytest.raises(ValueError, match=says):
-        learning_of(REWARDS_PNG, EQUAL_N, 0, AlgorithmConfig(method="naive", advantages=f"{FILE}:{name}"))
+        learning_of(
+            REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, AlgorithmConfig(method="naive", advantages=f"{FILE}:{name}")
+        )
 
 
 def packed(logprob_R: torch.Tensor, name: str):

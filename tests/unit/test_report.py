@@ -20,6 +20,9 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.logbook.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
 from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, PHASE_COLOURS
+from hacpo_mega.report.page import render_page
+from hacpo_mega.report.plots import draw_pictures
+from hacpo_mega.report.run import load_run
 from hacpo_mega.report.samples import choose_prompts
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
@@ -100,6 +103,29 @@ def test_summary_is_the_run_in_short(reported: Path) -> None:
     steps = read_metrics(reported / "metrics.jsonl")
     learn = [steps[step].timing["agent/qwen/phase/learn_s"] for step in range(1, 11)]
     assert qwen["phase_s"]["learn"] == pytest.approx(sum(learn) / 10, abs=1e-6)
+
+
+def test_a_graded_reward_is_no_accuracy_in_a_report(tmp_path: Path) -> None:
+    """Every answer earns .9 before and .9 or 1 after: titles, words, error, the names of pictures and numbers."""
+    prefix, count = "agent/a", {"agent/a/num_evaluated": 40.0}
+    with MetricsWriter(tmp_path) as writer:
+        before = {f"{prefix}/eval/reward_mean": 0.9, f"{prefix}/eval/reward_square": 0.81}
+        after = {f"{prefix}/eval/reward_mean": 0.95, f"{prefix}/eval/reward_square": 0.905}
+        for step, values in enumerate((before, after)):
+            writer.write(step, StepMetrics(values | count, {"time_unix_s": 1.0}))
+    run = load_run(tmp_path)
+    pictures = {picture.stem: picture for picture in draw_pictures(run)}
+    assert (
+        pictures["mean_reward"].title == "Mean reward"
+        and "mean reward on held-out prompts" in pictures["mean_reward"].svg
+    )
+    text = Page(render_page(run, [])).text
+    assert "Mean reward before and after" in text and "held-out mean reward" in text
+    assert not re.search("accuracy", text, re.IGNORECASE)
+    # 1.96 sqrt(.905 - .95^2) / sqrt(40) = .0155
+    assert "0.900 (all 40 equal)" in text and "0.950 [0.935, 0.965]" in text and "+0.050 [" not in text
+    short = summary(tmp_path)["agents"]["a"]
+    assert (short["mean_reward_start"], short["mean_reward_end"]) == (0.9, 0.95) and "accuracy_end" not in short
 
 
 def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:

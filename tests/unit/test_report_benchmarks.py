@@ -10,10 +10,10 @@ from hacpo_mega.evaluation.table import BenchmarkResult, Evaluation, write_evalu
 from hacpo_mega.report.benchmarks import render_benchmarks
 
 
-def write(folder: Path, name: str) -> None:
+def write(folder: Path, name: str, **found) -> None:
     scores = {"best@30": Estimate(0.5, 0.25, 0.75), "avg@30": Estimate(0.125, math.nan, math.nan)}
     counts = {"num_problems": 30, "num_dropped": 0, "num_unscored": 0, "num_answers": 900, "num_unjudged": 0}
-    result = BenchmarkResult(name, "best@30", scores, **counts, no_answer=0.0, cut=0.0, tokens_mean=9.0)
+    result = BenchmarkResult(name, "best@30", scores, **counts, no_answer=0.0, cut=0.0, tokens_mean=9.0, **found)
     folder.mkdir(parents=True)
     write_evaluation(Evaluation({"model": name}, (result,), Estimate(0.5, 0.25, 0.75)), folder)
 
@@ -26,6 +26,12 @@ def test_every_evaluation_of_a_run_has_its_rows(tmp_path):
     assert page.index("llama") < page.index("qwen")
     for shown in ("best@30 0.500", "0.250 to 0.750", "avg@30 0.125", "aime&lt;25&gt;"):
         assert shown in page
+
+
+def test_graded_rewards_are_called_so(tmp_path):
+    write(tmp_path / "evaluations" / "qwen", "brief", graded=True)
+    page = render_benchmarks(tmp_path)
+    assert "best reward@30 0.500" in page and "mean reward@30 0.125" in page and "avg@" not in page
 
 
 def test_a_file_that_is_no_evaluation_is_named(tmp_path):

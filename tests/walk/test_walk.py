@@ -165,4 +165,4 @@ def test_the_traced_step_and_the_report_are_there(walk, steps):
     assert "ratio 1.000" in (run / "report.html").read_text(encoding="utf-8")
     assert (run / "report" / "timeline.png").is_file()
     short = json.loads(run_here("report", run, "--json").stdout)
-    assert short["agents"]["wide"]["accuracy_end"] == pytest.approx(steps[3].values["agent/wide/accuracy"])
+    assert short["agents"]["wide"]["mean_reward_end"] == pytest.approx(steps[3].values["agent/wide/eval/reward_mean"])

@@ -60,10 +60,11 @@ def _draw(stem: str, title: str, regime: RegimeEvidence, x_axis: XAxis, methods:
             band(axis, x_axis.values(one), one.curves[agent].mean, one.curves[agent].sd, *look)
             for one, look in zip(found, looks)
         ]
-    axes[0].set_ylabel("accuracy on held-out prompts")
+    axes[0].set_ylabel(f"{regime.measure} on held-out prompts")
     line_legend(figure, methods, lines)
     note = "Mean over seeds; the shade is one standard deviation between seeds to both sides."
-    return Picture(stem, f"{title}: accuracy against {x_axis.label}", note, to_png(figure), to_inline_svg(figure, stem))
+    shown = f"{title}: {regime.measure} against {x_axis.label}"
+    return Picture(stem, shown, note, to_png(figure), to_inline_svg(figure, stem))
 
 
 def _look(regime: RegimeEvidence, method: str) -> tuple[str, str | tuple]:

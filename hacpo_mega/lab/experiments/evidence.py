@@ -75,6 +75,8 @@ class RegimeEvidence:
     agents: tuple[str, ...]
     start: Mapping[str, float]
     """Accuracy before training, by agent and for ALL_AGENTS: the mean over seeds, each once, whatever ran of it."""
+    measure: str
+    """What all accuracies of the regime are called: "accuracy", or "mean reward" where a reward lay between 0 and 1."""
     reference: str
     methods: Mapping[str, MethodEvidence]
 
@@ -118,6 +120,7 @@ def _regime(
         warm_starts=_warm_starts(every),
         agents=agents,
         start={name: _start(every, name) for name in (*agents, ALL_AGENTS)},
+        measure="mean reward" if any(result.curves.is_graded for result in every) else "accuracy",
         reference=grid.reference_method,
         methods={
             method: _method(

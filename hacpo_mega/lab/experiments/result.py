@@ -21,10 +21,11 @@ from hacpo_mega.config.section import Section
 from hacpo_mega.lab.experiments.grid import Cell, Stage
 from hacpo_mega.lab.experiments.identity import Identity
 from hacpo_mega.logbook.console import phase_seconds
+from hacpo_mega.logbook.held_out import are_accuracies, held_out, held_out_skills
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 
 # What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
-NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|num_[^/]*.*)")
+NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|eval/.*|num_[^/]*.*)")
 WINDOW = 10
 PACKED = "runs.jsonl"
 # Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
@@ -53,9 +54,11 @@ class Curves(Section):
     """What an evaluation found and what had been spent on it, by agent, at the steps of `Result.steps`."""
 
     accuracy: dict[str, tuple[float, ...]]
-    """Over all held-out prompts."""
+    """Over all held-out prompts: the mean reward."""
     accuracy_by_skill: dict[str, dict[str, tuple[float, ...]]]
     """By agent and skill; empty for prompts without skills."""
+    is_graded: bool = False
+    """Whether a reward lay between 0 and 1, so that the mean reward is no accuracy."""
     generated_answers: dict[str, tuple[int, ...]]
     """Answers that the agent has sampled for training."""
     trained_answers: dict[str, tuple[int, ...]]
@@ -120,11 +123,13 @@ def measure(run_dir: Path, agents: Sequence[str], every_steps: int) -> Measured 
     """
     metrics = read_metrics(run_dir / "metrics.jsonl")
     due = tuple(step for step in metrics if step % every_steps == 0 or step == max(metrics))
-    if not all(f"agent/{agent}/accuracy" in metrics[step].values for agent in agents for step in due):
+    found = {agent: [held_out(metrics[step].values, agent) for step in due] for agent in agents}
+    if any(None in points for points in found.values()):
         return None
     curves = Curves(
-        accuracy={agent: _at(metrics, due, f"agent/{agent}/accuracy") for agent in agents},
-        accuracy_by_skill={agent: found for agent in agents if (found := _by_skill(metrics, due, agent))},
+        accuracy={agent: tuple(round(point.value, 6) for point in points) for agent, points in found.items()},
+        accuracy_by_skill={agent: skills for agent in agents if (skills := _by_skill(metrics, due, agent))},
+        is_graded=not are_accuracies(point for points in found.values() for point in points),
         generated_answers=_totals(metrics, due, agents, "num_answers"),
         trained_answers=_totals(metrics, due, agents, "num_trained_answers"),
         updates=_totals(metrics, due, agents, "num_updates"),
@@ -219,17 +224,13 @@ def read_result(path: Path) -> Result:
     return result
 
 
-def _at(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> tuple[float, ...]:
-    return tuple(round(metrics[step].values[name], 6) for step in steps)
-
-
 def _by_skill(metrics: Mapping[int, StepMetrics], steps: Sequence[int], agent: str) -> dict[str, tuple[float, ...]]:
-    prefix = f"agent/{agent}/accuracy/"
-    names = sorted(name for name in metrics[steps[0]].values if name.startswith(prefix))
+    found = {
+        skill: [held_out(metrics[step].values, agent, skill) for step in steps]
+        for skill in held_out_skills(metrics[steps[0]].values, agent)
+    }
     return {
-        name.removeprefix(prefix): _at(metrics, steps, name)
-        for name in names
-        if all(name in metrics[step].values for step in steps)
+        skill: tuple(round(point.value, 6) for point in points) for skill, points in found.items() if None not in points
     }
 
 

@@ -83,7 +83,7 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
     for method, found in regime.methods.items():
         accuracies = (_mean_sd(found.accuracy[name]) for name in names)
         rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), grid.methods[method].about))
-    notes = ["Held-out accuracy at the end of a run: mean over seeds ± sample standard deviation."]
+    notes = [f"Held-out {regime.measure} at the end of a run: mean over seeds ± sample standard deviation."]
     if len(regime.warm_starts) > 1:
         notes.append(
             f"The seeds began from {len(regime.warm_starts)} sets of warm starts, so methods that ran on other seeds "
@@ -96,7 +96,7 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
         if found.tuned and found.tuned.edge and grid.methods[method].learning_rate_of is None
     ]
     head = ("method", "learning rate", *_spoken(names), "seeds", "what it is")
-    return Table("accuracy", head, tuple(rows), tuple(notes))
+    return Table(regime.measure, head, tuple(rows), tuple(notes))
 
 
 def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Mapping[str, Difference]]) -> Table:
@@ -127,7 +127,7 @@ def _skills(regime: RegimeEvidence) -> Table:
         for method, found in regime.methods.items()
     ]
     head = ("method", *(f"{agent} {skill}" for agent, skill in columns))
-    return Table("accuracy by skill", head, tuple(rows) if columns else (), ())
+    return Table(f"{regime.measure} by skill", head, tuple(rows) if columns else (), ())
 
 
 def _cross(regime: RegimeEvidence) -> Table:
@@ -181,9 +181,9 @@ def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
                 for rate in rates
             )
             rows.append((method, *cells))
-    seeds = ", ".join(map(str, grid.tuning_seeds))
+    seeds, measure = ", ".join(map(str, grid.tuning_seeds)), regime.measure.removeprefix("mean ")
     notes = (
-        f"Mean accuracy of all agents at the end of a run, over the tuning seeds {seeds}, none of which is reported; "
+        f"Mean {measure} of all agents at the end of a run, over the tuning seeds {seeds}, none of which is reported; "
         "bold is the rate that was taken.",
     )
     head = ("method", *(f"{rate:g}" for rate in rates))

@@ -14,6 +14,7 @@ from typing import Any
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.sampler import AnswerPlace, Sampler
 from hacpo_mega.config import Config
+from hacpo_mega.grading.judge import is_success
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.lab.throughput.memory_peak import take_peak
 from hacpo_mega.lab.throughput.workload import Workload
@@ -112,7 +113,7 @@ class WorkloadJudge(RolloutJudge):
     def _as_recorded(self, rollout: Rollout) -> Judgement:
         place = (self._seen.agent.name, self._seen.num_written, rollout.prompt_index, rollout.rollout_index)
         reward = self._workload.answer(*place)[1]
-        return Judgement(Verdict.CORRECT if reward > 0 else Verdict.WRONG, reward)
+        return Judgement(Verdict.CORRECT if is_success(reward) else Verdict.WRONG, reward)
 
 
 def measured_trainer(config: Config, workload: Workload) -> Trainer:

@@ -1,0 +1,22 @@
+"""Which answers a run counts as a success where nothing says it, and who counts them: a line for people.
+
+Not here: the judge, whose verdict "correct" is a success (grading/judge.py).
+"""
+
+from collections.abc import Iterator
+
+from hacpo_mega.config.schema import Config
+
+
+def unsaid_success(config: Config) -> Iterator[str]:
+    """The line of a run whose rewards may lie between 0 and 1 and whose reward.success is not given."""
+    reward = config.reward
+    if reward.success is not None or not reward.may_be_graded:
+        return
+    readers = ", ".join((*config.algorithm.success_readers, "pass@k and maj@k of eval"))
+    whole = next((name for name, part in reward.parts.items() if not part.may_be_graded), None)
+    part = "" if whole is None else f'reward.success = "{whole}", for the full reward of that part, or '
+    yield (
+        "reward.success is not given: nothing says which answers are a success, so those with the full reward of 1 "
+        f"count, for {readers}. Set {part}the least reward of one, such as reward.success = 0.9"
+    )
