@@ -124,7 +124,7 @@ def check(
         budgets |= agent_budgets(config, agent, architecture_of(agent))
     say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
     shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
-    say("\n" + "\n".join([*shown, *suggestions(config), *template_notes(config), *unused_fields(config)]))
+    say("\n" + "\n".join([*shown, *suggestions(config), *template_notes(config.agents), *unused_fields(config)]))
     if "wandb" in config.logging.trackers and not has_tracker_login():
         say("logging.trackers: wandb has no login and would ask for one: `wandb login`, or WANDB_MODE=offline")
     if data:

@@ -3,14 +3,13 @@
 Not here: the rules of the files (models/tokenizer_files.py), and the real tokenizer (samples/tokenizers.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.prompting import TRIALS
-from hacpo_mega.config.schema import Config
-from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
-from hacpo_mega.models.chat_template import names_in, render
+from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, answer_ends, chats_with_answer, written_ends
+from hacpo_mega.models.chat_template import names_in, render, render_closed
 from hacpo_mega.models.documents import one_line
 from hacpo_mega.models.folder import named_ends, tokenizer_problem
 from hacpo_mega.models.tokenizer_files import chat_template, special_tokens, token_problems, token_texts
@@ -50,9 +49,9 @@ def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[
         yield f"the chat template of {file} {problem}"
 
 
-def template_notes(config: Config) -> Iterator[str]:
+def template_notes(agents: Sequence[AgentConfig]) -> Iterator[str]:
     """A line for each agent whose chat template adds an end of answers, or is there and not used."""
-    for agent in config.agents:
+    for agent in agents:
         if not (agent.model / "config.json").is_file() or tokenizer_problem(agent.model, agent.chat_template):
             continue
         if agent.chat_template:
@@ -85,16 +84,8 @@ def folder_ends(agent: AgentConfig) -> tuple[AnswerEnds, dict[int, str]]:
     found = chat_template(folder) if agent.chat_template else None
     written: tuple[int, ...] = ()
     if found is not None and ids:
-        variables = {**special, **agent.prompting.template_kwargs, "add_generation_prompt": False}
         chats = chats_with_answer(agent.prompting.messages(QUESTION))
-        written = written_ends([_tried(found[1], chat, variables) for chat in chats], ids)
+        texts = render_closed(found[1], chats, {**special, **agent.prompting.template_kwargs})
+        written = written_ends(texts, ids)
     eos, bos = (ids.get(special.get(key, "")) for key in ("eos_token", "bos_token"))
     return answer_ends(folder, eos, written, bos), control
-
-
-def _tried(template: str, chat: Chat, variables: dict[str, object]) -> str | None:
-    """A chat that holds an answer already, rendered; None where the template refuses it, as no prompt needs it."""
-    try:
-        return render(template, [chat], variables)[0]
-    except ValueError:
-        return None
