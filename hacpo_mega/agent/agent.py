@@ -85,7 +85,7 @@ class Agent(Answering):
             if shares:
                 away = ActorOffload(self.actor.model, self.actor.optimizer)
                 away.leave()
-                self.engine = load_engine(spec, place, config, self.dtype)
+                self.engine = load_engine(spec, place, config, self.dtype, self.codec.ends)
                 with place.spans.span("weights"):
                     self.publication = Publication(place, self.actor, self.engine)
                 self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
@@ -93,7 +93,8 @@ class Agent(Answering):
         if not shares:
             with in_turn(place, agents_on_device > 1):
                 answers = place.coordinate.answers
-                self.engine = load_engine(spec, place, config, self.dtype, agents_on_device) if answers else None
+                ends = self.codec.ends
+                self.engine = load_engine(spec, place, config, self.dtype, ends, agents_on_device) if answers else None
                 with place.spans.span("weights"):
                     self.publication = Publication(place, self.actor, self.engine)
                     self.devices = (split_devices if answers else ApartDevices)(
@@ -191,7 +192,7 @@ class Agent(Answering):
     def export(self, folder: Path) -> None:
         """Writes the agent as a Hugging Face folder that runs by itself."""
         with self.devices.scoring():
-            self.actor.save_hf(folder)
+            self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 
 def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:

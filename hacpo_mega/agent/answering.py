@@ -18,6 +18,7 @@ from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.device_memory import engine_options
 from hacpo_mega.config.pass_through import RETURNS_ROUTING
+from hacpo_mega.models.answer_ends import AnswerEnds
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_thread import EngineThread, Generate
@@ -56,6 +57,12 @@ class Answering:
         """Whose word on where the engine sends tokens is replayed, for people; empty where none is."""
         routing = None if self.engine is None else self.engine.routing
         return "" if routing is None else f"{self.name}: router replay, by {routing.said}"
+
+    @property
+    def ends_said(self) -> str:
+        """What the chat template adds to the tokens that end answers, for people; empty where it adds none."""
+        line = self.codec.added_end_line
+        return f"{self.name}: {line}" if line else ""
 
     @property
     def asleep_bytes(self) -> int | None:
@@ -141,7 +148,9 @@ def _no_answers(**_how: Any) -> list[Completion]:
     return []
 
 
-def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, agents_on_device: int = 1) -> Engine:
+def load_engine(
+    spec: AgentConfig, place: Place, config: Config, dtype: Any, ends: AnswerEnds, agents_on_device: int = 1
+) -> Engine:
     """On random weights: reading the folder twice would double the start of a large model."""
     with place.spans.span("engine"):
         return Engine(
@@ -151,6 +160,7 @@ def load_engine(spec: AgentConfig, place: Place, config: Config, dtype: Any, age
             tensor_parallel_size=spec.engine_tensor_parallel,
             seed=config.seed,
             trust_remote_code=spec.trust_remote_code,
+            eos_ids=ends.ids,
             random_weights=True,
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,

@@ -33,7 +33,7 @@ class EngineRank(Answering):
         agents_on_device = agents_per_device(place)
         self.dtype = actor_dtype(place.device)
         with in_turn(place, agents_on_device > 1):
-            self.engine = load_engine(spec, place, config, self.dtype, agents_on_device)
+            self.engine = load_engine(spec, place, config, self.dtype, self.codec.ends, agents_on_device)
             with place.spans.span("weights"):
                 self.publication = Publication(place, None, self.engine)
                 self.devices = ApartDevices(place, None, self.engine, self.publication)

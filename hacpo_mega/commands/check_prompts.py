@@ -30,7 +30,7 @@ def check_prompts(config: Config) -> str:
     if missing_models(config):
         return f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
     codecs = agent_codecs(config.agents)
-    num_tokens = longest_encodings(codecs)
+    num_tokens = longest_encodings(config.agents, codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
     held_out = held_out_prompts(config, num_tokens)
     found = (
@@ -45,6 +45,9 @@ def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Ite
         num_tokens = len(codec.encode_prompt(row.text))
         yield f"\n{agent.name} reads of the first prompt {num_tokens} tokens:"
         yield from _lines(codec.shown_prompt(row.text))
+        first, *others = map(codec.token_text, codec.ends.ids)
+        also = f"; an own answer may end with {', '.join(others)}, too" if others else ""
+        yield f"  an answer, also of another agent, ends with {first}{also}"
     for key, grader in config.reward.graders.items():
         yield f"\nits gold, as {key} reads it:"
         yield from _lines(_read_gold(grader, config.reward.timeout_s, row))

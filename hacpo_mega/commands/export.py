@@ -21,11 +21,19 @@ from safetensors import SafetensorError
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
+from hacpo_mega.config.tokenizer_checks import folder_ends
 from hacpo_mega.logbook.held_out import HeldOut, are_accuracies, held_out
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.run_lock import is_gone, signature
-from hacpo_mega.megatron.hf_writer import ADAPTER, copy_beside_weights, finite, write_adapter, write_weights
+from hacpo_mega.megatron.hf_writer import (
+    ADAPTER,
+    copy_beside_weights,
+    finite,
+    name_end,
+    write_adapter,
+    write_weights,
+)
 from hacpo_mega.megatron.stored_model import model_weights
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
@@ -189,6 +197,7 @@ def write_stored(stored: StoredAgent, folder: Path) -> None:
     with stored.being_read():
         stored.require_unaltered()
         copy_beside_weights(base, folder, dtype)
+        name_end(folder, folder_ends(stored.agent)[0].added)
         tensors = finite(model_weights(stored.folder, base, lora, dtype), dtype, folder)
         try:
             write_weights(tensors, sources, folder, dtype)

@@ -12,6 +12,7 @@ from hacpo_mega.config.chat_messages import messages_of
 from hacpo_mega.models.chat_template import names_in
 
 PLACE = "{prompt}"
+OPENS, CLOSES = "<think>", "</think>"
 # What a template is tried with: two tasks, of which one is long, since a template may cut.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
 
@@ -68,6 +69,19 @@ class Prompting:
         if self.system_prompt is not None and not has_system:
             before = [{"role": "system", "content": self.system_prompt}, *before]
         return [*before, last | {"content": self.filled(last["content"])}]
+
+    def opened_thinking(self, read: str, text: str) -> str:
+        """What a prompt has written of its answer: from the <think> on that it leaves open at its end; else nothing.
+
+        `read` is the task `text` as the model reads it. Behind the last message all is the template's; in plain text
+        <think> may be a word of the task, but as its last one.
+        """
+        task = self.messages(text)[-1]["content"].strip() if self.chat_template else read
+        behind = read[read.rfind(task) + len(task) :] if task in read else ""
+        for opened in (behind, read if read.rstrip().endswith(OPENS) else ""):
+            if opened.rfind(OPENS) > opened.rfind(CLOSES):
+                return opened[opened.rfind(OPENS) :]
+        return ""
 
     def template_problem(self, template: str, texts: Sequence[str]) -> str | None:
         """What a chat template loses, by the texts that it made of TRIALS; None when all is there.

@@ -3,13 +3,16 @@
 Not here: the rules of the files (models/tokenizer_files.py), and the real tokenizer (samples/tokenizers.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.prompting import TRIALS
-from hacpo_mega.models.chat_template import names_in, render
-from hacpo_mega.models.folder import tokenizer_problem
-from hacpo_mega.models.tokenizer_files import chat_template, special_tokens, token_problems
+from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, answer_ends, chats_with_answer, written_ends
+from hacpo_mega.models.chat_template import names_in, render, render_closed
+from hacpo_mega.models.documents import one_line
+from hacpo_mega.models.folder import named_ends, tokenizer_problem
+from hacpo_mega.models.tokenizer_files import chat_template, special_tokens, token_problems, token_texts
 
 
 def tokenizer_problems(
@@ -44,3 +47,45 @@ def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[
         problem = str(error)
     if problem:
         yield f"the chat template of {file} {problem}"
+
+
+def template_notes(agents: Sequence[AgentConfig]) -> Iterator[str]:
+    """A line for each agent whose chat template adds an end of answers, or is there and not used."""
+    for agent in agents:
+        if not (agent.model / "config.json").is_file() or tokenizer_problem(agent.model, agent.chat_template):
+            continue
+        if agent.chat_template:
+            ends, texts = folder_ends(agent)
+            if line := ends.added_line(lambda number, texts=texts: one_line(texts.get(number, str(number)))):
+                yield f"{agent.name}: {line}"
+        elif _has_template(agent.model):
+            yield (
+                f"{agent.name} has a chat template that is not used: its prompts are plain text; chat_template = true "
+                "asks it inside the template"
+            )
+
+
+def _has_template(folder: Path) -> bool:
+    try:
+        return chat_template(folder) is not None
+    except ValueError:  # one that cannot be read is no matter where none is used
+        return False
+
+
+def folder_ends(agent: AgentConfig) -> tuple[AnswerEnds, dict[int, str]]:
+    """The ends of an agent by its folder's files alone, and the text of each control token.
+
+    A run finds them with the tokenizer itself (samples/chat_templates.py). Nothing is told of a template or tokenizer
+    that is Python code of the folder.
+    """
+    folder, special = agent.model, special_tokens(agent.model)
+    control = token_texts(folder, named_ends(folder)[1])
+    ids = {text: number for number, text in control.items()}
+    found = chat_template(folder) if agent.chat_template else None
+    written: tuple[int, ...] = ()
+    if found is not None and ids:
+        chats = chats_with_answer(agent.prompting.messages(QUESTION))
+        texts = render_closed(found[1], chats, {**special, **agent.prompting.template_kwargs})
+        written = written_ends(texts, ids)
+    eos, bos = (ids.get(special.get(key, "")) for key in ("eos_token", "bos_token"))
+    return answer_ends(folder, eos, written, bos), control

@@ -5,6 +5,8 @@ Not here: whether two answers are equal (grading/math_grader.py).
 
 import re
 
+from hacpo_mega.config.prompting import CLOSES, OPENS
+
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are signs, not groups
 BARE = re.compile(r"[^\s$]+")
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -80,8 +82,9 @@ MAX_TYPED = 2000  # characters; rules for how people type look backward and forw
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last </think>, or the whole text."""
-    return text.rpartition("</think>")[2]
+    """What follows the last </think>, or the whole text; nothing while a <think> is open."""
+    said = text.rpartition(CLOSES)[2]
+    return "" if OPENS in said else said
 
 
 def last_boxed(text: str) -> str | None:

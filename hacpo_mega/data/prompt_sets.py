@@ -6,9 +6,10 @@ Not here: reading rows (files.py), their order over steps (prompts.py), and toke
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hacpo_mega.config import Config
-from hacpo_mega.data.files import PromptRow, load_prompts
+from hacpo_mega.data.files import PromptRow, load_prompts, read_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
@@ -27,7 +28,7 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
         rows = load_prompts(config.data.files, *fields)
     else:
         rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
-    kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
+    kept = _short_enough(rows, config.data.files, config, num_tokens)
     by_skill = config.data.generator is not None
     for skill in config.data.skills if by_skill else (None,):
         needed = config.training.prompts_per_step // (len(config.data.skills) if by_skill else 1)
@@ -51,14 +52,49 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
     else:
         return ()
-    kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
+    kept = _short_enough(rows, config.evaluation.files, config, num_tokens)
     _require_enough(rows, kept, 1, None, config.rollout.max_prompt_tokens, num_tokens)
     return to_prompts(kept[: config.evaluation.num_prompts])
 
 
-def _short_enough(rows: Sequence[PromptRow], max_tokens: int, num_tokens: NumTokens) -> tuple[PromptRow, ...]:
-    lengths = num_tokens([row.text for row in rows], max_tokens)
-    return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= max_tokens)
+def _short_enough(
+    rows: Sequence[PromptRow], files: Sequence[Path], config: Config, num_tokens: NumTokens
+) -> tuple[PromptRow, ...]:
+    most, fields = config.rollout.max_prompt_tokens, (config.data.prompt_field, config.data.gold_field)
+
+    def place(index: int) -> str:
+        """File and line of a row, which is looked for only where there is something to say of it."""
+        met: dict[str, str] = {}
+        read_prompts(files, *fields, met, config.data.tools_field)
+        return met.get(rows[index].id, f"prompt {index + 1}")
+
+    lengths = prompt_lengths(rows, most, num_tokens, place)
+    return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= most)
+
+
+def prompt_lengths(
+    rows: Sequence[PromptRow], most: int, num_tokens: NumTokens, place_of: Callable[[int], str]
+) -> list[int]:
+    """How many tokens each row has. ValueError, one line that begins with the place of the row, for the first row that
+    a tokenizer or a chat template refuses.
+    """
+    texts = [row.text for row in rows]
+    try:
+        return num_tokens(texts, most)
+    except ValueError:
+        start, end = 0, len(texts)  # the first bad row is among these
+    while end - start > 1:
+        middle = (start + end) // 2
+        try:
+            num_tokens(texts[start:middle], most)
+            start = middle
+        except ValueError:
+            end = middle
+    try:
+        num_tokens(texts[start:end], most)
+    except ValueError as error:
+        raise ValueError(f"{place_of(start)}: {error}") from error
+    raise AssertionError("no row alone is refused")
 
 
 def _require_enough(

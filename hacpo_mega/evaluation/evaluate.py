@@ -20,6 +20,7 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
 from hacpo_mega.data.files import PromptRow
+from hacpo_mega.data.prompt_sets import prompt_lengths
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, finite, read_answers
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
@@ -31,6 +32,7 @@ from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_model import model_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import check_positions
+from hacpo_mega.models.visible import say
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.row_noise import answer_seed
@@ -68,6 +70,8 @@ def evaluate(
         is_first = place.coordinate.global_rank == 0
         if is_first:
             claim(out, asked)
+            if line := codec.added_end_line:
+                say(f"{settings.model}: {line}")
         place.barrier()
         run = _Run(settings, codec, out, place, num_judges, stack)
         run.answer_everything()
@@ -96,7 +100,7 @@ class _Run:
         self.out = out
         self.place = place
         self.codec = codec
-        self.kept = {b.name: self._within_limit(b.rows) for b in settings.benchmarks}
+        self.kept = {b.name: self._within_limit(b) for b in settings.benchmarks}
         self.num_dropped = {b.name: len(b.rows) - len(self.kept[b.name]) for b in settings.benchmarks}
         self._stack = stack
         self._num_judges = num_judges
@@ -113,9 +117,11 @@ class _Run:
             self.place.enter_phase("evaluate", f"on {benchmark.name}")
             self._answer(benchmark, missing[benchmark.name][self.place.lane :: self.place.rank_map.lanes])
 
-    def _within_limit(self, rows: Sequence[PromptRow]) -> tuple[PromptRow, ...]:
-        most = self.settings.max_prompt_tokens
-        lengths = self.codec.prompt_lengths([row.text for row in rows], most)
+    def _within_limit(self, benchmark: Benchmark) -> tuple[PromptRow, ...]:
+        rows, most = benchmark.rows, self.settings.max_prompt_tokens
+        lengths = prompt_lengths(
+            rows, most, self.codec.prompt_lengths, lambda index: f"{benchmark.name}, problem {index + 1}"
+        )
         return tuple(row for row, n in zip(rows, lengths, strict=True) if n <= most)
 
     def _missing(self, benchmark: Benchmark) -> list[Request]:
@@ -136,6 +142,7 @@ class _Run:
             dtype=dtype,
             tensor_parallel_size=self.place.rank_map.agents[0].engine_tp,
             trust_remote_code=settings.trust_remote_code,
+            eos_ids=self.codec.ends.ids,
             random_weights=stored is not None,
             options=settings.vllm,
         )
@@ -184,17 +191,22 @@ class _Run:
 
     def _judged(self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
+        opened = [self.codec.opened_thinking(request.row.text) for request in batch]
+        whole = [start + text for start, text in zip(opened, texts, strict=True)]
         judgements = judge.judge(
             [request.row.text for request in batch],
             [request.row.gold for request in batch],
-            texts,
+            whole,
             [completion.stop for completion in completions],
             [request.row.row for request in batch],
         )
-        parts = zip(batch, completions, texts, judgements, strict=True)
+        votes = [final_answer(self.settings.voted, text) for text in whole]
+        parts = zip(batch, completions, texts, votes, judgements, strict=True)
         return [self._record(*part) for part in parts]
 
-    def _record(self, request: Request, completion: Completion, text: str, judgement: Judgement) -> Answer:
+    def _record(
+        self, request: Request, completion: Completion, text: str, vote: str | None, judgement: Judgement
+    ) -> Answer:
         return Answer(
             id=request.row.id,
             rollout=request.rollout,
@@ -202,7 +214,7 @@ class _Run:
             prompt_seen=self.codec.shown_prompt(request.row.text),
             gold=request.row.gold,
             text=text,
-            vote=final_answer(self.settings.voted, text),
+            vote=vote,
             verdict=judgement.verdict.name.lower(),
             reward=finite(judgement.reward),
             stop=completion.stop.name.lower(),

@@ -29,13 +29,22 @@ class RolloutJudge:
     hidden_s   seconds of judging that the last `judge` did not have to wait for
     """
 
-    def __init__(self, judge: AnyJudge, *, while_sampling: bool, is_leader: bool = True, agent: str = "") -> None:
+    def __init__(
+        self,
+        judge: AnyJudge,
+        *,
+        while_sampling: bool,
+        is_leader: bool = True,
+        agent: str = "",
+        opened: Callable[[str], str] = lambda _prompt: "",
+    ) -> None:
         """`agent` writes the answers. `while_sampling` asks for judging beside the engine, which a grader of this
-        process cannot do, nor one that compares the answers of a group.
+        process cannot do, nor one that compares the answers of a group. `opened` is what a prompt, as the agent reads
+        it, has written of an answer already (a <think>): it is judged as part of the answer.
 
         Where it is not a leader's it judges nothing: nobody else of a cell needs judgements.
         """
-        self._judge, self._is_leader, self._agent = judge, is_leader, agent
+        self._judge, self._is_leader, self._agent, self._opened = judge, is_leader, agent, opened
         self._goes_beside = while_sampling and is_leader and judge.has_workers and not judge.compares_groups
         self._ended: queue.SimpleQueue[tuple[Prompt, Rollout] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -76,7 +85,7 @@ class RolloutJudge:
         judgements = self._judge.judge(
             [prompt.text for prompt, _ in asked],
             [prompt.gold for prompt, _ in asked],
-            [rollout.text for _, rollout in asked],
+            [self._opened(prompt.text) + rollout.text for prompt, rollout in asked],
             [rollout.stop for _, rollout in asked],
             [prompt.row for prompt, _ in asked],
             self._agent,

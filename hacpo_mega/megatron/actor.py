@@ -333,16 +333,18 @@ class Actor:
         finish_gather(self.model)  # it would bring weights of before
         load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
 
-    def save_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def save_hf(self, folder: Path, dtype: torch.dtype | None = None, added_end: int | None = None) -> None:
         """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, its rank 0 writes.
 
+        `added_end` becomes one of the ends that its generation_config.json names.
         OSError on every rank when the first one, which writes, cannot.
         """
         finish_gather(self.model)
         problem = None
         if parallel_state.get_data_parallel_rank() < self.layout.block_cells:
             try:
-                save_hf(self.model, self.folder, folder, dtype or self.model.config.params_dtype)
+                dtype = dtype or self.model.config.params_dtype
+                save_hf(self.model, self.folder, folder, dtype, added_end=added_end)
             except OSError as error:
                 problem = str(error)
         problem = json.loads(share_bytes(torch.distributed.group.WORLD, json.dumps(problem).encode()))

@@ -13,15 +13,17 @@ from safetensors.torch import save_file
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.hf_reader import dtype_of
-from hacpo_mega.models.folder import read_config, with_dtype
+from hacpo_mega.models.folder import named_ends, read_config, read_json, with_dtype
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import Source
+from hacpo_mega.models.tokenizer_files import ID_KEYS
 from hacpo_mega.models.weight_files import INDEX, SINGLE, without_extra_layers
 
 FILE_BYTES = 5 << 30
 # Of an exported agent with LoRA, the folder of its adapters beside the merged weights.
 ADAPTER = "adapter"
+GENERATION = "generation_config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -115,3 +117,17 @@ def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(path, out / path.name)
     config = without_extra_layers(with_dtype(read_config(source), str(dtype).removeprefix("torch.")))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def name_end(folder: Path, number: int | None) -> None:
+    """Adds a token to the ends that generation_config.json names, so that whoever serves the folder stops there, too.
+
+    None adds nothing. A folder without the file gets one, with the ids that config.json names.
+    """
+    if number is None:
+        return
+    file, config = folder / GENERATION, read_config(folder)
+    named = {key: config[key] for key in ID_KEYS if config.get(key) is not None}
+    content = dict(read_json(file)) if file.is_file() else named
+    ends = list(dict.fromkeys((*named_ends(folder)[1], number)))
+    file.write_text(json.dumps(content | {"eos_token_id": ends}, indent=2) + "\n")

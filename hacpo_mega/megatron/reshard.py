@@ -20,7 +20,15 @@ from safetensors import SafetensorError
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.hf_reader import dtype_of
-from hacpo_mega.megatron.hf_writer import ADAPTER, FILE_BYTES, copy_beside_weights, finite, write_adapter, write_weights
+from hacpo_mega.megatron.hf_writer import (
+    ADAPTER,
+    FILE_BYTES,
+    copy_beside_weights,
+    finite,
+    name_end,
+    write_adapter,
+    write_weights,
+)
 from hacpo_mega.megatron.lora import HeldWeights
 from hacpo_mega.megatron.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.names import place_of, slots_of, sources_of, trained_slots, write_back
@@ -82,6 +90,7 @@ def save_hf(
     *,
     file_bytes: int = FILE_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
+    added_end: int | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
 
@@ -91,7 +100,8 @@ def save_hf(
     when the disk refuses it. Nothing of the folder is left then.
 
     Collective over the cell, ranks of cp among it; its first rank writes. Weights are converted to `dtype` and split
-    into files of about `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`.
+    into files of about `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`;
+    `added_end` is one more of the tokens that end an answer.
     """
     is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     writes = is_first_replica and parallel_state.get_model_parallel_group().rank() == 0
@@ -105,6 +115,7 @@ def save_hf(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copy_beside_weights(source_folder, partial, dtype)
+            name_end(partial, added_end)
         write_weights(tensors, sources_of(bare), partial, dtype, file_bytes=file_bytes, writes=writes)
         adapter = {name: tensor.cpu() for name, tensor in factors if writes}
         if writes:

@@ -30,6 +30,19 @@ Messages = Sequence[Mapping[str, str]]
 
 def render(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> list[str]:
     """The text of every conversation, the assistant's turn opened. ValueError, one line, where the template fails."""
+    answer = _asked(template, conversations, variables)
+    if answer["errors"]:
+        raise ValueError(answer["errors"][0])
+    return answer["texts"]
+
+
+def render_closed(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> list[str | None]:
+    """The text of every conversation, no further turn opened; None of one that the template refuses or fails on."""
+    return _asked(template, conversations, {**variables, "add_generation_prompt": False})["texts"]
+
+
+def _asked(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the process answers. ValueError where it comes to no end."""
     asked = json.dumps({"template": template, "conversations": conversations, "variables": variables})
     command = [sys.executable, "-P", __file__]
     try:
@@ -41,10 +54,7 @@ def render(template: str, conversations: Sequence[Messages], variables: Mapping[
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
         raise ValueError(f"cannot be rendered: {said[-1][:MAX_ERROR]}")
-    answer = json.loads(done.stdout)
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    return answer["texts"]
+    return json.loads(done.stdout)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -82,19 +92,28 @@ def names_in(template: str) -> set[str]:
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What the process says of a request: the texts, or in one line what went wrong."""
+    """What the process says of a request: of each conversation its text, or None and in one line what went wrong."""
+    given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
+    texts: list[str | None] = []
+    errors = []
+    for messages in asked["conversations"]:
+        text, error = _rendered(asked["template"], messages, given)
+        texts.append(text)
+        errors += [] if error is None else [error]
+    return {"texts": texts, "errors": errors}
+
+
+def _rendered(template: str, messages: Messages, given: Mapping[str, Any]) -> tuple[str | None, str | None]:
     try:
-        template = environment().from_string(asked["template"])
-        given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
-        texts = [template.render(messages=messages, **given) for messages in asked["conversations"]]
+        text = environment().from_string(template).render(messages=messages, **given)
     except Exception as error:  # a template is a program: whatever it raises is its fault
         said = (str(error).splitlines() or [""])[0][:MAX_ERROR]
         if type(error) is jinja2.TemplateError:  # by raise_exception
-            return {"error": f"refuses the prompt: {said}"}
-        return {"error": f"fails with {type(error).__name__}{': ' if said else ''}{said}"}
-    if (longest := max(map(len, texts), default=0)) > MAX_CHARACTERS:
-        return {"error": f"makes {longest} characters of a prompt"}
-    return {"texts": texts}
+            return None, f"refuses the prompt: {said}"
+        return None, f"fails with {type(error).__name__}{': ' if said else ''}{said}"
+    if len(text) > MAX_CHARACTERS:
+        return None, f"makes {len(text)} characters of a prompt"
+    return text, None
 
 
 def _limit(kind: int, most: int) -> None:

@@ -44,15 +44,22 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
     The files disagree in practice: one may name the end of a text, another that of a chat turn.
     """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        named = read_json(folder / name).get("eos_token_id")
-        found.update([named] if isinstance(named, int) else named or [])
+    found = set(named_ends(folder)[1])
     token = read_json(folder / "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     added = read_json(folder / "tokenizer.json").get("added_tokens", [])
     found.update(entry["id"] for entry in added if text and entry["content"] == text)
     return tuple(sorted(found))
+
+
+def named_ends(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that end an answer by the model's own files, in their order: those of the first file, and all.
+
+    The first is generation_config.json; config.json where that names none.
+    """
+    named = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    by_file = [(ids,) if isinstance(ids, int) else tuple(ids or ()) for ids in named]
+    return by_file[0] or by_file[1], tuple(dict.fromkeys((*by_file[0], *by_file[1])))
 
 
 def dtype_name(folder: Path) -> str:

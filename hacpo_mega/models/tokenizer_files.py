@@ -6,8 +6,9 @@ SentencePiece's: whoever loads it asks again (samples/tokenizers.py).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -17,16 +18,28 @@ from hacpo_mega.models.folder import read_json
 # Their tokenizer.json is all there is; another class may bring special tokens of its own.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+# What a class of transformers adds where tokenizer_config.json has no such key.
+CLASS_TOKENS = {
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "GemmaTokenizer": {name + "_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+}
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OLDER_MAP = "special_tokens_map.json"
 LARGEST_BYTES = 256 * 2**20
+# Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
+# DeepSeek. Others are words of the model's own, such as <think>, and stay text.
+CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that the folder's files name, by key. ValueError, one line, for one that is no text."""
     described, found = read_json(folder / "tokenizer_config.json"), {}
-    older = read_json(folder / "special_tokens_map.json")
+    older = _older_map(folder, described)
     for key in SPECIAL:
-        file = folder / ("tokenizer_config.json" if described.get(key) is not None else "special_tokens_map.json")
+        file = folder / ("tokenizer_config.json" if described.get(key) is not None else OLDER_MAP)
         value = described.get(key) if described.get(key) is not None else older.get(key)
         text = value.get("content") if isinstance(value, dict) else value
         if value is not None and (not isinstance(text, str) or not text):
@@ -34,6 +47,29 @@ def special_tokens(folder: Path) -> dict[str, str]:
         if value is not None:
             found[key] = text
     return found
+
+
+def _older_map(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """special_tokens_map.json, which transformers reads where tokenizer_config.json does not list the added tokens."""
+    return {} if "added_tokens_decoder" in described else read_json(folder / OLDER_MAP)
+
+
+def token_texts(folder: Path, others: Collection[int]) -> dict[int, str]:
+    """The tokens that steer the model, by id: special ones, added ones of CONTROL_SHAPE, and `others`. ValueError.
+
+    None of a folder without tokenizer.json.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    tokenizer = _loaded(folder / "tokenizer.json")
+    found = {
+        number: token.content
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special or CONTROL_SHAPE.fullmatch(token.content)
+    }
+    named = [*others, *map(tokenizer.token_to_id, special_tokens(folder).values())]
+    texts = {number: tokenizer.id_to_token(number) for number in named if number is not None}
+    return found | {number: text for number, text in texts.items() if text is not None}
 
 
 def chat_template(folder: Path) -> tuple[Path, str] | None:
@@ -117,18 +153,49 @@ def _size_problems(
         if (known := vocabulary.get(entry)) is not None and known != number:
             yield f"{described}: {short(entry)} has id {number} there and {known} in tokenizer.json; copy both again"
             return
-    unknown = {key: text for key, text in special.items() if text not in vocabulary}
-    if "eos_token" in unknown:
+    if "eos_token" in special and special["eos_token"] not in vocabulary:
         yield (
             f"{described}: eos_token {short(special['eos_token'])} is no token of tokenizer.json, so the model has "
             "never seen it and no answer would end; name the one that ends its answers"
         )
-    elif unknown and highest + len(set(unknown.values())) >= vocab_size:
-        key, text = next(iter(unknown.items()))
+        return
+    unknown = {text: (file, key) for file, key, text in _named_tokens(folder) if text not in vocabulary}
+    if unknown and highest + len(unknown) >= vocab_size:
+        text, (file, key) = next(iter(unknown.items()))
         yield (
-            f"{described}: {key} {short(text)} is no token of tokenizer.json and would get an id beyond the model's "
+            f"{file}: {key} {short(text)} is no token of tokenizer.json and would get an id beyond the model's "
             f"{vocab_size}; name one that there is"
         )
+
+
+def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Every token that the files beside tokenizer.json name: file, key, text. transformers adds those that are new."""
+    described = folder / "tokenizer_config.json"
+    table = read_json(described)
+    older = _older_map(folder, table)
+    yield from ((described, "added_tokens_decoder", text) for text in _described_tokens(described).values())
+    if "added_tokens_decoder" not in table:
+        added = folder / "added_tokens.json"
+        yield from ((added, "the token", text) for text in read_json(added))
+    for file, named in ((described, table), (folder / OLDER_MAP, older)):
+        for key, value in named.items():
+            text = value.get("content") if key in SPECIAL and isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                yield file, key, text
+            elif key in LISTS and value is not None:
+                yield from ((file, key, token) for token in _listed(file, key, value))
+    for key, text in CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {}).items():
+        if key not in table and key not in older:
+            yield described, f"tokenizer_class {table['tokenizer_class']} with its {key}", text
+
+
+def _listed(file: Path, key: str, value: Any) -> list[str]:
+    """The texts in a list of tokens, or in a table of them. ValueError, one line, where one is no text."""
+    texts = list(value.values()) if isinstance(value, dict) else value
+    # Of a table older versions of transformers wrote the tokens with their flags, which it reads no longer.
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{file}: {key} must be the texts of tokens, found {short(value)}")
+    return texts
 
 
 def _described_tokens(file: Path) -> dict[int, str]:

@@ -98,7 +98,8 @@ class Engine:
         """Build the engine and load the weights of the folder `model`. Collective over the default process group.
 
         max_model_len    tokens of the longest prompt and answer together
-        eos_ids          token ids that end an answer; None takes `eos_token_ids(model)`
+        eos_ids          token ids that end an answer, first the one of answers whose length is given; None takes
+                         `eos_token_ids(model)`
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups

@@ -3,21 +3,29 @@
 Not here: which messages a prompt is made of (config/prompting.py), and their ids (tokenizers.py).
 """
 
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.config.chat_messages import tools_of
 from hacpo_mega.config.prompting import TRIALS
+from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
+from hacpo_mega.models.folder import named_ends
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
     """What the model reads for a task inside its tokenizer's chat template. ValueError where that refuses or fails."""
     given = {**prompting.template_kwargs, **({"tools": tools} if (tools := tools_of(text)) else {})}
+    return _rendered(tokenizer, prompting.messages(text), True, given)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, opens_answer: bool, given: Mapping[str, Any]) -> str:
     try:
-        return tokenizer.apply_chat_template(
-            prompting.messages(text), add_generation_prompt=True, tokenize=False, **given
-        )
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=opens_answer, tokenize=False, **given)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
     except Exception as error:  # a template is a program: whatever it raises is its fault
@@ -35,3 +43,25 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting
     texts = [rendered(tokenizer, prompting, probe) for probe in TRIALS]
     if problem := prompting.template_problem(str(tokenizer.chat_template), texts):
         raise ValueError(f"the chat template of {tokenizer.name_or_path} {problem}")
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, control: Collection[int]) -> AnswerEnds:
+    """The tokens that end the answers of an agent, by its model folder and by its chat template where it uses that.
+
+    The folder is the one that the tokenizer was loaded from; `control` are the tokens that steer its model.
+    """
+    folder = Path(tokenizer.name_or_path) if tokenizer.name_or_path else None
+    written: tuple[int, ...] = ()
+    if prompting.chat_template:
+        steering = sorted({*control, *(named_ends(folder)[1] if folder is not None else ())})
+        texts = [_tried(tokenizer, prompting, chat) for chat in chats_with_answer(prompting.messages(QUESTION))]
+        written = written_ends(texts, dict(zip(tokenizer.convert_ids_to_tokens(steering), steering)))
+    return answer_ends(folder, tokenizer.eos_token_id, written, tokenizer.bos_token_id)
+
+
+def _tried(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, chat: Chat) -> str | None:
+    """A chat that holds an answer already, rendered; None where the template refuses it, as no prompt needs it."""
+    try:
+        return _rendered(tokenizer, chat, False, prompting.template_kwargs)
+    except ValueError:
+        return None

@@ -1,8 +1,9 @@
 """A lane's pool as one learner trains on it: own tokens, own prompt, own advantage (eq. 47 and 50 sum over these).
 
 Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens nobody sampled. So do
-answers of a source with the identical tokenizer, except that the final EOS becomes the learner's own (a base model and
-its instruct twin differ in that one token). Other answers are encoded from text as a continuation of a prompt.
+answers of a source with the identical tokenizer, but for a final EOS that is no end of the learner's (a base model and
+its instruct twin may differ in that one token). Other answers are encoded from text as a continuation of a prompt, and
+end with the token with which the learner ends answers (models/answer_ends.py).
 What was judged is the text. An answer is left out, and counted, where its text is not what the source sampled (an id
 without a token, a control token inside it, half a character) or not what the learner would train on (its encoding holds
 a control token, or reads differently).
@@ -203,7 +204,8 @@ def _in_own_tokens(
     if not codec.control_ids.isdisjoint(text_ids):
         tally["num_control_tokens"] += 1
         return None
-    ids = np.array([*text_ids, codec.eos_id] if rollout.stop == Stop.EOS else text_ids, dtype=np.int32)
+    end = [_end(rollout, codec, is_twin)] if rollout.stop == Stop.EOS else []
+    ids = np.array([*text_ids, *end], dtype=np.int32)
     if is_twin:
         return ids
     if len(ids) > rules.max_answer_tokens:
@@ -212,6 +214,12 @@ def _in_own_tokens(
     tally["num_reencoded"] += 1
     tally["token_ratio_sum"] += len(ids) / max(1, len(rollout.token_ids))
     return ids
+
+
+def _end(rollout: Rollout, codec: TextCodec, is_twin: bool) -> int:
+    """The learner's token for the end of another's answer: a twin's own if the learner has it, too."""
+    own = int(rollout.token_ids[-1])
+    return own if is_twin and own in codec.ends.ids else codec.eos_id
 
 
 def _reencoded(

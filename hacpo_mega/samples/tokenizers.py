@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +21,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.chat_messages import contents, lost_message
+from hacpo_mega.models.documents import one_line
 from hacpo_mega.models.folder import read_config, read_json
-from hacpo_mega.models.tokenizer_files import PLAIN_CLASSES
-from hacpo_mega.samples.chat_templates import check_chat_template, rendered
+from hacpo_mega.models.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES
+from hacpo_mega.samples.chat_templates import check_chat_template, ends_of, rendered
 from hacpo_mega.samples.many_texts import ids_of_all
 
 PAD, EOS = "<pad>", "<eos>"
-# Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
-# DeepSeek. Others are words of the model's own, such as <think>, and stay text.
-CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
 PROBES = ("x", "1", "a")
 ANCHORS = ("=", "\n", "a", "1")
 PLAIN = {"add_special_tokens": False, "split_special_tokens": True}
+NO_LIMIT = 2**62  # tokens
 # How much of a long prompt is encoded to see that it is too long, for each token that it may have; text has about 4.
 CHARACTERS_OF_A_TOKEN = 16
 
@@ -90,6 +90,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         raise ValueError(
             f"the tokenizer in {folder} names no eos_token; answers could never end. Set it in its config."
         )
+    tokenizer.model_max_length = NO_LIMIT  # nothing is cut by it here, and transformers would warn of longer texts
     return tokenizer
 
 
@@ -105,8 +106,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what turns text into ids and back: model, merges, added tokens, normalizer, pre-tokenizer, decoder.
 
     Equal for the same tokenizer in another folder, under another name or with another chat template. Not part of it:
-    what adds BOS (prompts are always encoded by the learner itself) and which token is EOS: a base model and its
-    instruct twin often differ in that alone, and learner_view swaps that one token.
+    what adds BOS (prompts are always encoded by the learner itself) and which tokens are ends: a base model and its
+    instruct twin often differ in that alone, and learner_view swaps an end that the learner has not.
     """
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -127,8 +128,9 @@ def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 class TextCodec:
     """Prompts and answers to the ids of one agent, and its answers back to text.
 
-    `eos_id`, `pad_id` and `fingerprint` are the tokenizer's; `control_ids` are the tokens that steer a model instead of
-    being its words. Prompts are cached, since every source's answers to a prompt need the same ids.
+    `ends` are the tokens that end an answer of this agent, and `eos_id` the first of them, which ends what is encoded;
+    `pad_id` and `fingerprint` are the tokenizer's; `control_ids` are the tokens that steer a model instead of being its
+    words. Prompts are cached, since every source's answers to a prompt need the same ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
@@ -137,14 +139,28 @@ class TextCodec:
             check_chat_template(tokenizer, prompting)
         self.tokenizer = tokenizer
         self.prompting = prompting
-        self.eos_id: int = tokenizer.eos_token_id
+        self.ends = ends_of(tokenizer, prompting, control_ids(tokenizer))
+        self.eos_id: int = self.ends.ids[0]
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.control_ids = control_ids(tokenizer)
+        self.control_ids = control_ids(tokenizer) | frozenset(self.ends.ids)
+        self._closing_ids = {*self.ends.ids, *self._appended_ids()}
         self._control_texts = tokenizer.convert_ids_to_tokens(sorted(self.control_ids))
         self._has_token_V = np.bincount(list(tokenizer.get_vocab().values())) > 0
         self._anchors = self._find_anchors() if self._marks_the_start() else ()
         self._prompt_ids = functools.lru_cache(maxsize=8192)(self._encode_prompt)
+        self._opened = functools.lru_cache(maxsize=8192)(
+            lambda text: prompting.opened_thinking(self._as_read(text), text)
+        )
+
+    @property
+    def added_end_line(self) -> str | None:
+        """A line for people on an end that the chat template alone names; None without one."""
+        return self.ends.added_line(self.token_text)
+
+    def token_text(self, number: int) -> str:
+        """A token by its name, as a line shows it."""
+        return one_line(str(self.tokenizer.convert_ids_to_tokens(number)))
 
     def require_fit(self, vocab_size: int | None) -> None:
         """ValueError for a tokenizer with ids that a model of `vocab_size` tokens has not; None: it says none."""
@@ -193,8 +209,12 @@ class TextCodec:
             list(self.encode_prompt(text)), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
+    def opened_thinking(self, text: str) -> str:
+        """What a prompt has written of the thinking that its answer goes on with; nothing where it opens none."""
+        return self._opened(text)
+
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
-        """Ids of an answer that follows a prompt, then EOS if the answer ended by itself.
+        """Ids of an answer that follows a prompt, then `eos_id` if the answer ended by itself.
 
         Special tokens spelled out in the text stay text, where the tokenizer lets them: it matches added tokens that
         are not marked special, and some have a piece of that name; `control_ids` tells. `decode_answer` gives the text
@@ -260,12 +280,12 @@ class TextCodec:
         return {"add_special_tokens": True, "split_special_tokens": False}
 
     def _checked(self, text: str, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of a prompt as the tokenizer gives them, without the EOS at its end and a doubled BOS."""
+        """The ids of a prompt as the tokenizer gives them, without an end of answers at its end and a doubled BOS."""
         ids = tuple(ids)
         if not self.prompting.chat_template:
-            # some tokenizers close every text with EOS; an answer cannot follow that
+            # some tokenizers close every text with such an end; an answer cannot follow that
             bos_id = self.tokenizer.bos_token_id
-            while ids and ids[-1] == self.eos_id and not (len(ids) == 1 and ids[0] == bos_id):
+            while ids and ids[-1] in self._closing_ids and not (len(ids) == 1 and ids[0] == bos_id):
                 ids = ids[:-1]
             while ids[:2] == (bos_id, bos_id):
                 ids = ids[1:]
@@ -312,6 +332,16 @@ class TextCodec:
         except ValueError:
             return False
 
+    def _appended_ids(self) -> frozenset[int]:
+        """The control tokens that the tokenizer itself puts behind every text."""
+        probe = next(filter(self._can_write, PROBES), None)
+        if probe is None:
+            return frozenset()
+        plain = self._plain_ids(probe)
+        return self.control_ids.intersection(
+            takewhile(lambda number: number not in plain, reversed(self._encode(probe)))
+        )
+
     def _find_anchors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         usable = [a for a in ANCHORS if self._can_write(a) or self._text(self._plain_ids(a)) == a]
         return tuple((anchor, self._plain_ids(anchor)) for anchor in usable)
@@ -334,7 +364,16 @@ def _agent_codec(agent: AgentConfig) -> TextCodec:
     return codec
 
 
-def longest_encodings(codecs: Sequence[TextCodec]) -> Callable[[Sequence[str], int], list[int]]:
+def longest_encodings(
+    agents: Sequence[AgentConfig], codecs: Sequence[TextCodec]
+) -> Callable[[Sequence[str], int], list[int]]:
     """The tokens of each task's text as each agent reads it, for the agent that needs most of them; see
-    `prompt_lengths` for texts beyond the second argument."""
-    return lambda texts, most: list(map(max, zip(*(codec.prompt_lengths(texts, most) for codec in codecs))))
+    `prompt_lengths` for texts beyond the second argument. Its ValueError names the agent."""
+
+    def lengths(agent: AgentConfig, codec: TextCodec, texts: Sequence[str], most: int) -> list[int]:
+        try:
+            return codec.prompt_lengths(texts, most)
+        except ValueError as error:
+            raise ValueError(f"agents.{agent.name}: {error}") from error
+
+    return lambda texts, most: list(map(max, zip(*(lengths(*pair, texts, most) for pair in zip(agents, codecs)))))

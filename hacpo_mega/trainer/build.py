@@ -111,7 +111,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
             codecs = agent_codecs(config.agents)
             prompts, num_dropped, held_out = _prompts(config, codecs)
             rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
-            judge = _judge(config, place, handed.judge, rows, console, stack)
+            judge = _judge(config, place, handed.judge, codecs[place.agent], rows, console, stack)
         agent = _agent(config, place, start, kind, handed)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent, num_dropped)
@@ -160,14 +160,14 @@ def _agent(
 
 def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
     """Those to train on, how many others are too long for an agent, and those held out."""
-    num_tokens = longest_encodings(codecs)
+    num_tokens = longest_encodings(config.agents, codecs)
     return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
 
 
 def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_dropped: int) -> None:
     layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
-    for mine in (agent.publication_said, agent.routing_said):
+    for mine in (agent.ends_said, agent.publication_said, agent.routing_said):
         for said in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
             console.say(said.decode())
     if num_dropped:
@@ -205,6 +205,7 @@ def _judge(
     config: Config,
     place: Place,
     kind: Callable[..., RolloutJudge],
+    codec: TextCodec,
     rows: Iterable[str],
     console: Console,
     stack: ExitStack,
@@ -216,7 +217,8 @@ def _judge(
         console.say(line)
     agent = config.agents[place.agent].name
     beside = config.reward.while_sampling
-    return stack.enter_context(kind(judge, while_sampling=beside, is_leader=place.is_leader, agent=agent))
+    options = {"while_sampling": beside, "is_leader": place.is_leader, "agent": agent}
+    return stack.enter_context(kind(judge, **options, opened=codec.opened_thinking))
 
 
 def _examiners(

@@ -15,13 +15,15 @@ from hacpo_mega.evaluation.benchmarks import read_rows
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 REAL = SHARED / "data"
-CHARACTERS = tuple("0123456789+-*=,;s")
+CHARACTERS = (*"0123456789+-*=,;s", "<think>")
 
 # Whole evaluations: half of the answers of a random model are "correct" for this grader, so every score is in between.
 GRADER = '''
 def grade(prompt, answer, gold):
-    """An answer is right when it has an even number of characters, and none when it is empty."""
-    return None if not answer else float(len(answer) % 2 == 0)
+    """An answer is right when it has, behind the prompt's <think>, an even number of characters, none when empty."""
+    opened, text = answer[:7], answer[7:]
+    assert opened == "<think>"
+    return None if not text else float(len(text) % 2 == 0)
 '''
 
 
@@ -31,7 +33,7 @@ def random_model(tmp_path_factory) -> Path:
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
     make_model(folder / "model", "qwen3", vocab_size=len(CHARACTERS) + 2, tied=True, **size)
     tokenizer = make_tokenizer(folder / "model", CHARACTERS)
-    tokenizer.chat_template = "{% for m in messages %}s{{ m.content }};{% endfor %}="
+    tokenizer.chat_template = "{% for m in messages %}s{{ m.content }};{% endfor %}=<think>"
     tokenizer.save_pretrained(folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text()) | {"eos_token_id": 1}
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -45,7 +47,7 @@ def asked(folder: Path, *options: str) -> list[str]:
     """`hacpo-mega eval` of the random model on 50 problems, 30 answers each."""
     command = ["eval", str(folder / "model"), str(folder / "fifty.jsonl"), "--out", str(folder / "out")]
     command += ["--samples", "30", "--reward", f"{folder / 'grader.py'}:grade", "--max-tokens", "20"]
-    return [*command, "--max-prompt-tokens", "8", "--chat-template", *options]
+    return [*command, "--max-prompt-tokens", "9", "--chat-template", *options]
 
 
 def answer_lines(folder: Path) -> list[bytes]:
@@ -71,7 +73,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(random_model, tmp_path):
     assert set(before) <= set(lines) and len(lines) == 1500
     records = [json.loads(line) for line in lines]
     assert len({(record["id"], record["rollout"]) for record in records}) == 1500
-    assert {record["prompt_seen"] for record in records} == {f"s{i}+{2 * i};=" for i in range(50)}
+    assert {record["prompt_seen"] for record in records} == {f"s{i}+{2 * i};=<think>" for i in range(50)}
     check_scores(json.loads((random_model / "out" / "evaluation.json").read_text()), records, table)
 
     # Everything is answered: no engine starts, and the result is the same.

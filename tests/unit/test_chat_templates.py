@@ -5,10 +5,12 @@ import json
 import pytest
 from run_cases import CHARACTERS
 
-from hacpo_mega.config import Prompting
+from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.chat_messages import messages_text
+from hacpo_mega.config.tokenizer_checks import template_notes
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
+    agent_codecs,
     load_tokenizer,
     make_tokenizer,
 )
@@ -117,3 +119,62 @@ def test_wording_that_nobody_reads_is_refused(tmp_path):
     tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('no system role') }}{% endif %}"
     with pytest.raises(ValueError, match="refuses the prompt: no system role"):
         TextCodec(tokenizer, Prompting(True, system_prompt="7"))
+
+
+OPENS = CHAT.replace("={%", "<think>\n{%", 1)
+
+
+@pytest.mark.parametrize(
+    "template, prompting, text, opened",
+    [
+        (OPENS, {"system_prompt": "7"}, "1+2", "<think>\n"),
+        (OPENS.replace("<think>\n", "<think>\n1="), {}, "1+2", "<think>\n1="),
+        (OPENS.replace("<think>\n", "<think>\n\n</think>\n"), {}, "1+2", ""),
+        (OPENS, {}, "1</think>2", "<think>\n"),
+        (CHAT, {}, "1<think>", ""),
+        (CHAT, {"system_prompt": "<think>"}, "1+2", ""),
+        (CHAT, {"prompt_template": "{prompt}<think>"}, "1+2", ""),
+        (
+            OPENS,
+            {},
+            messages_text([{"role": "user", "content": "1<think>"}, {"role": "user", "content": "3"}]),
+            "<think>\n",
+        ),
+        (None, {"prompt_template": "7<think>{prompt}"}, "1+2", ""),
+        (None, {"prompt_template": "7*<think>*</think>{prompt}=\n<think>\n"}, "1+2", "<think>\n"),
+        (None, {"prompt_template": "{prompt}=<think>7"}, "1+2", ""),
+        (None, {}, "1+2=<think>", "<think>"),
+        (None, {}, "1+2=<think></think>", ""),
+    ],
+)
+def test_thinking_that_a_prompt_opens(tmp_path, template, prompting, text, opened):
+    """What the prompt writes of the answer, and no <think> of a task, a system prompt or an instruction."""
+    tokenizer = make_tokenizer(tmp_path, (*CHARACTERS, "<think>", "</think>", "\n"))
+    tokenizer.chat_template = template
+    codec = TextCodec(tokenizer, Prompting(chat_template=template is not None, **prompting))
+    assert codec.opened_thinking(text) == opened
+    assert codec.shown_prompt(text).endswith(opened)
+
+
+def test_check_says_which_templates_add_an_end_or_are_not_used(tmp_path):
+    """One line each; nothing of a folder without a template, or of one whose template says what its files say."""
+    agents = []
+    for name, end, is_used in (
+        ("none", None, False),
+        ("idle", "<eos>", False),
+        ("same", "<eos>", True),
+        ("adds", "<pad>", True),
+    ):
+        tokenizer = make_tokenizer(tmp_path / name, CHARACTERS)
+        tokenizer.chat_template = None if end is None else CHAT.replace("}};{%", "}}" + end + "{%")
+        tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text('{"eos_token_id": 1}')
+        agents.append(AgentConfig(name=name, model=tmp_path / name, chat_template=is_used))
+    assert list(template_notes(agents)) == [
+        "idle has a chat template that is not used: its prompts are plain text; chat_template = true asks it inside "
+        "the template",
+        "adds: the chat template ends an answer with <pad> (id 0), which is no end in the files of the model folder "
+        "(they name <eos>): answers end there, too, and the export names it",
+    ]
+    (codec,) = agent_codecs(agents[3:])
+    assert f"adds: {codec.added_end_line}" == list(template_notes(agents))[1], "check and train say one thing"

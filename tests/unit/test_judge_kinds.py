@@ -7,7 +7,7 @@ import pytest
 from hacpo_mega.grading import choice, graders, json_equality
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.number import Number, last_number
-from hacpo_mega.records import Stop
+from hacpo_mega.records import Stop, Verdict
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,8 @@ def test_the_tolerance_is_of_the_gold():
         ("Because of that I", None),
         ("Answer is 42", None),
         ("<think>\\boxed{A}</think> hm", None),
+        ("<think>The answer is A", None),
+        ("<think>no</think><think>\\boxed{A}", None),
         ("", None),
     ],
 )
@@ -186,3 +188,15 @@ def test_verdicts_are_explained():
     assert "Expecting property name" in explanation["not JSON"]
     assert explained("arithmetic", "7+5=12;12", "12")[1]["extracted"] == "12"
     assert explained("exact", " 12", "12 ") == (1.0, graders.explain("exact", " 12", "12 "))
+
+
+@pytest.mark.parametrize(
+    "kind, gold", [("math", "42"), ("math_any", "42"), ("number", "42"), ("choice", "B"), ("json", "[1]")]
+)
+def test_thinking_that_goes_on_is_no_answer(kind, gold):
+    """Cut inside of it, an answer has said nothing yet, whoever has written the <think>."""
+    said = {"choice": "\\boxed{B}", "json": "```\n[1]\n```"}.get(kind, "\\boxed{42}")
+    texts = [said, f"<think>hm</think>{said}", f"hm</think>{said}", f"<think>so\n{said}", f"a</think><think>b\n{said}"]
+    with Judge(kind) as judge:
+        judged = judge.judge([""] * 5, [gold] * 5, texts, [Stop.EOS] * 5)
+    assert [judgement.verdict for judgement in judged] == [Verdict.CORRECT] * 3 + [Verdict.NO_ANSWER] * 2

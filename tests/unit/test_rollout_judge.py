@@ -1,6 +1,7 @@
 """Judging beside the engine: the same judgements, whatever has ended when, and no thread is left behind."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,3 +71,21 @@ def test_leaving_ends_the_thread_with_answers_that_nobody_asks_for_any_more():
         for rollout in rollouts(8):
             beside.on_answer(PROMPTS[rollout.prompt_index], rollout)
     assert threading.active_count() == before
+
+
+def test_thinking_that_a_prompt_opens_is_judged_with_its_answer():
+    """The same verdicts as of an agent that writes its <think> by itself, beside the engine and after it."""
+    ends = (r"so \boxed{{{}}}", r"so</think>\boxed{{{}}}")
+    asked = [
+        Rollout(prompt.index, g, np.zeros(1, np.int32), ends[g].format(prompt.gold), Stop.EOS)
+        for prompt in PROMPTS
+        for g in range(2)
+    ]
+    written = [replace(rollout, text="<think>" + rollout.text) for rollout in asked]
+    with Judge("math") as judge:
+        expected = judged_at_once(judge, written)
+        assert [judgement.verdict for judgement in expected] == [Verdict.NO_ANSWER, Verdict.CORRECT] * len(PROMPTS)
+        with RolloutJudge(judge, while_sampling=True, opened=lambda prompt: "<think>") as beside:
+            for rollout in asked[:3]:
+                beside.on_answer(PROMPTS[rollout.prompt_index], rollout)
+            assert beside.judge(PROMPTS, asked) == expected

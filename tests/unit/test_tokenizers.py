@@ -1,11 +1,16 @@
 """Tokenizers made here and real ones: round trips, longest match against a plain loop, answers behind a prompt."""
 
 import copy
+import inspect
 import json
+import re
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import SHARED
@@ -13,12 +18,17 @@ from run_cases import CHARACTERS
 from transformers import AutoTokenizer
 from view_cases import PAIRS
 
-from hacpo_mega.config import Prompting
+from hacpo_mega.config import AgentConfig, Prompting, RolloutConfig
+from hacpo_mega.config.schema import DataConfig, EvaluationConfig
+from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.tasks import SKILLS
+from hacpo_mega.models.tokenizer_files import CLASS_TOKENS, token_problems
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
+    agent_codecs,
     control_ids,
     load_tokenizer,
+    longest_encodings,
     make_tokenizer,
     tokenizer_fingerprint,
 )
@@ -257,3 +267,98 @@ def test_of_a_prompt_far_too_long_only_the_start_is_encoded(small, template):
     # its last character has no token: whoever reads as far as that says so
     limited = codec.prompt_lengths([*texts, "1+" * 5_000_000 + "x"], most=8)
     assert [min(n, 9) for n in limited] == [*(min(n, 9) for n in codec.prompt_lengths(texts)), 9]
+
+
+KNOWN = {"0": "<pad>", "1": "<eos>"}
+# What files beside a tokenizer.json of 19 tokens (0 to 18) say; of a model with 19 rows. Each is changed or added.
+BESIDE = {
+    "nothing": {},
+    "an added token": {"tokenizer_config": {"added_tokens_decoder": {"19": "<x>"}}},
+    "an added token far away": {"tokenizer_config": {"added_tokens_decoder": {**KNOWN, "25": "<x>"}}},
+    "known added tokens": {"tokenizer_config": {"added_tokens_decoder": KNOWN}},
+    "added_tokens.json": {"added_tokens": {"<x>": 19}},
+    "added_tokens.json, known": {"added_tokens": {"<eos>": 1, "7": 9}},
+    "added_tokens.json that is not read": {
+        "added_tokens": {"<x>": 19}, "tokenizer_config": {"added_tokens_decoder": KNOWN}
+    },
+    "an older map": {"special_tokens_map": {"pad_token": "<x>"}},
+    "an older map's list": {"special_tokens_map": {"additional_special_tokens": ["<x>"]}},
+    "an older map that is not read": {
+        "special_tokens_map": {"bos_token": "<x>"}, "tokenizer_config": {"added_tokens_decoder": KNOWN}
+    },
+    "bos": {"tokenizer_config": {"bos_token": "<x>"}},
+    "a list": {"tokenizer_config": {"additional_special_tokens": ["<x>", "<eos>"]}},
+    "a known list": {"tokenizer_config": {"extra_special_tokens": ["1", "<eos>"]}},
+    "a table": {"tokenizer_config": {"extra_special_tokens": {"image_token": "<x>"}}},
+    "a list of objects": {"tokenizer_config": {"extra_special_tokens": [{"content": "<eos>"}]}},
+    "a token of images": {"tokenizer_config": {"image_token": "<x>"}},
+    "flags": {"tokenizer_config": {"add_bos_token": True, "bos_token": None}},
+    "qwen's class": {"tokenizer_config": {"tokenizer_class": "Qwen2TokenizerFast"}},
+    "qwen's class, set": {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None}},
+    "llama's class": {"tokenizer_config": {"tokenizer_class": "LlamaTokenizerFast"}},
+    "an unknown class": {"tokenizer_config": {"tokenizer_class": "OurTokenizer"}},
+    "an eos that nobody reads": {
+        "special_tokens_map": {"eos_token": "<eos>"},
+        "tokenizer_config": {"eos_token": None, "added_tokens_decoder": KNOWN},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_files_alone_tell_what_the_tokenizer_would_not_fit(tmp_path, case):
+    """`check` refuses what loading refuses, and nothing else."""
+    make_tokenizer(tmp_path, CHARACTERS)
+    for name, change in BESIDE[case].items():
+        file = tmp_path / f"{name}.json"
+        table = json.loads(file.read_text()) if file.is_file() else {}
+        if added := change.get("added_tokens_decoder"):
+            flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | {"special": True}
+            change = change | {"added_tokens_decoder": {i: {"content": text, **flags} for i, text in added.items()}}
+        file.write_text(json.dumps(table | change))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 19}))
+    told = token_problems(tmp_path, 19)
+    assert len(told) <= 1 and all(str(tmp_path) in line for line in told)
+    with pytest.raises(ValueError, match=r".") if told else nullcontext():
+        TextCodec(load_tokenizer(tmp_path)).require_fit(19)
+    if any("<x>" in str(change) for change in BESIDE[case].values()) and told:
+        assert "'<x>' is no token of tokenizer.json and would get an id beyond the model's 19" in told[0]
+
+
+@pytest.mark.parametrize("name", CLASS_TOKENS)
+def test_the_tokens_of_a_class_are_those_that_transformers_gives_it(name):
+    parameters = inspect.signature(getattr(transformers, name).__init__).parameters
+    given = {key: parameter.default for key, parameter in parameters.items() if key.endswith("_token")}
+    assert {key: value for key, value in given.items() if isinstance(value, str)} == CLASS_TOKENS[name]
+
+
+def test_transformers_warns_of_no_length_that_nothing_is_cut_to(tmp_path, caplog):
+    make_tokenizer(tmp_path, CHARACTERS)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"model_max_length": 3}))
+    transformers.utils.logging.enable_propagation()
+    try:
+        assert len(TextCodec(load_tokenizer(tmp_path)).encode_prompt("1+2+3+4")) == 7
+        assert len(load_tokenizer(tmp_path)(["1+2+3+4"]).input_ids[0]) == 7
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert caplog.text == ""
+
+
+def test_a_prompt_that_an_agent_cannot_read_is_named_with_its_row(tmp_path):
+    """File, line and agent, wherever it stands; of the second agent, since the first one reads it."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{number}+1=", "answer": "2"} for number in range(30)]
+    rows[17]["prompt"] = "10x=;"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, vocabulary in (("wide", (*CHARACTERS, "x")), ("narrow", CHARACTERS)):
+        make_tokenizer(tmp_path / name, vocabulary)
+        (tmp_path / name / "config.json").write_text("{}")
+    agents = [AgentConfig(name=name, model=tmp_path / name) for name in ("wide", "narrow")]
+    config = SimpleNamespace(
+        data=DataConfig(files=[file]), evaluation=EvaluationConfig(files=[file]), rollout=RolloutConfig()
+    )
+    num_tokens = longest_encodings(agents, agent_codecs(agents))
+    for read in (training_sampler, held_out_prompts):
+        line = f"{file}:18: agents.narrow: the tokenizer cannot encode '10x=;': "
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}[^\n]*$"):
+            read(config, num_tokens)
