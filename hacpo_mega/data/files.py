@@ -140,8 +140,14 @@ def _row(record: dict[str, Any], prompt_field: str, gold_field: str, tools_field
 
 
 def fields_text(record: dict[str, Any]) -> str:
-    """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text."""
-    return json.dumps(record, default=str)
+    """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text.
+
+    A number that is not finite is null: a table writes NaN where a row has no value.
+    """
+    try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(record, default=str), parse_constant=lambda _: None))
 
 
 def field_names(record: dict[str, Any]) -> str:

@@ -25,6 +25,18 @@ def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
     assert rows[0].id == "20243c49d24c4af1"  # printf '2+2=' | sha256sum
 
 
+def test_a_number_that_is_none_is_null_in_the_fields_of_a_row(tmp_path):
+    """A table writes NaN for a gap, and the log of a run's answers holds every field of their row."""
+    records = [{"prompt": "a", "answer": "1", "x": float("nan"), "y": [float("inf"), 0.5]}]
+    table = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"prompt": "a", "answer": "1", "x": NaN, "y": [Infinity, 0.5]}\n')
+    for file in (table, lines):
+        (row,) = load_prompts([file])
+        assert row.row == '{"answer": "1", "x": null, "y": [null, 0.5]}'
+
+
 def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
     file = tmp_path / "n.jsonl"
     file.write_bytes(
