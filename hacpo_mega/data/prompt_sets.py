@@ -22,11 +22,7 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
 
     ValueError when the rest is too few for a step.
     """
-    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
-    if config.data.files:
-        rows = load_prompts(config.data.files, *fields)
-    else:
-        rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
+    rows = training_rows(config)
     kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
     by_skill = config.data.generator is not None
     for skill in config.data.skills if by_skill else (None,):
@@ -36,6 +32,14 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
         kept, config.seed, config.training.prompts_per_step, config.prompts_per_update, balance_skills=by_skill
     )
     return sampler, len(rows) - len(kept)
+
+
+def training_rows(config: Config) -> tuple[PromptRow, ...]:
+    """Every row to train on, however long. ValueError with a line per bad one."""
+    if config.data.files:
+        fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
+        return load_prompts(config.data.files, *fields)
+    return rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
 
 
 def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...]:

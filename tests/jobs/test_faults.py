@@ -119,7 +119,7 @@ def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
 def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):
     """It is quoted for the held-out answers already. What was finished before the third step stays."""
     agents = [agent_table(tmp_path, "one", "qwen3", CHARACTERS), agent_table(tmp_path, "two", "llama", CHARACTERS)]
-    config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text"})
+    config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text_for_others"})
     statuses, errors, console = play(config)
     assert statuses == [3, 3], errors
     error = "the grader returned str 'correct', expected a number in [0, 1] or None"
