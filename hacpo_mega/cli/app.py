@@ -48,6 +48,7 @@ from hacpo_mega.config.device_memory import agent_budgets, memory_table
 from hacpo_mega.config.grader_checks import shown_grader
 from hacpo_mega.config.quantization import suggestions
 from hacpo_mega.config.unused_fields import unused_fields
+from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
@@ -123,7 +124,7 @@ def check(
         budgets |= agent_budgets(config, agent, architecture_of(agent))
     say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
     shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
-    say("\n" + "\n".join([*shown, *suggestions(config), *unused_fields(config)]))
+    say("\n" + "\n".join([*shown, *suggestions(config), *weak_settings(config), *unused_fields(config)]))
     if "wandb" in config.logging.trackers and not has_tracker_login():
         say("logging.trackers: wandb has no login and would ask for one: `wandb login`, or WANDB_MODE=offline")
     if data:

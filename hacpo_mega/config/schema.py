@@ -297,6 +297,14 @@ class Config(Section):
         return self.rollout.rollouts_per_prompt * METHODS[self.algorithm.method].answers
 
     @property
+    def answers_compared(self) -> int:
+        """Answers to a prompt that an own answer's reward is measured against, itself included."""
+        algorithm = self.algorithm
+        is_alone = not algorithm.shares_answers or algorithm.method == "sgt"
+        is_alone |= algorithm.method == "f_tis" and algorithm.answer_group == "author"
+        return self.answers_per_prompt * (1 if is_alone else len(self.agents))
+
+    @property
     def prompts_per_update(self) -> int:
         """Prompts of an optimizer update, over all lanes: training.prompts_per_update, by the method's factor."""
         return self.training.prompts_per_update // METHODS[self.algorithm.method].updates

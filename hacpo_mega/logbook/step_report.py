@@ -95,7 +95,8 @@ class StepReport:
         self._engine_alarm = EngineAlarm(self._names, dtype)
         self._grad_norm_alarm = GradNormAlarm(self._names)
         # These watch one start: their state is not kept.
-        self._residue_alarm, self._idle_alarm = ResidueAlarm(self._names), IdleAlarm()
+        self._residue_alarm = ResidueAlarm(self._names)
+        self._idle_alarm = IdleAlarm(config.answers_compared, config.algorithm.advantages)
         self._alarms = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,
