@@ -172,7 +172,8 @@ def train(
         if find_start(config, **how) is not None and committed_steps(config.run_dir) and not fresh:
             require_readable_metrics(config.run_dir)
         require_room(config, fresh=fresh)
-        require_good_files(config)
+        if num_repeated := require_good_files(config):
+            say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
         require_processes(RankMap.of(config), config.reward.num_workers)
     if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():

@@ -39,11 +39,15 @@ def convert(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
     out: Annotated[Path, typer.Option(help="The JSON Lines file to write, for data.files of a run.")],
     without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
+    prompt_field: Annotated[
+        str | None, typer.Option(help="The prompts' column, texts or messages; others stay.")
+    ] = None,
+    gold_field: Annotated[str | None, typer.Option(help="The golds' column, with --prompt-field.")] = None,
 ) -> None:
-    """Write files of any public layout as one JSON Lines file, each problem once."""
+    """Write files of any public layout, or of the columns named, as one JSON Lines file, each problem once."""
     from hacpo_mega.commands.convert_data import convert as convert_files
 
-    _print_findings(convert_files(files, out, without or []))
+    _print_findings(convert_files(files, out, without or [], prompt_field, gold_field))
 
 
 def grade(

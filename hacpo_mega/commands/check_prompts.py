@@ -31,8 +31,10 @@ def check_prompts(config: Config) -> str:
 
     ValueError with a line per problem.
     """
-    require_good_files(config)
+    num_repeated = require_good_files(config)
     files = f"{len(config.data.files) + len(config.evaluation.files)} data files read, no bad row"
+    if num_repeated:
+        files += f", {num_repeated:,} rows left out whose prompt an earlier one has (data.repeated)"
     if missing_models(config):
         found = f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
         return "\n".join((found, *_tried_reward(config, training_rows(config)[:MOST_ROWS])))

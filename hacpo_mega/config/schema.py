@@ -46,6 +46,9 @@ class DataConfig(Section):
     """Field of a row that holds the task's text, in data.files and evaluation.files."""
     gold_field: str = "answer"
     """Field of a row that holds the gold answer, in data.files and evaluation.files."""
+    repeated: Literal["refuse", "keep_first"] = "refuse"
+    """What becomes of rows whose prompt and gold an earlier row of data.files, or of evaluation.files, has: refused, or
+    left out. The same prompt with another gold, and a prompt in both sets, is always refused."""
     tools_field: str | None = None
     """Field of a row that holds the JSON schemas of tools for the agents' chat templates; nothing calls a tool."""
 

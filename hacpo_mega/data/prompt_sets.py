@@ -6,6 +6,7 @@ Not here: reading rows (files.py), their order over steps (prompts.py), and toke
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hacpo_mega.config import Config
 from hacpo_mega.data.files import PromptRow, load_prompts
@@ -37,8 +38,7 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
 def training_rows(config: Config) -> tuple[PromptRow, ...]:
     """Every row to train on, however long. ValueError with a line per bad one."""
     if config.data.files:
-        fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
-        return load_prompts(config.data.files, *fields)
+        return _loaded(config, config.data.files)
     return rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
 
 
@@ -47,9 +47,8 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...
 
     ValueError when there are prompts, but not one that every agent can read.
     """
-    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
     if config.evaluation.files:
-        rows = load_prompts(config.evaluation.files, *fields)
+        rows = _loaded(config, config.evaluation.files)
     elif config.data.generator is not None:
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
@@ -58,6 +57,11 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...
     kept = _short_enough(rows, config.rollout.max_prompt_tokens, num_tokens)
     _require_enough(rows, kept, 1, None, config.rollout.max_prompt_tokens, num_tokens)
     return to_prompts(kept[: config.evaluation.num_prompts])
+
+
+def _loaded(config: Config, files: Sequence[Path]) -> tuple[PromptRow, ...]:
+    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
+    return load_prompts(files, *fields, keep_first=config.data.repeated == "keep_first")
 
 
 def _short_enough(rows: Sequence[PromptRow], max_tokens: int, num_tokens: NumTokens) -> tuple[PromptRow, ...]:
