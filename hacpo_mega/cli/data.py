@@ -51,20 +51,22 @@ def convert(
 
 
 def grade(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred, or of eval.")],
     out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
     reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
     workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
+    pred_field: Annotated[str | None, typer.Option(help="Field with the answer: pred, in eval's files text.")] = None,
+    gold_field: Annotated[str, typer.Option(help="Field with the gold answer.")] = "gold",
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_mega.commands.grade import grade as grade_answers
     from hacpo_mega.grading.judge import Judge
 
     with Judge(reward, workers, timeout_s, options=parse_options(option or [])) as judge:
-        _print_findings(grade_answers(file, out, judge, explain))
+        _print_findings(grade_answers(file, out, judge, explain, pred_field, gold_field))
 
 
 def _print_findings(*findings: "Findings") -> None:
