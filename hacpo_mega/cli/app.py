@@ -50,6 +50,7 @@ from hacpo_mega.config.quantization import suggestions
 from hacpo_mega.config.success import unsaid_success
 from hacpo_mega.config.tokenizer_checks import template_notes
 from hacpo_mega.config.unused_fields import unused_fields
+from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
@@ -125,8 +126,8 @@ def check(
         budgets |= agent_budgets(config, agent, architecture_of(agent))
     say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
     shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
-    notes = *unsaid_success(config), *suggestions(config), *template_notes(config.agents), *unused_fields(config)
-    say("\n" + "\n".join([*shown, *notes]))
+    notes = *unsaid_success(config), *suggestions(config), *weak_settings(config)
+    say("\n" + "\n".join([*shown, *notes, *template_notes(config.agents), *unused_fields(config)]))
     if "wandb" in config.logging.trackers and not has_tracker_login():
         say("logging.trackers: wandb has no login and would ask for one: `wandb login`, or WANDB_MODE=offline")
     if data:
@@ -174,7 +175,8 @@ def train(
         if find_start(config, **how) is not None and committed_steps(config.run_dir) and not fresh:
             require_readable_metrics(config.run_dir)
         require_room(config, fresh=fresh)
-        require_good_files(config)
+        if num_repeated := require_good_files(config):
+            say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
         require_processes(RankMap.of(config), config.reward.num_workers)
     if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():

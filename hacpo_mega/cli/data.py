@@ -39,28 +39,34 @@ def convert(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files, archives or folders of any layout.")],
     out: Annotated[Path, typer.Option(help="The JSON Lines file to write, for data.files of a run.")],
     without: Annotated[list[Path] | None, typer.Option(help="An evaluation set whose problems are left out.")] = None,
+    prompt_field: Annotated[
+        str | None, typer.Option(help="The prompts' column, texts or messages; others stay.")
+    ] = None,
+    gold_field: Annotated[str | None, typer.Option(help="The golds' column, with --prompt-field.")] = None,
 ) -> None:
-    """Write files of any public layout as one JSON Lines file, each problem once."""
+    """Write files of any public layout, or of the columns named, as one JSON Lines file, each problem once."""
     from hacpo_mega.commands.convert_data import convert as convert_files
 
-    _print_findings(convert_files(files, out, without or []))
+    _print_findings(convert_files(files, out, without or [], prompt_field, gold_field))
 
 
 def grade(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred, or of eval.")],
     out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
     reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
     workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
+    pred_field: Annotated[str | None, typer.Option(help="Field with the answer: pred, in eval's files text.")] = None,
+    gold_field: Annotated[str, typer.Option(help="Field with the gold answer.")] = "gold",
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_mega.commands.grade import grade as grade_answers
     from hacpo_mega.grading.judge import Judge
 
     with Judge(reward, workers, timeout_s, options=parse_options(option or [])) as judge:
-        _print_findings(grade_answers(file, out, judge, explain))
+        _print_findings(grade_answers(file, out, judge, explain, pred_field, gold_field))
 
 
 def _print_findings(*findings: "Findings") -> None:

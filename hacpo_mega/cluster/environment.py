@@ -299,5 +299,8 @@ def job_size() -> int:
     """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
     value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
     if value is None:
-        raise ValueError("neither WORLD_SIZE nor SLURM_NTASKS is set: start with launch/local.sh, torchrun or srun")
+        raise ValueError(
+            "neither WORLD_SIZE nor SLURM_NTASKS is set: start with launch/local.sh, torchrun or srun, or let "
+            "hacpo_mega.train start the ranks of a script or notebook"
+        )
     return int(value)

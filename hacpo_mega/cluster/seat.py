@@ -87,7 +87,10 @@ def from_launcher(name: str, slurm_name: str) -> int:
     """A number that torchrun or srun has set. ValueError when neither has."""
     value = os.environ.get(name) or os.environ.get(slurm_name)
     if value is None:
-        raise ValueError(f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun")
+        raise ValueError(
+            f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun, or let "
+            "hacpo_mega.train start the ranks of a script or notebook"
+        )
     return _number(name if os.environ.get(name) else slurm_name, value)
 
 

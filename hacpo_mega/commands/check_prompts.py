@@ -1,23 +1,29 @@
-"""`hacpo-mega check --data`: every row of the prompt files, how many prompts the tokenizers leave, and one of them.
+"""`hacpo-mega check --data`: every row of the prompt files, how many prompts the tokenizers leave, one of them, and
+what the reward gives its gold.
 
 Not here: what can be said without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
 
+import socket
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.schema import RewardPartConfig
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_files import require_good_files
-from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
+from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.kinds import find_kind
+from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
+from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.models.visible import one_line
 from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
+REACHED_S = 3.0
 
 
 def check_prompts(config: Config) -> str:
@@ -25,10 +31,13 @@ def check_prompts(config: Config) -> str:
 
     ValueError with a line per problem.
     """
-    require_good_files(config)
+    num_repeated = require_good_files(config)
     files = f"{len(config.data.files) + len(config.evaluation.files)} data files read, no bad row"
+    if num_repeated:
+        files += f", {num_repeated:,} rows left out whose prompt an earlier one has (data.repeated)"
     if missing_models(config):
-        return f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
+        found = f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
+        return "\n".join((found, *_tried_reward(config, training_rows(config)[:MOST_ROWS])))
     codecs = agent_codecs(config.agents)
     num_tokens = longest_encodings(config.agents, codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
@@ -37,7 +46,8 @@ def check_prompts(config: Config) -> str:
         f"{files}; {sum(map(len, sampler.groups))} prompts to train on, {num_dropped} longer than "
         f"rollout.max_prompt_tokens left out; {len(held_out)} to evaluate on"
     )
-    return "\n".join((found, *_as_read(config, codecs, sampler.groups[0][0])))
+    rows = sampler.groups[0]
+    return "\n".join((found, *_as_read(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS])))
 
 
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:
@@ -51,6 +61,34 @@ def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Ite
     for key, grader in config.reward.graders.items():
         yield f"\nits gold, as {key} reads it:"
         yield from _lines(_read_gold(grader, config.reward.timeout_s, row))
+
+
+def _tried_reward(config: Config, rows: Sequence[PromptRow]) -> Iterator[str]:
+    """What the reward gives the gold of the first prompt and an empty answer. ValueError where it gives no reward.
+
+    A server (kind `model`) is asked only where it can be reached from here.
+    """
+    for key, url in servers_of(config.reward).items():
+        if not _is_reachable(url):
+            yield f"\nnot tried: no server answers at {url} from here, which {key} asks"
+            return
+    with judge_of(config.reward.model_copy(update={"num_workers": 1})) as judge:
+        trial = try_reward(config.reward, judge, rows, config.agents[0].name)
+    if trial.refusal:
+        raise ValueError(trial.refusal)
+    yield f"\n{trial}"
+    yield from trial.warnings
+
+
+def _is_reachable(url: str) -> bool:
+    """Whether something listens where a URL leads."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=REACHED_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> str:

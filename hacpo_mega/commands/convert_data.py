@@ -8,20 +8,30 @@ from pathlib import Path
 
 from hacpo_mega.commands.inspect_data import Findings, read_all, read_evaluation
 from hacpo_mega.data.dataset_checks import contradictions, deduplicated, without_overlap
-from hacpo_mega.data.datasets import write_dataset
+from hacpo_mega.data.datasets import LAYOUTS, layouts_of, write_dataset
 from hacpo_mega.data.files import describe, refuse_overwriting
 
 NUM_SHOWN = 20
 
 
-def convert(files: Sequence[Path], out: Path, evaluation_files: Sequence[Path]) -> Findings:
+def convert(
+    files: Sequence[Path],
+    out: Path,
+    evaluation_files: Sequence[Path],
+    prompt_field: str | None = None,
+    gold_field: str | None = None,
+) -> Findings:
     """Writes the problems of `files` to `out`, each once and no copy of a problem of `evaluation_files`.
 
-    Problems whose golds contradict each other are all left out and listed: the findings are then not sound. ValueError,
-    with `out` as it was, for a file that does not exist or is `out` itself, and for rows that cannot be read.
+    Files are of a public layout or, where a field is named, hold prompts (texts or chat messages) and golds in these
+    two; `evaluation_files` may be of either. Problems whose golds contradict each other are all left out and listed:
+    the findings are then not sound. ValueError, with `out` as it was, for a file that does not exist or is `out`
+    itself, and for rows that cannot be read.
     """
     refuse_overwriting(out, [*files, *evaluation_files])
-    datasets, evaluation = read_all(files), read_evaluation(evaluation_files)
+    own = (prompt_field or "prompt", gold_field or "answer") if prompt_field or gold_field else None
+    datasets = read_all(files, layouts_of(*own, only=True) if own else LAYOUTS)
+    evaluation = read_evaluation(evaluation_files, layouts_of(*own, only=False) if own else LAYOUTS)
     if defects := [defect for dataset in (*datasets, *evaluation) for defect in dataset.defects]:
         raise ValueError(f"{describe(defects)}\n{out} not written")
     problems = [problem for dataset in datasets for problem in dataset.problems]
@@ -30,7 +40,7 @@ def convert(files: Sequence[Path], out: Path, evaluation_files: Sequence[Path]) 
     kept = without_overlap(once, [problem for dataset in evaluation for problem in dataset.problems])
     if not kept:
         raise ValueError(f"none of {len(problems)} problems is left to write; {out} not written")
-    write_dataset(kept, out)
+    write_dataset(kept, out, own or ())
     # a disputed problem counts once, however many golds it has
     num_disputed = len({id(repetition.first) for repetition in disputed})
     num_repeated = len(problems) - len(once) - num_disputed

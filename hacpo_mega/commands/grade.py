@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.commands.inspect_data import Findings
-from hacpo_mega.data.files import DataProblem, absence, describe, read_records, refuse_overwriting, replacing
+from hacpo_mega.data.files import (
+    DataProblem,
+    absence,
+    describe,
+    fields_text,
+    read_records,
+    refuse_overwriting,
+    replacing,
+)
 from hacpo_mega.data.row_values import GOLD_TYPES, gold_text, quoted, value_problem
 from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
 from hacpo_mega.records import Judgement, Stop, Verdict
@@ -54,6 +62,7 @@ class _Row:
     gold: str
     pred: str
     stop: Stop
+    row: str
 
 
 def grade_file(
@@ -61,15 +70,16 @@ def grade_file(
     out: Path,
     judge: Judge,
     gold_field: str = "gold",
-    pred_field: str = "pred",
+    pred_field: str | None = None,
     is_explained: bool = False,
 ) -> GradedFile:
     """Judges every row of `file` and writes {"line", "verdict", "reward"} to `out`; a bad row has "problem" instead.
 
-    With `is_explained` a line has "explanation" too: what was extracted, how both sides were read, which rule decided.
-    Optional fields: `prompt`, for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). The
-    reward of an unjudged answer is null. What cannot be read is in `problems`, with its line; nothing is raised for it.
-    ValueError when `out` is the file itself.
+    Where no `pred_field` is named it is "pred" or, in the answers of an evaluation, "text". With `is_explained` a line
+    has "explanation" too: what was extracted, how both sides were read, which rule decided. Optional fields: `prompt`,
+    for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). The reward of an unjudged
+    answer is null. What cannot be read is in `problems`, with its line; nothing is raised for it. ValueError when `out`
+    is the file itself.
     """
     verdicts: Counter[Verdict] = Counter()
     problems: list[DataProblem] = []
@@ -90,7 +100,7 @@ def grade_file(
 
 
 def _judged(rows: list[_Row], judge: Judge, is_explained: bool) -> list[Explained]:
-    fields = [[getattr(row, name) for row in rows] for name in ("prompt", "gold", "pred", "stop")]
+    fields = [[getattr(row, name) for row in rows] for name in ("prompt", "gold", "pred", "stop", "row")]
     return judge.judge_and_explain(*fields) if is_explained else [(found, {}) for found in judge.judge(*fields)]
 
 
@@ -101,7 +111,7 @@ def _reply(row: _Row | DataProblem, judgement: Judgement | None) -> dict[str, An
     return {"line": row.line, "verdict": judgement.verdict.name.lower(), "reward": reward}
 
 
-def _batches(file: Path, gold_field: str, pred_field: str) -> Iterator[list[_Row | DataProblem]]:
+def _batches(file: Path, gold_field: str, pred_field: str | None) -> Iterator[list[_Row | DataProblem]]:
     batch: list[_Row | DataProblem] = []
     for line, record in read_records(file):
         is_read = isinstance(record, dict)
@@ -113,7 +123,9 @@ def _batches(file: Path, gold_field: str, pred_field: str) -> Iterator[list[_Row
         yield batch
 
 
-def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, pred_field: str) -> _Row | DataProblem:
+def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: str | None) -> _Row | DataProblem:
+    is_of_evaluation = "pred" not in record and {"text", "verdict"} <= record.keys()
+    pred_field = given or ("text" if is_of_evaluation else "pred")
     gold, pred, stop = record.get(gold_field), record.get(pred_field), record.get("stop") or "eos"
     for field, value in ((gold_field, gold), (pred_field, pred)):
         if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -123,17 +135,25 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, pred_fi
         return DataProblem(file, line, gold_field, what)
     if not isinstance(stop, str) or stop not in STOPS:
         return DataProblem(file, line, "stop", f"is {quoted(stop)}, needs one of {', '.join(STOPS)}")
-    return _Row(line, str(record.get("prompt") or ""), gold_text(gold), gold_text(pred), STOPS[stop])
+    row = fields_text({name: value for name, value in record.items() if name not in ("prompt", pred_field)})
+    return _Row(line, str(record.get("prompt") or ""), gold_text(gold), gold_text(pred), STOPS[stop], row)
 
 
-def grade(file: Path, out: Path, judge: Judge, is_explained: bool = False) -> Findings:
+def grade(
+    file: Path,
+    out: Path,
+    judge: Judge,
+    is_explained: bool = False,
+    pred_field: str | None = None,
+    gold_field: str = "gold",
+) -> Findings:
     """Grades a file of answers; how many got which verdict, how fast, and which rows could not be read.
 
     ValueError when there is no such file, or `out` is the same.
     """
     if not file.is_file():
         raise ValueError(f"{file}: {'is a folder' if file.is_dir() else 'does not exist'}")
-    graded = grade_file(file, out, judge, is_explained=is_explained)
+    graded = grade_file(file, out, judge, gold_field, pred_field, is_explained)
     counts = [f"{verdict.name.lower()}: {graded.num_by_verdict[verdict]}" for verdict in sorted(graded.num_by_verdict)]
     lines = [*counts, f"{graded.speed}; one verdict per line in {out}"]
     lines += [graded.unjudged] if graded.unjudged else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_mega.data.dataset_checks import PromptEncoder, overlap, prompt_lengths, repetitions
-from hacpo_mega.data.datasets import Dataset, Problem, read_dataset
+from hacpo_mega.data.datasets import LAYOUTS, Dataset, Layout, Problem, read_dataset
 from hacpo_mega.data.row_values import quoted
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
@@ -59,16 +59,16 @@ def _findings(
         yield check_golds(problems, judge)
 
 
-def read_all(files: Sequence[Path]) -> list[Dataset]:
+def read_all(files: Sequence[Path], layouts: Mapping[str, Layout] = LAYOUTS) -> list[Dataset]:
     """The files as datasets. ValueError for those that do not exist, a line each."""
     if missing := [f"{file}: does not exist" for file in files if not file.exists()]:
         raise ValueError("\n".join(missing))
-    return [read_dataset(file) for file in files]
+    return [read_dataset(file, layouts) for file in files]
 
 
-def read_evaluation(files: Sequence[Path]) -> list[Dataset]:
+def read_evaluation(files: Sequence[Path], layouts: Mapping[str, Layout] = LAYOUTS) -> list[Dataset]:
     """Files to compare with. ValueError also for one without a problem in it: nothing would be in common with it."""
-    datasets = read_all(files)
+    datasets = read_all(files, layouts)
     if empty := [str(dataset.defects[0]) for dataset in datasets if not dataset.problems]:
         raise ValueError("\n".join(empty))
     return datasets

@@ -68,8 +68,13 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _method(config: Config) -> Iterator[str]:
-    """Whether the method can do anything with this number of agents."""
+    """Whether the method can do anything with this number of agents and answers."""
     name = config.algorithm.method
+    if config.answers_compared == 1 and name != "sgt" and config.algorithm.advantages is None:
+        yield (
+            f"rollout.rollouts_per_prompt ({config.rollout.rollouts_per_prompt}): {name!r} measures an answer against "
+            f"the others to its prompt, and here there is none: every advantage is 0. Nearest: 2"
+        )
     if METHODS[name].needs_peers and len(config.agents) == 1:
         yield f"algorithm.method: {name!r} learns from other agents, and there is one. Nearest: 'gspo', for one alone"
 

@@ -167,7 +167,8 @@ def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], 
     if not missing:
         return None
     has = ", ".join(map(one_line, row)) or "none"
-    return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {has}"
+    convert = f"`hacpo-mega data convert {file} --out NEW.jsonl` reads public layouts"
+    return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {has}; {convert}"
 
 
 def _tokenizer_problem(agent: AgentConfig) -> str | None:

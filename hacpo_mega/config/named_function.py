@@ -7,8 +7,10 @@ its file is executed. Not here: graders, which run in processes of their own (gr
 import functools
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hacpo_mega.config.schema import Config
@@ -31,7 +33,8 @@ def named_function(name: str) -> Callable:
             spec = importlib.util.spec_from_file_location(f"own_code_{Path(place).stem}", place)
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module  # a dataclass looks its module up there
-            spec.loader.exec_module(module)
+            with _found_beside(place):
+                spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
         found = getattr(module, attribute)
@@ -40,3 +43,16 @@ def named_function(name: str) -> Callable:
     if not callable(found):
         raise ValueError(f"{name} is a {type(found).__name__}, and a function is needed")
     return found
+
+
+@contextmanager
+def _found_beside(file: str) -> Iterator[None]:
+    """Inside, modules beside the file are found, after all others: they take the place of no library."""
+    folder = os.path.dirname(os.path.abspath(file))
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.reverse()
+        sys.path.remove(folder)  # the last one
+        sys.path.reverse()

@@ -60,6 +60,9 @@ class DataConfig(Section):
     """Field of a row that holds the task's text, in data.files and evaluation.files."""
     gold_field: str = "answer"
     """Field of a row that holds the gold answer, in data.files and evaluation.files."""
+    repeated: Literal["refuse", "keep_first"] = "refuse"
+    """What becomes of rows whose prompt and gold an earlier row of data.files, or of evaluation.files, has: refused, or
+    left out. The same prompt with another gold, and a prompt in both sets, is always refused."""
     tools_field: str | None = None
     """Field of a row that holds the JSON schemas of tools for the agents' chat templates; nothing calls a tool."""
 
@@ -329,6 +332,14 @@ class Config(Section):
     def answers_per_prompt(self) -> int:
         """Answers of each agent to each prompt (G): rollout.rollouts_per_prompt, times the method's factor."""
         return self.rollout.rollouts_per_prompt * METHODS[self.algorithm.method].answers
+
+    @property
+    def answers_compared(self) -> int:
+        """Answers to a prompt that an own answer's reward is measured against, itself included."""
+        algorithm = self.algorithm
+        is_alone = not algorithm.shares_answers or algorithm.method == "sgt"
+        is_alone |= algorithm.method == "f_tis" and algorithm.answer_group == "author"
+        return self.answers_per_prompt * (1 if is_alone else len(self.agents))
 
     @property
     def prompts_per_update(self) -> int:

@@ -9,10 +9,11 @@ its line; the good rows still come. Not here: repeated and overlapping problems 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from hacpo_mega.config.chat_messages import messages_of
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
 from hacpo_mega.data.containers import Record, Row, rows_of
 from hacpo_mega.data.files import (
@@ -265,12 +266,22 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
     )
 
 
-def write_dataset(problems: Iterable[Problem], file: Path) -> None:
+def write_dataset(problems: Iterable[Problem], file: Path, own: Sequence[str] = ()) -> None:
     """Writes JSON Lines in the schema of `Problem`, the gold as `answer`: data.files of a run reads it as it is.
 
-    An old file stays as it is until the new one is whole. ValueError when there is no such folder.
+    Where the prompt and gold fields of a user's own rows are named (`own`), the other fields of a row stay, too. An old
+    file stays as it is until the new one is whole. ValueError when there is no such folder.
     """
-    written = [field.name for field in fields(Problem) if field.name != "fields"]
-    rows = ({"answer" if name == "gold" else name: getattr(p, name) for name in written} for p in problems)
     with replacing(file) as out:
-        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        out.writelines(json.dumps(_written(p, own), ensure_ascii=False) + "\n" for p in problems)
+
+
+def _written(problem: Problem, own: Sequence[str]) -> Record:
+    written = [field.name for field in fields(Problem) if field.name != "fields"]
+    row = {"answer" if name == "gold" else name: getattr(problem, name) for name in written}
+    row["prompt"] = messages_of(problem.prompt) or problem.prompt  # data.files reads chats as lists
+    if own:  # its own fields win, and what a row does not say of itself is no field of it
+        others = {name: value for name, value in json.loads(problem.fields).items() if name not in own}
+        asked = {name: row[name] for name in ("prompt", "answer")}
+        row = {name: value for name, value in row.items() if value} | others | asked
+    return row

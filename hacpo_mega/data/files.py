@@ -10,16 +10,18 @@ import json
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import pyarrow
 import pyarrow.parquet
 
 from hacpo_mega.data.hub_sets import HUB, HubSplit
+from hacpo_mega.data.repeated_rows import PromptsMet
 from hacpo_mega.data.row_values import (
     NUM_CHARACTERS_SHOWN,
     gold_problem,
@@ -81,14 +83,28 @@ def content_id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class PromptFiles(NamedTuple):
+    """The good rows of files and every problem of the others, both in file and line order, and how many rows were left
+    out because an earlier one has their prompt."""
+
+    rows: list[PromptRow]
+    problems: list[DataProblem]
+    num_repeated: int
+
+
 def load_prompts(
-    files: Sequence[Path], prompt_field: str = "prompt", gold_field: str = "answer", tools_field: str | None = None
+    files: Sequence[Path],
+    prompt_field: str = "prompt",
+    gold_field: str = "answer",
+    tools_field: str | None = None,
+    *,
+    keep_first: bool = False,
 ) -> tuple[PromptRow, ...]:
     """The rows of the files, in order. One ValueError names all bad rows (the first 20, and how many there are)."""
-    rows, problems = read_prompts(files, prompt_field, gold_field, tools_field=tools_field)
-    if problems:
-        raise ValueError(describe(problems))
-    return tuple(rows)
+    found = read_prompts(files, prompt_field, gold_field, tools_field=tools_field, keep_first=keep_first)
+    if found.problems:
+        raise ValueError(describe(found.problems))
+    return tuple(found.rows)
 
 
 def describe(problems: Sequence[DataProblem]) -> str:
@@ -102,32 +118,116 @@ def read_prompts(
     files: Sequence[Path],
     prompt_field: str,
     gold_field: str,
-    first_seen: dict[str, str] | None = None,
+    met: PromptsMet | None = None,
     tools_field: str | None = None,
-) -> tuple[list[PromptRow], list[DataProblem]]:
-    """The good rows of the files and every problem of the others, both in file and line order.
+    *,
+    keep_first: bool = False,
+) -> PromptFiles:
+    """Reads one set of files. A row whose prompt was met before is a problem; `keep_first` leaves it out where both
+    rows are of this set and have the same gold.
 
-    `first_seen` says where each prompt was met; handed from one call to the next, it finds repetitions across them.
+    `met` knows where each prompt was met; handed from one call to the next, it finds repetitions across sets.
     """
-    rows: list[PromptRow] = []
-    problems: list[DataProblem] = []
-    first_seen = {} if first_seen is None else first_seen
+    found = PromptFiles([], [], 0)
+    met = PromptsMet() if met is None else met
+    met.begin_set()
     for file in map(Path, files):
+        reader = _FileReader(file, (prompt_field, gold_field), tools_field, met, keep_first=keep_first)
+        rows, problems = reader.read(MAX_BAD_ROWS - len(found.problems))
+        found.rows.extend(rows)
+        found.problems.extend(problems)
+        found = found._replace(num_repeated=found.num_repeated + reader.num_left_out)
+        if len(found.problems) > MAX_BAD_ROWS:
+            break
+    return found
+
+
+class _FileReader:
+    """One file of prompts, row by row; what all repeated rows have in common is said in one line."""
+
+    def __init__(
+        self, file: Path, fields: tuple[str, str], tools_field: str | None, met: PromptsMet, *, keep_first: bool
+    ) -> None:
+        self._file, self._fields, self._tools_field = file, fields, tools_field
+        self._met, self._keeps_first = met, keep_first
+        self.num_left_out = 0
+        self._rows: list[PromptRow] = []
+        self._problems: list[DataProblem] = []
+        self._first_of: dict[str, int] = {}  # kind of repetition: the place of its line in the problems
+        self._num_of: Counter[str] = Counter()
+
+    def read(self, most_problems: int) -> tuple[list[PromptRow], list[DataProblem]]:
+        """The good rows and every problem; after more problems than `most_problems` nothing is read."""
         num_records = 0
-        for line, record in read_records(file):
+        for line, record in read_records(self._file):
             num_records += 1
-            found = [record] if isinstance(record, DataProblem) else []
-            found += [] if found else _field_problems(file, line, record, (prompt_field, gold_field), tools_field)
-            if not found:
-                row = _row(record, prompt_field, gold_field, tools_field)
-                found = _duplicate(file, line, prompt_field, row, first_seen)
-                rows.append(row)
-            problems += found
-            if len(problems) > MAX_BAD_ROWS:
-                return rows, [*problems, DataProblem(file, line, None, TOO_MANY)]
+            found = [record] if isinstance(record, DataProblem) else self._field_problems(line, record)
+            if found:
+                self._problems += found
+            else:
+                self._take(line, _row(record, *self._fields, self._tools_field))
+            if len(self._problems) > most_problems:
+                self._problems.append(DataProblem(self._file, line, None, TOO_MANY))
+                break
         if num_records == 0:
-            problems.append(DataProblem(file, None, None, "has no rows"))
-    return rows, problems
+            self._problems.append(DataProblem(self._file, None, None, "has no rows"))
+        for kind, place in self._first_of.items():
+            first = self._problems[place]
+            self._problems[place] = replace(first, what=f"{first.what} ({self._said_of(kind, first)})")
+        return self._rows, self._problems
+
+    def _take(self, line: int, row: PromptRow) -> None:
+        earlier = self._met.meet(row.id, f"{self._file}:{line}", row.gold)
+        if earlier is None:
+            self._rows.append(row)
+            return
+        again = DataProblem(self._file, line, self._fields[0], f"is the prompt of {earlier.place} again")
+        if not self._met.is_of_this_set(earlier):
+            self._count("in the other set", again)
+        elif earlier.gold != row.gold:
+            golds = f"with another gold: {quoted(row.gold)}, there {quoted(earlier.gold)}"
+            self._problems.append(
+                replace(again, what=f"{again.what} ({golds}; `hacpo-mega data convert` leaves both out)")
+            )
+        elif self._keeps_first:
+            self.num_left_out += 1
+        else:
+            self._count("repeated", again)
+
+    def _count(self, kind: str, again: DataProblem) -> None:
+        self._num_of[kind] += 1
+        if kind not in self._first_of:
+            self._first_of[kind] = len(self._problems)
+            self._problems.append(again)
+
+    def _said_of(self, kind: str, first: DataProblem) -> str:
+        number = self._num_of[kind]
+        rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
+        if kind == "in the other set":
+            other = first.what.removeprefix("is the prompt of ").rpartition(":")[0]
+            command = f"`{self._convert(other)} --without {self._file}`"
+            return f"{rows}, which would be trained on and measured on; {command} leaves them out of training"
+        command = f"`{self._convert(self._file)}` writes each prompt once"
+        return f'{rows}; data.repeated = "keep_first" takes the first of each, {command}'
+
+    def _convert(self, file: Path | str) -> str:
+        """The command that reads a file with these fields."""
+        options = zip(("--prompt-field", "--gold-field"), self._fields)
+        own = "" if self._fields == ("prompt", "answer") else "".join(f" {name} {field}" for name, field in options)
+        return f"hacpo-mega data convert {file}{own} --out NEW.jsonl"
+
+    def _field_problems(self, line: int, record: dict[str, Any]) -> list[DataProblem]:
+        problems = []
+        for field, problem_of in zip(self._fields, (prompt_problem, gold_problem)):
+            value = record.get(field)
+            what = absence(record, field) if value is None else problem_of(value)
+            if field not in record and not self._problems and not problems:  # told once
+                what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
+            if what:
+                problems.append(DataProblem(self._file, line, field, what))
+        if what := row_tools_problem(record, self._tools_field):
+            problems.append(DataProblem(self._file, line, self._tools_field, what))
+        return problems
 
 
 def _row(record: dict[str, Any], prompt_field: str, gold_field: str, tools_field: str | None) -> PromptRow:
@@ -140,8 +240,14 @@ def _row(record: dict[str, Any], prompt_field: str, gold_field: str, tools_field
 
 
 def fields_text(record: dict[str, Any]) -> str:
-    """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text."""
-    return json.dumps(record, default=str)
+    """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text.
+
+    A number that is not finite is null: a table writes NaN where a row has no value.
+    """
+    try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(record, default=str), parse_constant=lambda _: None))
 
 
 def field_names(record: dict[str, Any]) -> str:
@@ -155,25 +261,6 @@ def field_names(record: dict[str, Any]) -> str:
 def absence(record: dict[str, Any], field: str) -> str:
     """What a problem says of a field without a value: not there, or there and null."""
     return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
-
-
-def _field_problems(
-    file: Path, line: int, record: dict[str, Any], fields: tuple[str, str], tools_field: str | None
-) -> list[DataProblem]:
-    problems = []
-    for field, problem_of in zip(fields, (prompt_problem, gold_problem)):
-        value = record.get(field)
-        if what := absence(record, field) if value is None else problem_of(value):
-            problems.append(DataProblem(file, line, field, what))
-    if what := row_tools_problem(record, tools_field):
-        problems.append(DataProblem(file, line, tools_field, what))
-    return problems
-
-
-def _duplicate(file: Path, line: int, field: str, row: PromptRow, first_seen: dict[str, str]) -> list[DataProblem]:
-    here = f"{file}:{line}"
-    earlier = first_seen.setdefault(row.id, here)
-    return [] if earlier == here else [DataProblem(file, line, field, f"is the prompt of {earlier} again")]
 
 
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:

@@ -5,20 +5,25 @@ Not here: how many of the prompts every agent can read (prompt_sets.py).
 
 from hacpo_mega.config import Config
 from hacpo_mega.data.files import describe, read_prompts
+from hacpo_mega.data.repeated_rows import PromptsMet
 
 
-def require_good_files(config: Config) -> None:
-    """Reads every prompt file of a run. ValueError with a line per bad row, or when a step takes more than all rows.
+def require_good_files(config: Config) -> int:
+    """Reads every prompt file of a run; how many rows of data.files are left out because their prompt is repeated.
 
-    A prompt that is in two files, also in one to train on and one to evaluate on, is a bad row.
+    ValueError with a line per bad row, or when a step takes more than all rows. A prompt that is in a file to train on
+    and in one to evaluate on is a bad row.
     """
-    fields = config.data.prompt_field, config.data.gold_field, {}, config.data.tools_field  # {}: where each was met
-    rows, problems = read_prompts(config.data.files, *fields)
-    problems += read_prompts(config.evaluation.files, *fields)[1]
+    met, keep_first = PromptsMet(), config.data.repeated == "keep_first"
+    fields = config.data.prompt_field, config.data.gold_field, met, config.data.tools_field
+    rows, problems, num_repeated = read_prompts(config.data.files, *fields, keep_first=keep_first)
+    problems += read_prompts(config.evaluation.files, *fields, keep_first=keep_first).problems
     if problems:
         raise ValueError(describe(problems))
     if config.data.files and config.training.prompts_per_step > len(rows):
+        different = " different ones" if num_repeated else ""
         raise ValueError(
             f"training.prompts_per_step ({config.training.prompts_per_step}) takes that many different prompts, but "
-            f"data.files has only {len(rows)} rows. Nearest: {len(rows)}"
+            f"data.files has only {len(rows)} rows{different}. Nearest: {len(rows)}"
         )
+    return num_repeated

@@ -11,6 +11,7 @@ from pathlib import Path
 from hacpo_mega.config import Config
 from hacpo_mega.data.files import PromptRow, load_prompts, read_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
+from hacpo_mega.data.repeated_rows import PromptsMet
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 
@@ -23,11 +24,7 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
 
     ValueError when the rest is too few for a step.
     """
-    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
-    if config.data.files:
-        rows = load_prompts(config.data.files, *fields)
-    else:
-        rows = rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
+    rows = training_rows(config)
     kept = _short_enough(rows, config.data.files, config, num_tokens)
     by_skill = config.data.generator is not None
     for skill in config.data.skills if by_skill else (None,):
@@ -39,14 +36,20 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
     return sampler, len(rows) - len(kept)
 
 
+def training_rows(config: Config) -> tuple[PromptRow, ...]:
+    """Every row to train on, however long. ValueError with a line per bad one."""
+    if config.data.files:
+        return _loaded(config, config.data.files)
+    return rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
+
+
 def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...]:
     """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill.
 
     ValueError when there are prompts, but not one that every agent can read.
     """
-    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
     if config.evaluation.files:
-        rows = load_prompts(config.evaluation.files, *fields)
+        rows = _loaded(config, config.evaluation.files)
     elif config.data.generator is not None:
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
@@ -64,9 +67,10 @@ def _short_enough(
 
     def place(index: int) -> str:
         """File and line of a row, which is looked for only where there is something to say of it."""
-        met: dict[str, str] = {}
-        read_prompts(files, *fields, met, config.data.tools_field)
-        return met.get(rows[index].id, f"prompt {index + 1}")
+        met = PromptsMet()
+        read_prompts(files, *fields, met, config.data.tools_field, keep_first=True)
+        first = met.meet(rows[index].id, "", "")
+        return f"prompt {index + 1}" if first is None else first.place
 
     lengths = prompt_lengths(rows, most, num_tokens, place)
     return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= most)
@@ -95,6 +99,11 @@ def prompt_lengths(
     except ValueError as error:
         raise ValueError(f"{place_of(start)}: {error}") from error
     raise AssertionError("no row alone is refused")
+
+
+def _loaded(config: Config, files: Sequence[Path]) -> tuple[PromptRow, ...]:
+    fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
+    return load_prompts(files, *fields, keep_first=config.data.repeated == "keep_first")
 
 
 def _require_enough(

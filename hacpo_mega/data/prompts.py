@@ -1,7 +1,8 @@
 """Which prompts a step answers: a pure function of (seed, step), the same in every process and after every resume.
 
 Epochs are seeded permutations laid end to end; a step takes the next `prompts_per_step` places and may straddle two
-epochs. There is no cursor to save: a resumed run asks for its next step and gets what it would have got.
+epochs. It never holds a row twice: where the seam of two epochs would bring one again, the new epoch postpones it to
+the next step. There is no cursor to save: a resumed run asks for its next step and gets what it would have got.
 Not here: reading files (files.py) and making arithmetic (tasks.py).
 """
 
@@ -52,6 +53,7 @@ class PromptSampler:
         self.seed = seed
         self.prompts_per_step = prompts_per_step
         self.prompts_per_update = prompts_per_update
+        self._share = prompts_per_step // len(skills)  # places of a group in a step
         if not rows:
             raise ValueError("there are no prompts to train on; give data.files with rows in them")
         if prompts_per_step % len(skills):
@@ -63,7 +65,7 @@ class PromptSampler:
         smallest = min(self.groups, key=len)
         if len(smallest) * len(skills) < prompts_per_step:
             raise ValueError(
-                f"training.prompts_per_step ({prompts_per_step}) takes {prompts_per_step // len(skills)} different "
+                f"training.prompts_per_step ({prompts_per_step}) takes {self._share} different "
                 f"prompts{f' of each of {len(skills)} skills' if len(skills) > 1 else ''}, but there are only "
                 f"{len(smallest)}{f' of {smallest[0].skill!r}' if len(skills) > 1 else ''}. "
                 f"Nearest: {len(smallest) * len(skills)}"
@@ -86,16 +88,40 @@ class PromptSampler:
     def _prompt(self, step: int, place: int) -> Prompt:
         group = place % len(self.groups)
         rows = self.groups[group]
-        position = step * (self.prompts_per_step // len(self.groups)) + place // len(self.groups)
+        position = step * self._share + place // len(self.groups)
         epoch, offset = divmod(position, len(rows))
-        row = rows[self._permutation(group, epoch)[offset]]
+        row = rows[self._order_of(group, epoch)[offset]]
         return Prompt(place, row.id, row.text, row.gold, row.skill, row.row)
 
-    def _permutation(self, group: int, epoch: int) -> np.ndarray:
+    def _order_of(self, group: int, epoch: int) -> np.ndarray:
+        """The rows of an epoch in the order in which steps take them."""
         if (group, epoch) not in self._order:
-            self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
-            # raw words and a stable sort: numpy guarantees the raw stream of a bit generator, not its permutation(),
-            # and a resumed run may meet another numpy
-            bits = np.random.PCG64(np.random.SeedSequence((self.seed, STREAM, group, epoch)))
-            self._order[group, epoch] = np.argsort(bits.random_raw(len(self.groups[group])), kind="stable")
+            kept = [known for of, known in self._order if of == group and known < epoch]
+            for this in range(epoch if self._is_long(group) else max(kept, default=-1) + 1, epoch + 1):
+                self._order[group, this] = self._without_a_row_twice(group, this)
+                self._order.pop((group, this - 2), None)
         return self._order[group, epoch]
+
+    def _without_a_row_twice(self, group: int, epoch: int) -> np.ndarray:
+        """The permutation of an epoch, where the step of its seam takes the first rows that it does not hold yet.
+
+        What they displace comes right after them, so at most the length of a step changes.
+        """
+        order = self._permutation(group, epoch)
+        num_before = epoch * len(order) % self._share  # places of that step in the epoch before
+        if not num_before:
+            return order
+        before = self._permutation(group, epoch - 1) if self._is_long(group) else self._order[group, epoch - 1]
+        is_new = ~np.isin(order, before[-num_before:])
+        is_next = is_new & (np.cumsum(is_new) <= self._share - num_before)
+        return np.concatenate([order[is_next], order[~is_next]])
+
+    def _is_long(self, group: int) -> bool:
+        """Whether the change at the beginning of an epoch cannot reach its end, so that no earlier epoch matters."""
+        return len(self.groups[group]) >= 2 * self._share
+
+    def _permutation(self, group: int, epoch: int) -> np.ndarray:
+        # raw words and a stable sort: numpy guarantees the raw stream of a bit generator, not its permutation(),
+        # and a resumed run may meet another numpy
+        bits = np.random.PCG64(np.random.SeedSequence((self.seed, STREAM, group, epoch)))
+        return np.argsort(bits.random_raw(len(self.groups[group])), kind="stable")

@@ -11,8 +11,10 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -23,6 +25,7 @@ Reply = dict[str, Any]
 MAX_SAID = 500
 MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
 UNIT = (0.0, 1.0)
+RETURNED = "the grader returned"  # begins what is said of a value that is no reward
 
 
 class Unjudged(Exception):
@@ -77,7 +80,7 @@ class GraderCall:
                 raise  # somebody ends the trainer
             return [_failed(error)] * len(asked)
         if len(results) != len(asked):
-            what = f"the grader returned {len(results)} rewards for {len(asked)} answers"
+            what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
             return [_reply(error=what, is_misuse=True)] * len(asked)
         return [_failed(found) if isinstance(found, BaseException) else self._read(found) for found in results]
 
@@ -108,17 +111,15 @@ class GraderCall:
         parts: dict[str, float] = {}
         if isinstance(found, Mapping):
             if "score" not in found:
-                return _reply(
-                    error=f'the grader returned a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True
-                )
+                return _reply(error=f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
             parts = _numbers_of(found)
             found = found["score"]
         if found is None:
             return _reply(parts=parts)
         number = _number(found)
         if not self._low <= number <= self._high:
-            shown = f"returned {type(found).__name__} {_shown(found)}"[:MAX_SAID]
-            what = f"the grader {shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
+            shown = f"{RETURNED} {type(found).__name__} {_shown(found)}"[:MAX_SAID]
+            what = f"{shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
             return _reply(error=what, is_misuse=True)
         return _reply((number - self._low) / (self._high - self._low), parts=parts)
 
@@ -201,13 +202,28 @@ def load_by_name(spec: str) -> Any:
     if not place:
         raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
     if place.endswith(".py"):
-        description = importlib.util.spec_from_file_location(Path(place).stem, place)
+        # a name of its own, or a file called math.py would be everybody's `math`
+        description = importlib.util.spec_from_file_location(f"own_grader_{Path(place).stem}", place)
         module = importlib.util.module_from_spec(description)
         sys.modules[description.name] = module  # a dataclass looks its module up there
-        description.loader.exec_module(module)
+        with _found_beside(place):
+            description.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
     return getattr(module, name)
+
+
+@contextmanager
+def _found_beside(file: str) -> Iterator[None]:
+    """Inside, modules beside the file are found, after all others: they take the place of no library."""
+    folder = os.path.dirname(os.path.abspath(file))
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.reverse()
+        sys.path.remove(folder)  # the last one
+        sys.path.reverse()
 
 
 def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -153,13 +153,15 @@ class Judge:
         stops: Sequence[Stop],
         rows: Sequence[str] = (),
         agent: str = "",
+        places: Sequence[int] = (),
     ) -> list[Judgement]:
         """One judgement per answer, in order.
 
         `rows` are the other fields of each prompt's data row as JSON text, none where there are none; `agent` wrote all
-        answers. The answers to equal prompts in one call are a group.
+        answers. Those of one of `places` (where prompts stand in a step) are a group; without places, those to equal
+        prompts in one call.
         """
-        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, rows, agent)]
+        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, rows, agent, places)]
 
     def judge_and_explain(
         self,
@@ -169,9 +171,10 @@ class Judge:
         stops: Sequence[Stop],
         rows: Sequence[str] = (),
         agent: str = "",
+        places: Sequence[int] = (),
     ) -> list[Explained]:
         """Each judgement with what the grader says about it: what it took for the answer, how it read both sides."""
-        return self._judge(prompts, golds, texts, stops, rows, agent, is_explained=True)
+        return self._judge(prompts, golds, texts, stops, rows, agent, places, is_explained=True)
 
     def take_report(self) -> JudgeReport:
         """What went wrong since the last report, for the console of a step."""
@@ -194,18 +197,20 @@ class Judge:
         stops: Sequence[Stop],
         rows: Sequence[str],
         agent: str,
+        places: Sequence[int],
         is_explained: bool = False,
     ) -> list[Explained]:
         rows = rows or [""] * len(prompts)
+        groups_of = list(places) or list(zip(prompts, golds, rows))
         assert len(prompts) == len(golds) == len(texts) == len(stops) == len(rows), (
             len(prompts),
             len(golds),
             len(rows),
         )
         wants = self.signature.wants
-        groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-        for *question, text in zip(prompts, golds, rows, texts) if "group" in wants else ():
-            groups[tuple(question)].append(text)
+        groups: dict[Hashable, list[str]] = defaultdict(list)
+        for group, text in zip(groups_of, texts, strict=True) if "group" in wants else ():
+            groups[group].append(text)
         with self._lock:
             start = time.monotonic()
             asked = [
@@ -215,12 +220,12 @@ class Judge:
                     gold,
                     row if "row" in wants else "",
                     agent if "agent" in wants else "",
-                    tuple(groups[prompt, gold, row]) if "group" in wants else (),
+                    tuple(groups[group]) if "group" in wants else (),
                     is_explained,
                 )
                 if stop == Stop.EOS or not self.require_stop
                 else None
-                for prompt, gold, text, stop, row in zip(prompts, golds, texts, stops, rows)
+                for prompt, gold, text, stop, row, group in zip(prompts, golds, texts, stops, rows, groups_of)
             ]
             distinct = list(dict.fromkeys(task for task in asked if task is not None))
             outcomes = dict(zip(distinct, self._outcomes(distinct)))

@@ -89,6 +89,7 @@ class RolloutJudge:
             [rollout.stop for _, rollout in asked],
             [prompt.row for prompt, _ in asked],
             self._agent,
+            [prompt.index for prompt, _ in asked],
         )
         return {_key(rollout): judgement for (_, rollout), judgement in zip(asked, judgements, strict=True)}
 

@@ -5,7 +5,6 @@ Python starts and the caller stays free of torch's and vLLM's state. What a call
 files: it runs in the caller's process, between two looks, and can change nothing.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.jobs.local import run_on_this_machine
+from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.held_out import held_out
 from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.rollout_log import logged_parts, read_rollouts
 from hacpo_mega.logbook.run_folder import resolved_toml
 
 OnStep = Callable[[int, Mapping[str, float]], None]
@@ -118,12 +119,13 @@ class _Seen:
         done = [] if is_new else committed_steps(config.run_dir)
         self._step = self._answers_of = max(done, default=-1)
         self._stamp = self._stamp_now()  # what an older run has written is not this one's
+        self._told: set[str] = set()  # which reading has failed; the run is not ended by it
 
     def look(self, *, is_over: bool = False) -> None:
         """Shows what has come since the last look."""
         if (stamp := self._stamp_now()) != self._stamp:
             self._stamp = stamp
-            for step, of_step in _metrics(self._run_dir).items():
+            for step, of_step in (self._read("on_step", _metrics, self._run_dir) or {}).items():
                 if step > self._step:
                     self._step = step
                     self._show(step, of_step.values, of_step.values | of_step.timing)
@@ -141,13 +143,23 @@ class _Seen:
         """Every lane writes its own prompts of a step, in its own time."""
         while self._answers_of < self._step:
             step = self._answers_of + 1
-            files = sorted((self._run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl"))
-            if step > 0 and len(files) < self._lanes and not is_over:
+            lanes = logged_parts(self._run_dir).get(step, set())
+            if step > 0 and len(lanes) < self._lanes and not is_over:
                 return
             self._answers_of = step
-            if files:
-                lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
-                self._on_answers(step, [json.loads(line) for line in lines])
+            if lanes and (prompts := self._read("on_answers", read_rollouts, self._run_dir, step)) is not None:
+                self._on_answers(step, prompts)
+
+    def _read(self, what: str, reader: Callable[..., Any], *place: Any) -> Any:
+        """What a callback is to be shown; None, and a line the first time, where it cannot be read."""
+        try:
+            return reader(*place)
+        except Exception as error:
+            if what not in self._told:
+                self._told.add(what)
+                reason = f"{type(error).__name__}: {error}"
+                warn(f"{what} is not shown a step ({reason}); this is said once, training goes on")
+            return None
 
     def _stamp_now(self) -> tuple[int, ...] | None:
         try:

@@ -264,8 +264,11 @@ class IdleAlarm:
     A prompt teaches where its answers earn differently: with equal rewards every advantage is 0 (GRPO).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers_compared: int = 2, own_advantages: str | None = None) -> None:
+        """`answers_compared` are the answers to a prompt that one is measured against; `own_advantages` is the function
+        of the user's that gives the advantages, if one does."""
         self._num_steps = 0  # of this start; its state is not kept
+        self._answers_compared, self._own_advantages = answers_compared, own_advantages
 
     def warnings(self, rewards: Sequence[float | None], num_trained: Sequence[float | None]) -> Iterator[str]:
         """After IDLE_STEPS steps in a row without a reward, or without a trained answer, of every agent."""
@@ -275,17 +278,30 @@ class IdleAlarm:
             self._num_steps = IDLE_STEPS  # it is about the beginning
             return
         self._num_steps += 1
-        if self._num_steps == IDLE_STEPS and not earned:
-            yield (
-                f"warning: no answer of any agent earned anything in {IDLE_STEPS} steps, so nothing is learnt. Look at "
-                "an answer in rollouts/ and at `hacpo-mega check --data`: does the prompt ask for the form that "
-                "reward.kind reads, and is rollout.max_answer_tokens long enough?"
+        if self._num_steps == IDLE_STEPS:
+            yield f"warning: {self._reason(rewards, earned)}"
+
+    def _reason(self, rewards: Sequence[float | None], earned: bool) -> str:
+        steps = f"in {IDLE_STEPS} steps, so nothing is learnt"
+        if all(reward is None for reward in rewards):
+            return f"no answer of any agent was judged {steps}: what the grader fails at is said above"
+        if not earned:
+            return (
+                f"no answer of any agent earned anything {steps}. Look at an answer in rollouts/ and at `hacpo-mega "
+                "check --data`: does the prompt ask for the form that reward.kind reads, and is "
+                "rollout.max_answer_tokens long enough?"
             )
-        elif self._num_steps == IDLE_STEPS:
-            yield (
-                f"warning: all answers to a prompt earned the same in {IDLE_STEPS} steps, so nothing is learnt: the "
-                "prompts are too easy or too hard for every agent. Give others, or more rollout.rollouts_per_prompt"
+        if self._own_advantages is not None:
+            return f"algorithm.advantages: {self._own_advantages} gave every answer the advantage 0 {steps}"
+        if self._answers_compared == 1:
+            return (
+                f"no answer was trained on {steps}: an agent's only answer to a prompt has none to be measured "
+                "against. Give more rollout.rollouts_per_prompt"
             )
+        return (
+            f"all answers to a prompt earned the same {steps}: the prompts are too easy or too hard for every agent. "
+            "Give others, or more rollout.rollouts_per_prompt"
+        )
 
 
 class ResidueAlarm:

@@ -101,7 +101,8 @@ class StepReport:
         answers = config.answers_per_prompt, highest_weight
         self._advantage_alarm = AdvantageAlarm(self._names, config.algorithm, *answers)
         # These watch one start: their state is not kept.
-        self._residue_alarm, self._idle_alarm = ResidueAlarm(self._names), IdleAlarm()
+        self._residue_alarm = ResidueAlarm(self._names)
+        self._idle_alarm = IdleAlarm(config.answers_compared, config.algorithm.advantages)
         self._alarms = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,

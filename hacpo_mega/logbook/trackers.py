@@ -58,9 +58,9 @@ class _LikeWandb:
         self._package, self._api = package, importlib.import_module(package)
         naming: dict[str, Any] = {"name": run.name, "resume": "allow"}
         if package == "wandb":
-            naming |= {"id": run.name, "dir": str(run.run_dir)}
+            naming |= {"id": identifier(run.name), "dir": str(run.run_dir)}
         elif package == "swanlab":  # an id there is letters and digits alone
-            naming |= {"id": "".join(filter(str.isalnum, run.name)), "logdir": str(run.run_dir / "swanlab")}
+            naming |= {"id": identifier(run.name, signs="")[-64:], "logdir": str(run.run_dir / "swanlab")}
         self._api.init(project=run.project, config=dict(run.settings), **naming)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -87,11 +87,12 @@ class _Mlflow:
     def __init__(self, run: TrackedRun) -> None:
         self._api = importlib.import_module("mlflow")
         self._api.set_experiment(run.project)
-        found = self._api.search_runs(filter_string=f"tags.tracked_as = '{run.name}'", output_format="list")
+        tracked_as = identifier(run.name)  # a name may hold the filter's own quotes
+        found = self._api.search_runs(filter_string=f"tags.tracked_as = '{tracked_as}'", output_format="list")
         if run.goes_on and found:
             self._api.start_run(run_id=found[0].info.run_id)
             return
-        self._api.start_run(run_name=run.name, tags={"tracked_as": run.name})
+        self._api.start_run(run_name=run.name, tags={"tracked_as": tracked_as})
         self._api.log_dict(dict(run.settings), "config.json")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -111,7 +112,7 @@ class _Comet:
 
     def __init__(self, run: TrackedRun) -> None:
         api = importlib.import_module("comet_ml")
-        key = "".join(filter(str.isalnum, run.name)).ljust(32, "0")[:50]  # 32 to 50 letters and digits
+        key = identifier(run.name, signs="").ljust(32, "0")[-50:]  # 32 to 50 letters and digits
         self._experiment = api.start(project_name=run.project, experiment_key=key, mode="get_or_create")
         self._experiment.set_name(run.name)
         self._experiment.log_parameters(dict(run.settings), nested_support=True)
@@ -194,6 +195,13 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # an error ends the job now, and does not wait for anybody's network
             self.close()
+
+
+def identifier(name: str, signs: str = "._-") -> str:
+    """A run's name as trackers take it for an id: letters and digits of ASCII and some signs, 128 at most. It keeps its
+    end, which tells runs apart."""
+    plain = (sign if sign.isascii() and (sign.isalnum() or sign in signs) else "_" for sign in name)
+    return "".join(plain if signs else (sign for sign in plain if sign != "_"))[-128:]
 
 
 def identity(run_dir: Path, goes_on: bool) -> str:

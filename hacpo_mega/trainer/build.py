@@ -21,8 +21,10 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.named_function import require_named_functions
 from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
+from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.logbook.console import Console
@@ -111,7 +113,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
             codecs = agent_codecs(config.agents)
             prompts, num_dropped, held_out = _prompts(config, codecs)
             rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
-            judge = _judge(config, place, handed.judge, codecs[place.agent], rows, console, stack)
+            tried = prompts.groups[0][:MOST_ROWS]
+            judge = _judge(config, place, handed.judge, codecs[place.agent], rows, tried, console, stack)
         agent = _agent(config, place, start, kind, handed)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent, num_dropped)
@@ -207,15 +210,24 @@ def _judge(
     kind: Callable[..., RolloutJudge],
     codec: TextCodec,
     rows: Iterable[str],
+    tried: Sequence[PromptRow],
     console: Console,
     stack: ExitStack,
 ) -> RolloutJudge:
-    """The cell's judge of rollouts. ValueError for data rows without a field that a grader asks for."""
+    """The cell's judge of rollouts. ValueError for data rows without a field that a grader asks for, and for a reward
+    that gives none for the rows `tried`; rank 0 asks it, but not a server. Collective over the job."""
     judge = stack.enter_context(judge_of(config.reward))
     judge.require_fields(rows)
     for line in judge.how_called:
         console.say(line)
-    agent = config.agents[place.agent].name
+    agent, refusal = config.agents[place.agent].name, None
+    if place.coordinate.global_rank == 0 and not servers_of(config.reward):
+        trial = try_reward(config.reward, judge, tried, agent)
+        refusal = trial.refusal
+        for line in () if refusal else trial.warnings:
+            console.say(line)
+    if said := place.first_said(refusal):
+        raise ValueError(said)
     beside = config.reward.while_sampling
     options = {"while_sampling": beside, "is_leader": place.is_leader, "agent": agent}
     return stack.enter_context(kind(judge, **options, opened=codec.opened_thinking))

@@ -119,11 +119,11 @@ def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
 def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):
     """It is quoted for the held-out answers already. What was finished before the third step stays."""
     agents = [agent_table(tmp_path, "one", "qwen3", CHARACTERS), agent_table(tmp_path, "two", "llama", CHARACTERS)]
-    config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text"})
+    config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text_for_others"})
     statuses, errors, console = play(config)
     assert statuses == [3, 3], errors
     error = "the grader returned str 'correct', expected a number in [0, 1] or None"
-    warnings = [line for line in errors if "warning: 8 of 8 held-out answers unjudged" in line]
+    warnings = [line for line in errors if re.search(r"warning: [5-8] of 8 held-out answers unjudged", line)]
     assert len(warnings) == 2 and all(error in line for line in warnings), errors
     stops = [line for line in errors if line not in warnings]
     assert stops == [
@@ -132,6 +132,9 @@ def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_tra
     ]
     assert list(read_metrics(tmp_path / "run/metrics.jsonl")) == [0, 1, 2]
     assert "step 2/9" in console and "step 3/9" not in console
+    statuses, errors, _ = play(write_config(tmp_path, agents, reward={"kind": f"{GRADER}:text"}))
+    refusals = [line for line in errors if f"the reward cannot be used: {error}. Tried" in line]
+    assert (statuses, len(refusals), errors[-1:]) == ([2, 2], 1, refusals), errors
 
 
 def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_process(tmp_path):

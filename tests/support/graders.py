@@ -4,6 +4,8 @@ import os
 import time
 import zlib
 
+from hacpo_mega.grading.reward_trial import FORMS
+
 
 def share_of_ones(prompt: str, answer: str, gold: str) -> float | None:
     """How much of the answer is the digit 1; an empty answer is none."""
@@ -18,6 +20,12 @@ def odd_length(prompt: str, answer: str, gold: str) -> float:
 def text(prompt: str, answer: str, gold: str) -> str:
     """A broken grader: it returns its verdict as text."""
     return "correct"
+
+
+def text_for_others(prompt: str, answer: str, gold: str) -> str | float:
+    """The same, but for the answers on which a reward is tried before training."""
+    tried = {form.replace("GOLD", gold): 1.0 for form in FORMS} | {"": 0.0}
+    return tried.get(answer, "correct")
 
 
 def hostile(prompt, answer, gold):

@@ -250,3 +250,16 @@ def test_first_steps_that_teach_nothing_are_said_once_and_only_if_all_of_them_do
     rewards = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
     assert not [line for reward in rewards for line in later.warnings([reward], [reward])], "it is about the beginning"
     assert not [line for _ in range(5) for line in good.warnings([None, 0.1], [None, 3.0])]
+
+
+def test_the_reason_for_teaching_nothing_is_the_one_that_holds():
+    """By what each start has: nobody is judged, a function of the user's says 0, one answer is no group, equal ones."""
+    unjudged, own, alone = IdleAlarm(), IdleAlarm(4, "mine.py:zero"), IdleAlarm(1)
+    for alarm, rewards, says in (
+        (unjudged, [None, None], "no answer of any agent was judged in 3 steps"),
+        (own, [0.5, 0.5], "mine.py:zero gave every answer the advantage 0 in 3 steps"),
+        (alone, [0.5, 0.5], "an agent's only answer to a prompt has none to be measured against"),
+        (IdleAlarm(4), [0.5, 0.5], "all answers to a prompt earned the same in 3 steps"),
+    ):
+        (line,) = [line for _ in range(5) for line in alarm.warnings(rewards, [0.0, 0.0])]
+        assert line.startswith("warning: ") and says in line

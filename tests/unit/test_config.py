@@ -19,6 +19,7 @@ from hacpo_mega.config.effects import NONE, ROUNDING, covers, effect_of, flat
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.logbook.run_folder import resolved_toml
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -261,6 +262,45 @@ def test_a_method_that_needs_peers_is_refused_for_one_agent(method, tmp_path):
             load_config(alone, [f"algorithm.method={method}"])
     else:
         assert len(load_config(alone, [f"algorithm.method={method}"]).agents) == 1
+
+
+def test_one_answer_is_refused_where_it_has_nothing_to_be_measured_against(tmp_path):
+    """By the equations: the group of grpo, gspo, f_tis (author) and of an agent alone is its own G answers."""
+    one = "rollout.rollouts_per_prompt=1"
+    refused = r"rollout.rollouts_per_prompt \(1\): '{}' measures an answer .* every advantage is 0\. Nearest: 2$"
+    for method in METHODS:
+        asked = [f"algorithm.method={method}", one]
+        if method in ("grpo", "gspo", "f_tis"):
+            with pytest.raises(ValueError, match=refused.format(method)):
+                load_config(QUICKSTART, asked)
+            assert load_config(QUICKSTART, [*asked[:1], "rollout.rollouts_per_prompt=2"]).answers_compared == 2
+        else:
+            compared = {"gspo_x2": 2, "sgt": 1}.get(method, 2)  # gspo_x2 asks twice; hacpo and naive: both agents' one
+            assert load_config(QUICKSTART, asked).answers_compared == compared
+    assert load_config(QUICKSTART, ["algorithm.method=f_tis", "algorithm.answer_group=all", one]).answers_compared == 2
+    table = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
+    del table["agents"][1]
+    alone = tmp_path / "alone.toml"
+    alone.write_text(tomli_w.dumps(table), encoding="utf-8")
+    with pytest.raises(ValueError, match=refused.format("hacpo")):
+        load_config(alone, [one])
+    own = tmp_path / "mine.py"
+    own.write_text("def advantages(rewards_PNG, capability_N, learner):\n    return rewards_PNG - 0.5\n")
+    assert load_config(alone, [one, f"algorithm.advantages={own}:advantages"]).answers_compared == 1
+
+
+def test_settings_that_teach_less_than_they_say_are_named():
+    overrides = ["algorithm.delta=0.0", "agents.llama.optimizer.warmup_updates=320", "rollout.temperature=0.1"]
+    assert list(weak_settings(load_config(QUICKSTART))) == []
+    temperature, delta, warmup = weak_settings(load_config(QUICKSTART, overrides))
+    assert temperature.startswith("rollout.temperature = 0.1: ") and delta.startswith("algorithm.delta = 0: ")
+    # 40 steps of 4 updates: half of the way up to 4e-4
+    assert warmup == (
+        "agents.llama.optimizer.warmup_updates = 320: the run has 160 updates, so its learning rate ends at 0.0002 "
+        "instead of 0.0004"
+    )
+    (alone,) = weak_settings(load_config(QUICKSTART, ["algorithm.method=sgt", "rollout.rollouts_per_prompt=1"]))
+    assert alone.startswith("rollout.rollouts_per_prompt = 1: 'sgt' has no second answer")
 
 
 def test_every_key_has_one_effect_and_every_pattern_a_key():

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from job import run_here
 
+from hacpo_mega.data.files import load_prompts
+
 ROWS = [
     {"question": "How many legs has a dog?", "answer": "Four legs. #### 4"},
     {"question": "How much is 1 + 1?", "answer": "Two. #### 2"},
@@ -54,6 +56,31 @@ def test_convert_writes_nothing_from_a_file_with_bad_rows(tmp_path):
     code, text = run("data", "convert", broken, "--out", tmp_path / "clean.jsonl")
     assert (code, f"{broken}:2" in text) == (2, True), text
     assert not (tmp_path / "clean.jsonl").exists()
+
+
+def test_convert_reads_the_columns_that_are_named_and_a_run_reads_what_it_writes(tmp_path):
+    """Chats stay lists of messages, other columns and the row's own id stay, a repeated row is left out."""
+    chats = [
+        [{"role": "system", "content": "Be brief.\u2028"}, {"role": "user", "content": f"{n}+1?"}] for n in (1, 2, 1)
+    ]
+    rows = [
+        {"id": f"own{i}", "talk": chat, "target": len(chat[1]["content"]), "hard": i} for i, chat in enumerate(chats)
+    ]
+    file, out = write(tmp_path / "chats.jsonl", rows), tmp_path / "out.jsonl"
+    assert "fits no known layout" in run("data", "convert", file, "--out", out)[1]
+    code, text = run("data", "convert", file, "--out", out, "--prompt-field", "talk", "--gold-field", "target")
+    assert (code, "2 problems; 1 repetitions" in text) == (0, True), text
+    written = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
+    assert [(row["prompt"], row["answer"], row["id"], row["hard"]) for row in written] == [
+        (chats[0], "4", "own0", 0),
+        (chats[1], "4", "own1", 1),
+    ]
+    assert [row.text for row in load_prompts([out])] == [
+        row.text for row in load_prompts([file], "talk", "target", keep_first=True)
+    ]
+    plain = write(tmp_path / "plain.jsonl", [{"prompt": chats[0], "answer": "2"}])
+    assert run("data", "convert", plain, "--out", out)[0] == 0
+    assert json.loads(out.read_text())["prompt"] == chats[0]
 
 
 def test_grade_writes_a_verdict_per_line(tmp_path):

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands.grade import grade_file
 from hacpo_mega.config.grader_checks import parse_options
+from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.grading.graders import arithmetic, exact, length_penalised, requiring_format
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Verdict
@@ -90,6 +91,29 @@ def test_more_rows_than_one_batch_and_a_file_without_any(tmp_path):
         assert grade_file(tmp_path / "none.jsonl", tmp_path / "out2.jsonl", judge).problems[0].what == "has no rows"
         absent = grade_file(tmp_path / "absent.jsonl", tmp_path / "out3.jsonl", judge)
         assert absent.problems[0].what == "does not exist"
+
+
+def test_the_answers_of_an_evaluation_and_fields_of_other_names_are_read(tmp_path):
+    """Eval's own lines, written by its own writer, get the verdicts that stand in them; a grader gets the row."""
+    said = [("1", "one 1", "correct"), ("2", "\u20282", "wrong"), ("3", "3\r", "correct")]
+    answers = [
+        Answer(f"id{i}", 0, 1, "[1+1=]", gold, text, None, verdict, float(verdict == "correct"), "eos", 3)
+        for i, (gold, text, verdict) in enumerate(said)
+    ]
+    written = AnswerFile(tmp_path, "bench", 0)
+    written.append(answers)
+    written.close()
+    (tmp_path / "own.py").write_text("def own(answer, gold, verdict): return float(verdict == 'correct')\n")
+    file = tmp_path / "answers/bench.lane_0000.jsonl"
+    with Judge(f"{tmp_path}/own.py:own") as judge:
+        found = grade_file(file, tmp_path / "out.jsonl", judge)
+    assert found.problems == () and [reply["verdict"] for reply in graded(tmp_path / "out.jsonl")] == [
+        "correct", "wrong", "correct"
+    ]  # fmt: skip
+    other = lines(tmp_path / "in.jsonl", {"target": "5", "said": "5"}, {"target": "5", "said": "6", "gold": "6"})
+    options = ["--reward", "exact", "--pred-field", "said", "--gold-field", "target"]
+    done = CliRunner().invoke(app, ["grade", str(other), "--out", str(tmp_path / "out.jsonl"), *options])
+    assert (done.exit_code, done.output.startswith("correct: 1\nwrong: 1\n")) == (0, True), done.output
 
 
 def test_verdicts_are_explained_on_request(tmp_path):

@@ -2,13 +2,18 @@
 
 import json
 import math
+import re
+import sys
 
 import pytest
 
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.config.chat_messages import messages_text
+from hacpo_mega.config.named_function import named_function
+from hacpo_mega.data.files import PromptRow
 from hacpo_mega.grading.grader_calls import GraderCall
 from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.reward_trial import try_reward
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.records import Stop, Verdict
 
@@ -186,3 +191,107 @@ def test_parts_take_the_place_of_one_kind():
         RewardConfig(kind="exact", parts=PARTS)
     with pytest.raises(ValueError, match="range needs its lower end first"):
         RewardConfig(range=(1.0, 0.0))
+
+
+def trial_of(tmp_path, source: str, gold: str = "146", num_rows: int = 1, **reward):
+    """What is found of a reward whose function is `own` in `source`, or that is given whole."""
+    file = tmp_path / "rewards.py"
+    file.write_text(source)
+    config = RewardConfig(**reward) if reward else RewardConfig(kind=f"{file}:own", timeout_s=0.2)
+    rows = [PromptRow(f"id{i}", "97 + 49", gold, row=json.dumps({"number": i})) for i in range(num_rows)]
+    with judge_of(config) as judge:
+        trial = try_reward(config, judge, rows, "qwen")
+        assert judge.take_report().num_answers == 0, "the first step's report is of its own answers"
+        return trial
+
+
+REFUSED = [
+    ("def own(answer): return 'yes'", r"the grader returned str 'yes', expected a number in \[0, 1\] or None"),
+    ("def own(answer): return 'yes' if answer else 0.0", "the grader returned str 'yes'"),
+    ("def own(answer): return 7", "the grader returned int 7"),
+    ("def own(answer): return {'acc': 1.0}", 'the grader returned a table without "score"'),
+    ("def own(answers): return [1.0]", "the grader returned 1 rewards for"),
+    ("def own(completions, **kwargs): return ['right' for c in completions]", "the grader returned str 'right'"),
+    ("async def own(answer): return [0.5]", "the grader returned list"),
+    (
+        "def compute_score(data_source, solution_str, ground_truth): return None, 1\nown = compute_score",
+        "returned tuple",
+    ),
+    ("def own(answer): raise KeyError('level')", "KeyError: 'level'"),
+]
+
+
+@pytest.mark.parametrize(("source", "says"), REFUSED)
+def test_a_reward_that_training_would_refuse_is_refused_before_it(tmp_path, source, says):
+    assert re.search(says, trial_of(tmp_path, source).refusal)
+
+
+JUDGED = [
+    ("def own(answer, gold): return float(answer == gold)", "it earns 1 (correct), an empty answer 0 (wrong)"),
+    ("def own(answer, gold): return float('boxed{146}' in answer)", "it earns 1 (correct), an empty answer 0 (wrong)"),
+    ("def own(answer, gold): return .5 * answer.endswith('</answer>')", "it earns 0.5 (wrong), an empty answer 0"),
+    ("def own(answer, agent): return {'score': float(agent == 'qwen' and answer > ''), 'x': 2}",
+     "it earns 1 (correct, x 2), an empty answer 0 (wrong, x 2)"),
+    ("def own(completions, **kwargs): return [1.0 * (c > '') for c in completions]", "it earns 1 (correct), an empty"),
+    ("async def own(answer): return len(answer) / 400", "it earns 0.05 (wrong), an empty answer 0 (wrong)"),
+    ("def own(answer, group): return 1 / len(group) if answer else 0", "it earns 1 (correct), an empty answer 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "shown"), JUDGED)
+def test_a_reward_is_tried_on_the_gold_in_the_forms_that_people_ask_for(tmp_path, source, shown):
+    trial = trial_of(tmp_path, source)
+    assert (trial.refusal, trial.warnings) == (None, ())
+    assert str(trial).startswith(shown)
+
+
+WARNED = [
+    ("def own(answer, gold): return None", "earns 0 (no answer) and an empty answer 0 (no answer)"),
+    ("def own(answer): return 1 - len(answer) / 4000", "earns 0.9992 (wrong) and an empty answer 1 (correct)"),
+    ("def own(answer, gold): return float(answer[0] == gold[0])", "fails on 1 of 6 answers tried: IndexError: string"),
+    ("from hacpo_mega.grading.grader_calls import Unjudged\ndef own(answer): raise Unjudged('no server')",
+     "fails on 6 of 6 answers tried: Unjudged: no server"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "says"), WARNED)
+def test_a_reward_that_teaches_nothing_or_fails_at_times_is_warned_of(tmp_path, source, says):
+    trial = trial_of(tmp_path, source)
+    assert trial.refusal is None
+    (warning,) = trial.warnings
+    assert says in warning
+
+
+def test_a_grader_that_fails_on_one_row_alone_is_tried_on_others(tmp_path):
+    source = "def own(answer, number): return 1 / number"
+    assert "ZeroDivisionError" in trial_of(tmp_path, source).refusal
+    assert trial_of(tmp_path, source, num_rows=2).refusal is None
+
+
+def test_judges_of_the_house_and_several_parts_are_tried_as_they_read_answers(tmp_path):
+    parts = {"right": {"kind": "math", "weight": 0.8}, "short": {"kind": f"{tmp_path}/rewards.py:own", "weight": 0.2}}
+    trial = trial_of(tmp_path, "def own(answer): return 1 - len(answer) / 100", parts=parts)
+    assert trial.warnings == () and trial.gold.reward == pytest.approx(0.8 + 0.2 * (1 - 11 / 100))  # \boxed{146}
+    assert str(trial).endswith(", an empty answer 0.2 (wrong, right 0, short 1)")
+    cases = json.dumps([{"stdin": "1 2\r\n", "stdout": "3\n"}, {"stdin": "", "stdout": "none"}])
+    trial = trial_of(tmp_path, "", cases, kind="program", options={"isolated": False})
+    assert (str(trial), trial.warnings) == ("it earns 1 (correct), an empty answer 0 (no answer)", ())
+    for kind, gold in (("choice", "C"), ("json", '{"a": 1}'), ("number", "-3.5"), ("arithmetic", "12"), ("exact", "x")):
+        assert str(trial_of(tmp_path, "", gold, kind=kind)).startswith("it earns 1 (correct), an empty answer 0 (no")
+
+
+def test_a_reward_file_called_like_a_library_shadows_it_nowhere_and_finds_its_helper(tmp_path):
+    """Its helper, too, is called like one: `json` stays Python's, and `my_helper` is what lies beside."""
+    (tmp_path / "math.py").write_text(
+        "import statistics\nfrom my_helper import as_float\n"
+        "def own(answer, gold):\n    import fractions\n    return as_float(statistics.mean([answer == gold]))\n"
+    )
+    (tmp_path / "my_helper.py").write_text("import json\ndef as_float(x):\n    return json.loads(str(float(x)))\n")
+    (tmp_path / "json.py").write_text("raise ImportError('not this one')\n")
+    before = list(sys.path)
+    with Judge(f"{tmp_path}/math.py:own") as judge:
+        found = judge.judge(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2)
+        assert [judgement.reward for judgement in found] == [1.0, 0.0], judge.take_report()
+    assert named_function(f"{tmp_path}/math.py:own")("1", "1") == 1.0
+    assert sys.modules["math"] is math and sys.path == before
+    sys.modules.pop("my_helper")

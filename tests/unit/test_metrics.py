@@ -3,8 +3,11 @@
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from run_cases import CHARACTERS, agent_table, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hacpo_mega.cluster.place import gather_bytes
+from hacpo_mega.config import load_config
+from hacpo_mega.jobs import from_python
 from hacpo_mega.logbook.console import Console, format_step, phase_seconds
 from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
 from hacpo_mega.logbook.rollout_log import RolloutLog, logged_steps, read_rollouts
@@ -290,7 +296,9 @@ def test_phase_seconds_take_the_slowest_agent_in_the_order_of_a_step() -> None:
     assert list(phase_seconds(STEP).items()) == [("roll_out", 0.5), ("learn", 1.4), ("evaluate", 2.0)]
 
 
-TEXTS = ("plain", "two\nlines \u2028 and a separator", "lone \ud800 surrogate", "漢字 </script>")
+# every character at which str.splitlines cuts
+CUTS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+TEXTS = ("plain", f"two\nlines {CUTS} and separators", "lone \ud800 surrogate", "漢字 </script>")
 
 
 def small_pool() -> Pool:
@@ -345,3 +353,44 @@ def test_a_resumed_lane_drops_rollouts_it_will_write_again(tmp_path: Path) -> No
         RolloutLog(tmp_path, lane, ("a", "b"), 0, alone, writes=True, steps_done=2)
     assert logged_steps(tmp_path) == [1, 2]
     assert len(read_rollouts(tmp_path, 2)) == 3
+
+
+def test_a_callback_sees_texts_with_every_line_separator_and_no_unreadable_file_ends_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks of `hacpo_mega.train` are played by a function: it writes what they would, one file damaged."""
+    prompt = Prompt(4, "id", f"1{CUTS}=", f"2{CUTS}", row=json.dumps({"level": CUTS}))
+    pool, advantages_PNG = replace(small_pool(), prompts=(prompt,)), torch.zeros(1, 2, 2)
+
+    def ranks(_words: list[str], _world_size: int, look: Callable[[], None]) -> int:
+        log, metrics = (
+            RolloutLog(tmp_path / "run", 0, ("a", "b"), 0, alone, writes=True),
+            MetricsWriter(tmp_path / "run"),
+        )
+        for step in (1, 2, 3):
+            log.write(step, pool, advantages_PNG)
+            if step == 2:
+                logged = tmp_path / "run/rollouts/step_000002.lane_0000.jsonl"
+                logged.write_bytes(logged.read_bytes()[9:])
+            metrics.write(step, StepMetrics({"x": 1.0}, {}))
+            look()
+        return 0
+
+    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS), agent_table(tmp_path, "b", "llama", CHARACTERS)]
+    config, shown = load_config(write_config(tmp_path, agents, num_steps=3)), {}
+    monkeypatch.setattr(from_python, "run_on_this_machine", ranks)
+    capfd.readouterr()
+    assert from_python.train(config, on_answers=shown.__setitem__).is_finished
+    assert list(shown) == [1, 3]
+    (line,) = shown[3]
+    assert (line["prompt"], line["gold"], line["row"]) == (prompt.text, prompt.gold, {"level": CUTS})
+    assert [answer["text"] for answer in line["answers"]] == list(TEXTS)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "on_answers is not shown a step" in said and "step_000002" in said and "training goes on" in said
+
+    def complain(_step: int, _answers: object) -> None:
+        raise LookupError("enough")
+
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(LookupError, match="enough"):
+        from_python.train(config, on_answers=complain)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from dataset_rows import check_data, write_lines
+from dataset_rows import VERL, check_data, write_lines
 
 from hacpo_mega.data.datasets import layouts_of, read_dataset
-from hacpo_mega.data.files import load_prompts
+from hacpo_mega.data.files import load_prompts, read_prompts
+from hacpo_mega.data.repeated_rows import PromptsMet
 
 
 def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
@@ -23,6 +24,18 @@ def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
     assert rows == load_prompts([table], "question", "gold")
     assert [(r.text, r.gold) for r in rows] == [("2+2=", "4"), ("é 数\n", "x")]
     assert rows[0].id == "20243c49d24c4af1"  # printf '2+2=' | sha256sum
+
+
+def test_a_number_that_is_none_is_null_in_the_fields_of_a_row(tmp_path):
+    """A table writes NaN for a gap, and the log of a run's answers holds every field of their row."""
+    records = [{"prompt": "a", "answer": "1", "x": float("nan"), "y": [float("inf"), 0.5]}]
+    table = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"prompt": "a", "answer": "1", "x": NaN, "y": [Infinity, 0.5]}\n')
+    for file in (table, lines):
+        (row,) = load_prompts([file])
+        assert row.row == '{"answer": "1", "x": null, "y": [null, 0.5]}'
 
 
 def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
@@ -73,6 +86,46 @@ def test_every_problem_of_every_file_at_once(tmp_path):
         load_prompts([bad, empty, tmp_path / "absent.jsonl", tmp_path])
     assert "the row has: answer" in str(error.value)
     assert len(str(error.value).splitlines()) == len(problems)
+
+
+def test_repeated_rows_are_one_line_with_a_count_and_the_first_is_kept_on_request(tmp_path):
+    """Ten prompts a hundred times each, as public sets have them; in two files, so a line each."""
+    rows = [{"q": str(i), "a": f"gold {i}"} for _ in range(100) for i in range(10)]
+    one, other = write_lines(tmp_path / "one.jsonl", *rows), write_lines(tmp_path / "other.jsonl", *rows[:3])
+    found = read_prompts([one, other], "q", "a")
+    assert [str(problem).partition(" (")[0] for problem in found.problems] == [
+        f"{one}:11: field 'q' is the prompt of {one}:1 again",
+        f"{other}:1: field 'q' is the prompt of {one}:1 again",
+    ]
+    told = found.problems[0].what
+    assert "the first of 990 such rows" in told and 'data.repeated = "keep_first"' in told
+    assert f"`hacpo-mega data convert {one} --prompt-field q --gold-field a --out NEW.jsonl`" in told
+    kept = read_prompts([one, other], "q", "a", keep_first=True)
+    assert (kept.problems, kept.num_repeated) == ([], 993)
+    assert [(row.text, row.gold) for row in kept.rows] == [(str(i), f"gold {i}") for i in range(10)]
+
+
+def test_rows_that_contradict_each_other_and_held_out_rows_in_training_are_refused_in_any_case(tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", *({"prompt": p, "answer": a} for p, a in ("a1", "b2", "a1", "a3")))
+    held_out = write_lines(tmp_path / "test.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
+    met = PromptsMet()
+    trained = read_prompts([train], "prompt", "answer", met, keep_first=True)
+    (contradiction,) = trained.problems
+    assert trained.num_repeated == 1 and contradiction.line == 4
+    assert f"is the prompt of {train}:1 again (with another gold: '3', there '1'" in contradiction.what
+    measured = read_prompts([held_out], "prompt", "answer", met, keep_first=True)
+    (leak,) = measured.problems
+    assert (leak.line, measured.num_repeated) == (2, 1)
+    assert f"is the prompt of {train}:2 again (the first of 2 such rows, which would be trained on" in leak.what
+    assert f"`hacpo-mega data convert {train} --out NEW.jsonl --without {held_out}`" in leak.what
+
+
+def test_a_missing_field_names_the_command_that_reads_public_layouts_once(tmp_path):
+    table = tmp_path / "verl.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL] * 3), table)
+    told = [problem.what for problem in check_data([table], "prompt", "reward_model.ground_truth")]
+    command = f"`hacpo-mega data convert {table} --out NEW.jsonl` reads public layouts"
+    assert [command in what for what in told] == [True, False, False]
 
 
 def test_a_long_list_of_problems_is_cut_with_a_count(tmp_path):

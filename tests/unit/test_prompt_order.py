@@ -1,9 +1,11 @@
 """The order of prompts: a step's depend on (seed, step) alone, lanes share them out, epochs and skills stay whole."""
 
+import hashlib
 import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +47,36 @@ def test_lanes_partition_every_update_and_every_epoch_has_each_prompt_once(num_r
     seen = Counter(p.text for s in range(num_rows) for p in sampler.at(s))  # num_rows steps are per_step whole epochs
     assert set(seen.values()) == {per_step}
     assert len(seen) == num_rows
+    assert len({p.text for p in whole}) == per_step, "a step holds a prompt twice"
+    stream = [p.text for s in range(num_rows) for p in PromptSampler(rows(num_rows), seed, per_step, per_update).at(s)]
+    assert stream == [p.text for s in range(num_rows) for p in sampler.at(s)], "what was asked before changes a step"
+    epochs = [stream[i : i + num_rows] for i in range(0, len(stream), num_rows)]
+    assert all(len(set(epoch)) == num_rows for epoch in epochs)
+
+
+def test_a_seam_postpones_the_rows_that_its_step_has_already_and_changes_nothing_else():
+    """Against the permutations themselves, laid end to end: by hand, where 25 rows go through steps of 8."""
+    sampler = PromptSampler(rows(25), seed=3, prompts_per_step=8, prompts_per_update=8)
+    stream = [int(p.text) for step in range(100) for p in sampler.at(step)]
+    expected = []
+    for epoch in range(32):
+        bits = np.random.PCG64(np.random.SeedSequence((3, 2, 0, epoch)))
+        order = [int(i) for i in np.argsort(bits.random_raw(25), kind="stable")]
+        has = expected[len(expected) // 8 * 8 :]
+        first = [row for row in order if row not in has][: -len(has) % 8]
+        expected += first + [row for row in order if row not in first]
+    assert stream == expected
+    assert {len(set(stream[i : i + 8])) for i in range(0, 800, 8)} == {8}
+
+
+def test_the_quickstart_s_prompts_are_those_of_before_seams_were_looked_at():
+    """SHA-256 of its 40 steps of 64 prompts, of which the smallest skill begins its second epoch in the 36th."""
+    pool = [row for skill in ("add", "sub", "mul", "srt") for row in rows_of_examples(training_examples(skill))]
+    sampler = PromptSampler(pool, seed=7, prompts_per_step=64, prompts_per_update=16, balance_skills=True)
+    text = "\n".join(p.text for step in range(40) for p in sampler.at(step))
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "cf9e4b016856b087f15bf8827a260a9eea1e748ad82562f7c1e383022017f7be"
+    )
 
 
 def test_resuming_at_an_epoch_boundary_equals_not_stopping():

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.rollout_judge import MOST_AT_ONCE, RolloutJudge
+from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.records import Prompt, Rollout, Stop, Verdict
 
 PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index in range(4)]
@@ -49,6 +51,20 @@ def test_answers_that_end_in_any_order_are_judged_as_all_at_once():
             assert cut.verdict is (Verdict.NO_ANSWER if require_stop else Verdict.CORRECT)
             assert judge.counts.num_answers == 2 * len(asked), "none twice"
             assert beside.judge(PROMPTS, asked[:8]) == expected[:8], "the next step asks anew"
+
+
+def test_two_places_of_a_step_are_two_groups_although_their_prompts_are_equal():
+    """A grader that counts an answer among its group's: the first place says x twice, the second x and y."""
+    prompts = [Prompt(place, "id", "1 + 1", "2") for place in (0, 3)]
+    asked = [
+        Rollout(place, g, np.zeros(1, np.int32), text, Stop.EOS)
+        for place, texts in ((0, "xx"), (3, "xy"))
+        for g, text in enumerate(texts)
+    ]
+    parts = {name: {"kind": "tests.support.reward_functions:rarest"} for name in ("one", "other")}
+    for reward in ({"kind": "tests.support.reward_functions:rarest"}, {"parts": parts}):
+        with judge_of(RewardConfig(**reward)) as judge, RolloutJudge(judge, while_sampling=False) as of_agent:
+            assert [judgement.reward for judgement in of_agent.judge(prompts, asked)] == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_a_grader_of_this_process_judges_after_the_engine():

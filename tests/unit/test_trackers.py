@@ -18,7 +18,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega.cli import app as cli
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.logbook.trackers import Trackers
+from hacpo_mega.logbook.trackers import Trackers, identifier
 
 STEPS = {1: StepMetrics({"agent/a/reward_mean": 0.25}, {"agent/a/phase/learn_s": 1.5}), 2: StepMetrics({"x": 2.0}, {})}
 
@@ -77,6 +77,20 @@ def test_a_resumed_run_goes_on_and_a_new_one_does_not(config: Config, monkeypatc
     first, resumed, fresh = (begun["id"] for begun in tracker.begun)
     assert first == resumed != fresh
     assert first.startswith("run-") and all(begun["resume"] == "allow" for begun in tracker.begun)
+
+
+def test_a_run_folder_of_any_name_has_an_id_that_trackers_take(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb refuses `: ; , # ? / '` and blanks around an id, others all but ASCII letters and digits; ends differ."""
+    monkeypatch.setitem(sys.modules, "wandb", tracker := Tracker())
+    names = ["lr=1e-6 #2: try?", "it's; a,b", " é漢 ", "x" * 200, "plain-1.2_b"]
+    for name in names:
+        folder = config.run_dir.with_name(name)
+        folder.mkdir()
+        track(config.model_copy(update={"run_dir": folder}), [], goes_on=False)
+    ids = [begun["id"] for begun in tracker.begun]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{9,128}", id_) for id_ in ids) and len(set(ids)) == len(ids)
+    assert ids[-1] == tracker.begun[-1]["name"], "what trackers take stays as it was"
+    assert identifier(f"{'x' * 200}-12ab", signs="")[-50:].endswith("x12ab") and identifier("é1-_", signs="") == "1"
 
 
 def test_other_ranks_begin_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +212,7 @@ WITH_TRACKIO = """
 import sys
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.logbook.trackers import Trackers
+from hacpo_mega.logbook.trackers import Trackers, identifier
 from trackio.sqlite_storage import SQLiteStorage
 
 config = load_config(sys.argv[1])

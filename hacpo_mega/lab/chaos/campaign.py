@@ -29,7 +29,8 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.jobs.forked import JobServer, wait_for_ranks
 from hacpo_mega.lab.chaos.faults import Fault, draw_fault, strike, take_back
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.json_lines import json_lines
+from hacpo_mega.logbook.metrics import METRICS_LINE, read_metrics
 from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.run_folder import resolved_toml
 from hacpo_mega.models.documents import parse_json
@@ -264,8 +265,7 @@ def step_seconds(run_dir: Path) -> dict[int, float]:
     dropped = run_dir / "metrics.dropped.jsonl"
     events = [start["time_unix_s"] for start in read_starts(run_dir)] + list(written.values())
     if dropped.exists():
-        lines = dropped.read_text(encoding="utf-8").splitlines()
-        events += [parse_json(line)["timing"]["time_unix_s"] for line in lines]
+        events += [line["timing"]["time_unix_s"] for _, _, line in json_lines(dropped, METRICS_LINE)]
     return {step: at - max(event for event in events if event < at) for step, at in written.items() if step > 0}
 
 

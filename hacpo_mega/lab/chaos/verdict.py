@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hacpo_mega.checkpoint.files import file_sha256, folder_of, read_checkpoint
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.json_lines import json_lines
+from hacpo_mega.logbook.metrics import METRICS_LINE, read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.models.documents import parse_json
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ def _answers(run_dir: Path, undisturbed: Path, config: Config) -> Iterator[str]:
 
 
 def _lines(run_dir: Path, num_steps: int) -> Iterator[str]:
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [parse_json(line)["step"] for line in lines]
+    steps = [line["step"] for _, _, line in json_lines(run_dir / "metrics.jsonl", METRICS_LINE)]
     if steps != list(range(num_steps + 1)):
         yield f"metrics.jsonl has not every step once and in order: {steps}"
 

@@ -1,0 +1,113 @@
+"""A reward tried before anything is trained: what it gives a gold that stands as the answer, and an empty answer.
+
+A function that returns no reward would otherwise be told of after whole steps, and one that gives a right answer no
+more than nothing would teach just that. Not here: whether there is such a function (config/grader_checks.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hacpo_mega.config import RewardConfig
+from hacpo_mega.data.files import PromptRow
+from hacpo_mega.data.row_values import quoted
+from hacpo_mega.grading.grader_calls import RETURNED
+from hacpo_mega.grading.kinds import find_kind
+from hacpo_mega.grading.weighted_judge import AnyJudge
+from hacpo_mega.records import Judgement, Stop
+
+# How people ask models to write an answer; a function of the user's may read any of them.
+FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
+# A grader of the user's that fails on all that one row asks is tried on others before it is known to fail.
+MOST_ROWS = 4
+PROGRAM = """```python
+import json, sys
+given = sys.stdin.buffer.read().decode()
+print(next(case["stdout"] for case in json.loads({gold!r}) if case.get("stdin", "") == given), end="")
+```"""
+
+
+@dataclass(frozen=True)
+class RewardTrial:
+    """What a reward gave: `gold` for the best of `answers`, forms of the gold as an answer, `empty` for an empty one.
+
+    errors   what graders failed with, by how many of the tried answers
+    """
+
+    answers: tuple[str, ...]
+    gold: Judgement
+    empty: Judgement
+    errors: Mapping[str, int]
+
+    @property
+    def refusal(self) -> str | None:
+        """Why training would end with such a reward; None where it would not."""
+        returned = [error for error in self.errors if RETURNED in error]
+        is_judged = self.gold.is_judged or self.empty.is_judged
+        if returned:
+            said = returned[0]
+        elif is_judged or any("Unjudged: " in error for error in self.errors):
+            return None
+        else:
+            said = next(iter(self.errors), "it ran out of time (reward.timeout_s)")
+        return (
+            f"the reward cannot be used: {said}. Tried on the gold of the first prompt and on an empty answer; it has "
+            'to return a number in reward.range, None, or a table with "score"'
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should look at before training."""
+        failed = (f"warning: the reward fails on {number} of {len(self.answers) + 1} answers tried: {error}"
+                  for error, number in self.errors.items())  # fmt: skip
+        if not (self.gold.is_judged and self.empty.is_judged) or self.gold.reward > self.empty.reward:
+            return tuple(failed)
+        tried = ", ".join(map(quoted, self.answers))
+        return (
+            *failed,
+            f"warning: the gold of the first prompt earns {_shown(self.gold)} and an empty answer "
+            f"{_shown(self.empty)}, so a right answer is worth no more than none. Tried as {tried}: does the reward "
+            "read the gold as data.gold_field has it, and the form in which the prompt asks for an answer?",
+        )
+
+    def __str__(self) -> str:
+        return f"it earns {_shown(self.gold)}, an empty answer {_shown(self.empty)}"
+
+
+def servers_of(reward: RewardConfig) -> dict[str, str]:
+    """The URLs that graders of kind `model` ask, by the keys of their tables."""
+    return {key: str(g.options.get("url", "")) for key, g in reward.graders.items() if g.kind == "model"}
+
+
+def try_reward(reward: RewardConfig, judge: AnyJudge, rows: Sequence[PromptRow], agent: str) -> RewardTrial:
+    """Tries the judge of `reward` on the first row, and on a few more where it fails on everything there."""
+    for row in rows[:MOST_ROWS]:
+        trial = _try_on(reward, judge, row, agent)
+        if trial.gold.is_judged or trial.empty.is_judged or trial.refusal is None or not trial.errors:
+            break
+    return trial
+
+
+def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -> RewardTrial:
+    answers = _answers_with(reward, row.gold)
+    texts, number = [*answers, ""], len(answers) + 1
+    asked = [row.text] * number, [row.gold] * number, texts, [Stop.EOS] * number, [row.row] * number
+    judge.take_report()
+    *of_gold, empty = judge.judge(*asked, agent, range(number))
+    best = max(of_gold, key=lambda found: found.reward if found.is_judged else -math.inf)
+    return RewardTrial(answers, best, empty, judge.take_report().errors)
+
+
+def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:
+    """Texts that answer with gold, as the graders read answers; a server is asked about one alone."""
+    kinds = [grader.kind for grader in reward.graders.values()]
+    forms = FORMS if any(find_kind(kind).is_own for kind in kinds) and not servers_of(reward) else ()
+    own = [PROGRAM.format(gold=gold) if kind == "program" else find_kind(kind).gold_as_answer(gold) for kind in kinds]
+    return tuple(dict.fromkeys([*own, *(form.replace("GOLD", gold) for form in forms)]))
+
+
+def _shown(judgement: Judgement) -> str:
+    if not judgement.is_judged:
+        return f"nothing ({judgement.verdict.name.lower()}: unjudged)"
+    parts = "".join(f", {name} {value:.4g}" for name, value in judgement.parts)
+    return f"{judgement.reward:.4g} ({judgement.verdict.name.lower().replace('_', ' ')}{parts})"
