@@ -17,6 +17,7 @@ NONE = (
     *("run_dir", "checkpoint", "logging", "slurm", "device_memory_gib", "placement", "wait_s", "reward.num_workers"),
     *("training.diagnose_every", "training.verify_weights_every"),
     *("training.score_in_first_update", "reward.while_sampling", "agents.*.recompute", "agents.*.offload"),
+    "data.repeated",  # it refuses files, or takes the same rows of them
     # where a run gives up changes nothing of one that comes to its end
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )

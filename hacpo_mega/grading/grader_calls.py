@@ -202,7 +202,7 @@ def load_by_name(spec: str) -> Any:
     if not place:
         raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
     if place.endswith(".py"):
-        # a name of its own, or a file called math.py would be everybody's `math`
+        # a name of its own, or a file that is called like a library would take its place
         description = importlib.util.spec_from_file_location(f"own_grader_{Path(place).stem}", place)
         module = importlib.util.module_from_spec(description)
         sys.modules[description.name] = module  # a dataclass looks its module up there

@@ -299,8 +299,8 @@ class IdleAlarm:
                 "against. Give more rollout.rollouts_per_prompt"
             )
         return (
-            f"all answers to a prompt earned the same {steps}: the prompts are too easy or too hard for every agent. "
-            "Give others, or more rollout.rollouts_per_prompt"
+            f"all answers to a prompt earned the same {steps}: the prompts are too easy or too hard for every agent, "
+            "or the reward tells no answers apart. Give other prompts, or more rollout.rollouts_per_prompt"
         )
 
 
