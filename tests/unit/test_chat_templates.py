@@ -108,6 +108,8 @@ def test_wording_that_nobody_reads_is_refused(tmp_path):
         Prompting(system_prompt="be brief")
     with pytest.raises(ValueError, match="prompt} 0 times"):
         Prompting(prompt_template="{problem}")
+    with pytest.raises(ValueError, match="sets add_generation_prompt, which every prompt has already"):
+        Prompting(True, {"add_generation_prompt": False})
     tokenizer = make_tokenizer(tmp_path, CHARACTERS)
     tokenizer.chat_template = CHAT
     for name in ("enable_thinkin", "system"):  # the second is a word of the template, and nothing that it reads
