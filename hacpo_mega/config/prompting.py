@@ -12,6 +12,8 @@ from hacpo_mega.config.chat_messages import messages_of
 from hacpo_mega.models.chat_template import names_in
 
 PLACE = "{prompt}"
+# What a template is always given.
+OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
 OPENS, CLOSES = "<think>", "</think>"
 # What a template is tried with: two tasks, of which one is long, since a template may cut.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
@@ -41,6 +43,8 @@ class Prompting:
                 "chat_template_kwargs and system_prompt are read by a chat template only: set chat_template = true, "
                 "or write the text into prompt_template"
             )
+        if owned := sorted(self.template_kwargs.keys() & OWNED):
+            raise ValueError(f"chat_template_kwargs sets {', '.join(owned)}, which every prompt has already: remove it")
         if self.prompt_template is not None and self.prompt_template.count(PLACE) != 1:
             raise ValueError(
                 f"prompt_template has {PLACE} {self.prompt_template.count(PLACE)} times; it needs it exactly once, "

@@ -51,6 +51,8 @@ def answer_ends(folder: Path | None, eos_id: int | None, written: Sequence[int],
     """
     of_model, named = named_ends(folder) if folder is not None else ((), ())
     named = tuple(dict.fromkeys((*named, *(() if eos_id is None else (eos_id,)))))
+    if not named:  # by files that do not tell
+        return AnswerEnds(())
     known = [number for number in written if number in named]
     others = [number for number in written if number not in named and number != bos_id]
     if known or not others:

@@ -260,7 +260,20 @@ class TextCodec:
         return bool(known) and self.control_ids.isdisjoint(ids.tolist())
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
-        return self._checked(text, self._encode(self._as_read(text), **self._prompt_options))
+        read = self._as_read(text)
+        try:
+            ids = self._encode(read, **self._prompt_options)
+        except ValueError as error:
+            missing = [repr(sign) for sign in dict.fromkeys(read) if not self._has_tokens(sign)]
+            said = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
+            raise ValueError(f"{error}{said}") from error
+        return self._checked(text, ids)
+
+    def _has_tokens(self, sign: str) -> bool:
+        try:
+            return bool(self._encode(sign, add_special_tokens=False) or sign.isspace())
+        except ValueError:
+            return False
 
     def _as_read(self, text: str) -> str:
         """A task's text inside the template of this agent."""

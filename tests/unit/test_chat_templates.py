@@ -108,6 +108,8 @@ def test_wording_that_nobody_reads_is_refused(tmp_path):
         Prompting(system_prompt="be brief")
     with pytest.raises(ValueError, match="prompt} 0 times"):
         Prompting(prompt_template="{problem}")
+    with pytest.raises(ValueError, match="sets add_generation_prompt, which every prompt has already"):
+        Prompting(True, {"add_generation_prompt": False})
     tokenizer = make_tokenizer(tmp_path, CHARACTERS)
     tokenizer.chat_template = CHAT
     for name in ("enable_thinkin", "system"):  # the second is a word of the template, and nothing that it reads
@@ -176,5 +178,8 @@ def test_check_says_which_templates_add_an_end_or_are_not_used(tmp_path):
         "adds: the chat template ends an answer with <pad> (id 0), which is no end in the files of the model folder "
         "(they name <eos>): answers end there, too, and the export names it",
     ]
+    (tmp_path / "same" / "tokenizer.json").rename(tmp_path / "same" / "tokenizer.model")
+    (tmp_path / "same" / "config.json").write_text("{}")
+    assert len(list(template_notes(agents))) == 2, "files that do not tell"
     (codec,) = agent_codecs(agents[3:])
     assert f"adds: {codec.added_end_line}" == list(template_notes(agents))[1], "check and train say one thing"

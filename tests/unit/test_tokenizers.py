@@ -360,5 +360,5 @@ def test_a_prompt_that_an_agent_cannot_read_is_named_with_its_row(tmp_path):
     num_tokens = longest_encodings(agents, agent_codecs(agents))
     for read in (training_sampler, held_out_prompts):
         line = f"{file}:18: agents.narrow: the tokenizer cannot encode '10x=;': "
-        with pytest.raises(ValueError, match=f"^{re.escape(line)}[^\n]*$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}[^\n]*; it has no token for 'x'$"):
             read(config, num_tokens)
