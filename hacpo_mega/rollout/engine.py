@@ -135,7 +135,9 @@ class Engine:
             skip_tokenizer_init=True,
             generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
-            load_format="dummy" if random_weights else "auto",
+            # "auto" would take Mistral's consolidated.safetensors and params.json, where a folder has them, too
+            load_format="dummy" if random_weights else "safetensors",
+            config_format="hf",
             enable_sleep_mode=self._on_cuda,
             **{"use_tqdm_on_load": False, **defaults, **options},
         )
