@@ -22,7 +22,7 @@ from click import HelpFormatter
 
 from hacpo_mega import __version__
 from hacpo_mega.checkpoint.disk_space import require_room
-from hacpo_mega.checkpoint.files import StartOptions, committed_steps, find_start
+from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.bench import bench
 from hacpo_mega.cli.chaos import chaos
 from hacpo_mega.cli.data import data_app, grade
@@ -189,8 +189,9 @@ def _require_inputs(config: Config, how: StartOptions) -> None:
     """ValueError for a run that cannot go on as asked, for rows that are no prompts, and for too few processes."""
     from hacpo_mega.data.prompt_files import require_good_files
     from hacpo_mega.logbook.metrics import require_readable_metrics
+    from hacpo_mega.logbook.run_inputs import start_with_same_inputs
 
-    if find_start(config, **how) is not None and committed_steps(config.run_dir) and not how["fresh"]:
+    if start_with_same_inputs(config, **how) is not None and committed_steps(config.run_dir) and not how["fresh"]:
         require_readable_metrics(config.run_dir)
     require_good_files(config)
     require_processes(RankMap.of(config), config.reward.num_workers)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.checkpoint.files import committed_steps, find_start
+from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.start import fetch_agents
 from hacpo_mega.cluster.environment import attempt_of_job, is_first_of_the_job, shown_environment
 from hacpo_mega.config import Config, load_config
@@ -50,16 +50,25 @@ def slurm(
         job = prepare(_placed(config_file, overrides or []), options)
         say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
         return
-    start = partial(find_start, fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
-    fetch_agents(config_file, overrides or [], start)  # once, here, where there is a network
+    how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    fetch_agents(config_file, overrides or [], partial(_require_inputs, how=how))  # once, where there is a network
     config = load_config(config_file, overrides or [])
     if missing := missing_models(config):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     job = prepare(config, options)
-    start(config)
+    _require_inputs(config, how)
     say(f"{job.plan.table()}\n{job.request}")
     for line in submit(job, fresh=fresh):
         say(line)
+
+
+def _require_inputs(config: Config, how: StartOptions) -> None:
+    """ValueError for a run that cannot go on as asked, and for rows that are no prompts."""
+    from hacpo_mega.data.prompt_files import require_good_files
+    from hacpo_mega.logbook.run_inputs import start_with_same_inputs
+
+    start_with_same_inputs(config, **how)
+    require_good_files(config)
 
 
 def _placed(file: Path, overrides: Sequence[str]) -> Config:
