@@ -45,11 +45,10 @@ def evaluate_model(
     from hacpo_mega.evaluation.answers import require_place
     from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, require_judge, require_weights
 
-    given = given_path(model)
-    folder, fields = model_folder(given), {"prompt_field": prompt_field, "gold_field": gold_field}
+    given, fields = given_path(model), {"prompt_field": prompt_field, "gold_field": gold_field}
     settings = ask(
-        folder,
-        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=folder, **fields),
+        model_folder(given),
+        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=model_folder(given), **fields),
         Wording(chat_template, template_arg or [], system_prompt, prompt_template),
         is_suite=suite is not None,
         stop_text=stop_text,
