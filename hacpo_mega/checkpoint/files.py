@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -72,6 +72,7 @@ class Checkpoint:
     capability  CapabilityTracker's state
     accuracy    on held-out prompts, mean over the agents; None where this step had no evaluation
     files       every file below `folder`, by its path there
+    inputs      digests of what the run has read (logbook/run_inputs.py); none in a step of an older version
     """
 
     folder: Path
@@ -83,6 +84,7 @@ class Checkpoint:
     accuracy: float | None
     agents: dict[str, AgentState]
     files: dict[str, FileState]
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, folder: Path, text: str) -> "Checkpoint":

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from click import HelpFormatter
 
 from hacpo_mega import __version__
 from hacpo_mega.checkpoint.disk_space import require_room
-from hacpo_mega.checkpoint.files import StartOptions, committed_steps, find_start
+from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.bench import bench
 from hacpo_mega.cli.chaos import chaos
 from hacpo_mega.cli.data import data_app, grade
@@ -42,6 +43,7 @@ from hacpo_mega.cluster.environment import (
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
+from hacpo_mega.config import Config
 from hacpo_mega.config.checks import architecture_of
 from hacpo_mega.config.describe import batch_arithmetic, describe
 from hacpo_mega.config.device_memory import agent_budgets, memory_table
@@ -166,18 +168,12 @@ def train(
     last_whole: Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")] = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
-    config = load_checked(config_file, overrides, with_models=True)
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    config = load_checked(config_file, overrides, with_models=True, before_download=partial(_require_inputs, how=how))
     if not inside_a_job():  # a job's ranks look and read when they start, before they load a model
-        from hacpo_mega.data.prompt_files import require_good_files
-        from hacpo_mega.logbook.metrics import require_readable_metrics
-
-        if find_start(config, **how) is not None and committed_steps(config.run_dir) and not fresh:
-            require_readable_metrics(config.run_dir)
-        require_room(config, fresh=fresh)
-        if num_repeated := require_good_files(config):
+        if num_repeated := _require_inputs(config, how):
             say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
-        require_processes(RankMap.of(config), config.reward.num_workers)
+        require_room(config, fresh=fresh)
     if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():
             say(said)
@@ -192,6 +188,22 @@ def train(
         is_done = trainer.fit()
     if not is_done:
         raise typer.Exit(RESUMABLE)
+
+
+def _require_inputs(config: Config, how: StartOptions) -> int:
+    """How many rows of data.files are left out as repeated (data.repeated).
+
+    ValueError for a run that cannot go on as asked, for rows that are no prompts, and for too few processes.
+    """
+    from hacpo_mega.data.prompt_files import require_good_files
+    from hacpo_mega.logbook.metrics import require_readable_metrics
+    from hacpo_mega.logbook.run_inputs import start_with_same_inputs
+
+    if start_with_same_inputs(config, **how) is not None and committed_steps(config.run_dir) and not how["fresh"]:
+        require_readable_metrics(config.run_dir)
+    num_repeated = require_good_files(config)
+    require_processes(RankMap.of(config), config.reward.num_workers)
+    return num_repeated
 
 
 app.command()(experiment)

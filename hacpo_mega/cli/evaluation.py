@@ -1,18 +1,19 @@
 """`hacpo-mega eval`. Imports of what is heavy are inside functions, as in app.py."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
-from hacpo_mega.cluster.environment import inside_a_job
+from hacpo_mega.cluster.environment import inside_a_job, reads_first
 from hacpo_mega.config.choices import REWARD_KINDS
-from hacpo_mega.models.hub import model_folder
+from hacpo_mega.models.hub import given_path, model_folder
 
 
 def evaluate_model(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder, ORG/NAME, RUN/checkpoints/step_N/NAME.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, ORG/NAME, RUN/checkpoints/step_N/NAME.")],
     files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Benchmarks of any layout.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of answers and evaluation.json; an old one is continued.")] = ...,
     suite: Annotated[str | None, typer.Option(help="'paper': its seven benchmarks, found in --data.")] = None,
@@ -42,14 +43,13 @@ def evaluate_model(
     judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
 ) -> None:
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
-    from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, require_judge
+    from hacpo_mega.evaluation.answers import require_place
+    from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, require_judge, require_weights
 
-    if not inside_a_job():
-        fetch_missing([model])
-    folder, fields = model_folder(model), {"prompt_field": prompt_field, "gold_field": gold_field}
+    given, fields = given_path(model), {"prompt_field": prompt_field, "gold_field": gold_field}
     settings = ask(
-        folder,
-        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=folder, **fields),
+        model_folder(given),
+        benchmarks_of(files or [], suite, data, samples, temperature, limit, model=model_folder(given), **fields),
         Wording(chat_template, template_arg or [], system_prompt, prompt_template),
         is_suite=suite is not None,
         stop_text=stop_text,
@@ -63,6 +63,11 @@ def evaluate_model(
     )
     if not inside_a_job():
         require_judge(settings)
+        require_place(out)
+        fetch_missing([given])  # last: what is cheap to tell has been told
+        settings = replace(settings, model=model_folder(given))
+    if reads_first():
+        require_weights(settings)
     if not is_one_of(tp * engines, "hacpo_mega.evaluation.evaluate"):
         return
     from hacpo_mega.evaluation.evaluate import evaluate

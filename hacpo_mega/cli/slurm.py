@@ -5,19 +5,20 @@ Imports nothing heavy: who submits needs no torch.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hacpo_mega.checkpoint.files import committed_steps, find_start
+from hacpo_mega.checkpoint.files import StartOptions, committed_steps
+from hacpo_mega.cli.start import fetch_agents
 from hacpo_mega.cluster.environment import attempt_of_job, is_first_of_the_job, shown_environment
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import batch_problems, find_problems
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
-from hacpo_mega.models.hub import not_cached
 from hacpo_mega.models.visible import say
 
 
@@ -49,19 +50,25 @@ def slurm(
         job = prepare(_placed(config_file, overrides or []), options)
         say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
         return
-    models = [agent.model for agent in load_unchecked(config_file, overrides or []).agents if agent.init is None]
-    if any(map(not_cached, models)):  # once, here, where there is a network
-        from hacpo_mega.commands.fetch_models import fetch_models
-
-        fetch_models(models)
+    how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    fetch_agents(config_file, overrides or [], partial(_require_inputs, how=how))  # once, where there is a network
     config = load_config(config_file, overrides or [])
     if missing := missing_models(config):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     job = prepare(config, options)
-    find_start(config, fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
+    _require_inputs(config, how)
     say(f"{job.plan.table()}\n{job.request}")
     for line in submit(job, fresh=fresh):
         say(line)
+
+
+def _require_inputs(config: Config, how: StartOptions) -> None:
+    """ValueError for a run that cannot go on as asked, and for rows that are no prompts."""
+    from hacpo_mega.data.prompt_files import require_good_files
+    from hacpo_mega.logbook.run_inputs import start_with_same_inputs
+
+    start_with_same_inputs(config, **how)
+    require_good_files(config)
 
 
 def _placed(file: Path, overrides: Sequence[str]) -> Config:

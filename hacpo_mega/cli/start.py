@@ -6,7 +6,7 @@ Imports of what is heavy are inside functions, as in app.py.
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -28,6 +28,7 @@ from hacpo_mega.cluster.environment import (
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import num_local
 from hacpo_mega.config import Config, load_config
+from hacpo_mega.config.checks import find_problems
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.models.hub import not_cached
@@ -40,17 +41,35 @@ UNUSED, COMPILER = ("scipy",), "torch._inductor.lowering"
 Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
 
 
-def load_checked(config_file: Path, overrides: list[str] | None, *, with_models: bool = False) -> Config:
-    """The checked configuration; `with_models` also asks for the model folders that `init` would make."""
+def load_checked(
+    config_file: Path,
+    overrides: list[str] | None,
+    *,
+    with_models: bool = False,
+    before_download: Callable[[Config], object] = lambda config: None,
+) -> Config:
+    """The checked configuration; `with_models` also asks for the model folders that `init` would make, and downloads
+    those of the Hub, outside a job and after `before_download` and everything else has found no fault.
+    """
     with one_voice_per_node():
         if with_models and not inside_a_job():
-            fetch_missing(
-                agent.model for agent in load_unchecked(config_file, overrides or []).agents if agent.init is None
-            )
+            fetch_agents(config_file, overrides or [], before_download)
         config = load_config(config_file, overrides or [], try_templates=reads_first())
         if with_models and (missing := missing_models(config)):
             raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     return config
+
+
+def fetch_agents(config_file: Path, overrides: list[str], before_download: Callable[[Config], object]) -> None:
+    """Downloads the models of agents that the cache lacks. ValueError first for whatever can be told without them."""
+    config = load_unchecked(config_file, overrides)
+    absent = {agent.name: agent.model for agent in config.agents if agent.init is None and not_cached(agent.model)}
+    if not absent:
+        return
+    if problems := [*find_problems(config, to_come=absent), *missing_models(config)]:
+        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
+    before_download(config)
+    fetch_missing(absent.values())
 
 
 def fetch_missing(models: Iterable[Path]) -> None:

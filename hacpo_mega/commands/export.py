@@ -29,6 +29,7 @@ from hacpo_mega.logbook.run_lock import is_gone, signature
 from hacpo_mega.megatron.hf_writer import (
     ADAPTER,
     copy_beside_weights,
+    copy_files,
     finite,
     name_end,
     write_adapter,
@@ -37,9 +38,11 @@ from hacpo_mega.megatron.hf_writer import (
 from hacpo_mega.megatron.stored_model import model_weights
 from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.folder import copied_files
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.lora import adapter_sources
 from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.weight_files import INDEX, require_one_reading, stored_tensors
 
 CARD = "README.md"
 OURS = ".draft"  # in a folder that an export is making: who makes it
@@ -128,17 +131,25 @@ def _with_record(
 def export_copy(agent: TrainedAgent, out: Path) -> None:
     """Writes the agent as it is, every file as the run's own export has it, and its model card; adapters are merged.
 
-    ValueError when `out` exists, and for a checkpoint that is damaged or removed meanwhile.
+    ValueError when `out` exists, for a folder that has been changed, and for a checkpoint that is damaged or removed
+    meanwhile.
     """
     with draft_of(out) as draft:
         if agent.stored is None:
-            without = shutil.ignore_patterns(ADAPTER) if agent.agent.lora is not None else None
-            shutil.copytree(agent.folder, draft, dirs_exist_ok=True, ignore=without)
+            copy_files(_model_files(agent.folder), agent.folder, draft)
             card = model_card(agent)
         else:
             write_stored(agent.stored, draft)
             card = model_card(agent, f"of the checkpoint {agent.stored.checkpoint.folder.name}")
         (draft / CARD).write_text(card, encoding="utf-8")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files of a run's own export of an agent, less what has come to lie beside them. ValueError as `check`."""
+    require_one_reading(folder)
+    weights = {folder / tensor.file for tensor in stored_tensors(folder).values()}
+    described = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
+    return [*sorted(weights), *described, *copied_files(folder)]
 
 
 def export_adapter(agent: TrainedAgent, out: Path) -> None:

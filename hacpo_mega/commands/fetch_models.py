@@ -14,7 +14,8 @@ from hacpo_mega.models.documents import one_line
 from hacpo_mega.models.hub import CACHE, HubModel, not_cached
 from hacpo_mega.models.visible import say
 
-NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md", "*.py")
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md", "*.py")
+SECOND = ("consolidated*.safetensors", "original/*")  # the same weights again, in another format
 
 
 def fetch_models(paths: Iterable[Path]) -> None:
@@ -34,7 +35,9 @@ def _fetch(model: HubModel) -> None:
         raise ValueError(_without(model, "HF_HUB_OFFLINE is set"))
     say(f"{model} is not in {CACHE}: downloading it")
     try:
-        snapshot_download(model.repo, revision=model.revision, allow_patterns=list(NEEDED))
+        snapshot_download(
+            model.repo, revision=model.revision, allow_patterns=list(NEEDED), ignore_patterns=list(SECOND)
+        )
     except errors.GatedRepoError:  # a RepositoryNotFoundError, too
         raise ValueError(
             f"{model.repo} is gated: accept its terms at {constants.ENDPOINT}/{model.repo}, then `hf auth login`"

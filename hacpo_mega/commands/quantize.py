@@ -6,7 +6,6 @@ same texts and written into the model card. Not here: copying an agent as it is 
 """
 
 import importlib.metadata
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hacpo_mega.commands.export import CARD, TrainedAgent, draft_of, model_card
 from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.megatron.hf_writer import copy_files
+from hacpo_mega.models.folder import copied_files
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 try:
@@ -32,7 +33,6 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {"fp8": mtq.FP8_DEFAULT_CFG, "nvfp4":
 # Where ModelOpt can compute as the format will: its kernel for NVFP4's blocks of 16 is CUDA's alone.
 SIMULATED_ON = {"fp8": ("cpu", "cuda"), "nvfp4": ("cuda",)}
 NUM_CALIBRATED = 128
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
 def export_quantized(agent: TrainedAgent, out: Path, number_format: str) -> None:
@@ -49,7 +49,7 @@ def export_quantized(agent: TrainedAgent, out: Path, number_format: str) -> None
         mtq.quantize(model, dict(FORMATS[number_format]), lambda calibrated: mean_logprobs(calibrated, texts))
         cost = _cost(model, before, texts) if model.device.type in SIMULATED_ON[number_format] else ""
         export_hf_checkpoint(model, export_dir=draft)
-        shutil.copytree(agent.folder, draft, dirs_exist_ok=True, ignore=_not_in(draft))
+        copy_files(copied_files(agent.folder), agent.folder, draft)
         by = f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"
         weights = f"{number_format} by {by}, calibrated on {len(texts)} answers of the run"
         card = model_card(agent, weights + cost)
@@ -91,9 +91,3 @@ def _load(folder: Path) -> PreTrainedModel:
     """The model in the 16 bits that vLLM's quantized layers compute in, on the GPU if there is one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _not_in(draft: Path) -> Any:
-    """What to leave out of a copy: the weights, and what the quantized folder has a version of its own of."""
-    weights = shutil.ignore_patterns(*WEIGHTS)
-    return lambda folder, names: weights(folder, names) | {name for name in names if (draft / name).exists()}

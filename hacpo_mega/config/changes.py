@@ -32,6 +32,24 @@ class Change:
         return f"{self.key} was {self.before}, is {self.now}"
 
 
+@dataclass(frozen=True)
+class OtherContent:
+    """Files that a key names, of which the content is another one now."""
+
+    key: str
+    names: tuple[str, ...]
+    kind: Literal["free", "asked", "fixed"]
+
+    def __str__(self) -> str:
+        one = len(self.names) == 1 and not self.names[0].endswith("weights")
+        return f"{self.key}: {', '.join(self.names)} {'is not what it was' if one else 'are not what they were'}"
+
+
+def content_change(key: str, names: Sequence[str]) -> OtherContent:
+    """The change of what `key` names: as free as another value of it."""
+    return OtherContent(key, tuple(names), _kind(key))
+
+
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """What differs between two dumped configurations, in the order of the schema; agents are compared by name."""
     old, new = dict(flat(before)), dict(flat(now))
@@ -43,7 +61,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     ]
 
 
-def refusals(found: Sequence[Change], accepted: Sequence[str]) -> Iterator[str]:
+def refusals(found: Sequence[Change | OtherContent], accepted: Sequence[str]) -> Iterator[str]:
     """A line for every change that does not go through; `accepted` are keys, or tables, that the user agrees to."""
     for change in found:
         if change.kind == "fixed":

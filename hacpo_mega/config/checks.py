@@ -5,7 +5,7 @@ the other files that a configuration names (`input_checks.py`), and what only a 
 `rank_map.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
@@ -26,17 +26,24 @@ from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.layout import layout_problems
 from hacpo_mega.models.lora import lora_problems
 from hacpo_mega.models.segments import all_sources
-from hacpo_mega.models.weight_files import weight_problems
+from hacpo_mega.models.weight_files import head_problem, weight_problems
 
 # Of a lane in a step: a kilobyte of text and records each, however short they are.
 MOST_ANSWERS = 2**22
 
 
-def find_problems(config: Config, *, try_templates: bool = True) -> list[str]:
-    """Every cross-check that fails: a line each with the numbers and the nearest valid value."""
+def find_problems(config: Config, *, try_templates: bool = True, to_come: Collection[str] = ()) -> list[str]:
+    """Every cross-check that fails: a line each with the numbers and the nearest valid value.
+
+    Of the agents `to_come` only the tables are checked: their models are downloaded once all else is in order.
+    `try_templates` also says whether a tied head is compared with its embedding.
+    """
     problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
     longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
+        if agent.name in to_come:
+            problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)]
+            continue
         found = list(_agent(config, agent, longest, try_templates))
         if found and (model := HubModel.of_snapshot(agent.model)):
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
@@ -229,14 +236,22 @@ def _skills(config: Config) -> Iterator[str]:
         )
 
 
+def _tables(config: Config, agent: AgentConfig) -> list[str]:
+    """What is wrong with the tables of an agent, whatever its model is."""
+    lines = list(table_problems(agent.megatron, agent.vllm))
+    try:
+        agent.layout(config.lanes)
+    except ValueError as problem:
+        lines = lines or [str(problem)]
+    return lines
+
+
 def _agent(config: Config, agent: AgentConfig, longest: int, try_template: bool) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
-    table_lines = list(table_problems(agent.megatron, agent.vllm))
-    yield from table_lines
+    yield from _tables(config, agent)
     try:
         layout = agent.layout(config.lanes)
-    except ValueError as problem:
-        yield from () if table_lines else [str(problem)]
+    except ValueError:  # which is said above
         return
     try:
         architecture = architecture_of(agent)
@@ -251,7 +266,7 @@ def _agent(config: Config, agent: AgentConfig, longest: int, try_template: bool)
     yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
     yield from _adapters(agent, architecture)
     if not _is_planned(agent):
-        yield from _folder(agent.model, architecture)
+        yield from _folder(agent.model, architecture, reads_bytes=try_template)
         yield from tokenizer_problems(agent, architecture.vocab_size, try_template, config.data.tools_field)
 
 
@@ -272,9 +287,12 @@ def _adapters(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
         )
 
 
-def _folder(folder: Path, architecture: Architecture) -> Iterator[str]:
+def _folder(folder: Path, architecture: Architecture, *, reads_bytes: bool) -> Iterator[str]:
     wanted = {source.name: source.shape for source in all_sources(architecture)}
-    yield from weight_problems(folder, wanted, family=architecture.family, tied=architecture.tied)
+    problems = weight_problems(folder, wanted, family=architecture.family, tied=architecture.tied)
+    yield from problems
+    if reads_bytes and not problems and (problem := head_problem(folder, tied=architecture.tied)):
+        yield problem
 
 
 def architecture_of(agent: AgentConfig) -> Architecture:

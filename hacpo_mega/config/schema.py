@@ -239,6 +239,11 @@ class CheckpointConfig(Section):
     wait_for_room_s: Seconds = 600.0
     """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a run is ever put on disk."""
+        return bool(self.every_steps or self.every_minutes)
+
 
 def _tracker(name: str) -> str:
     if name not in TRACKERS and ":" not in name:

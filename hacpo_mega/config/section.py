@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from hacpo_mega.models.documents import short
-from hacpo_mega.models.hub import model_folder, model_name
+from hacpo_mega.models.hub import given_path, model_folder, model_name
 
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
@@ -79,6 +79,10 @@ def _openable(path: Path) -> Path:
         raise ValueError(f"needs the name of a user after ~, found {str(path)!r}") from error
 
 
+def _as_given(value: Any) -> Any:
+    return given_path(value) if isinstance(value, str) and "\0" not in value else value
+
+
 FilePath = Annotated[Path, AfterValidator(_openable)]
 # A model of the Hub is its folder in the cache as long as a process lives, and name@COMMIT wherever it is written down.
-ModelPath = Annotated[FilePath, AfterValidator(model_folder), PlainSerializer(model_name)]
+ModelPath = Annotated[FilePath, BeforeValidator(_as_given), AfterValidator(model_folder), PlainSerializer(model_name)]

@@ -6,8 +6,7 @@ Not here: what is refused (models/families.py).
 from collections.abc import Iterator
 
 from hacpo_mega.config.schema import Config
-from hacpo_mega.models.folder import read_json
-from hacpo_mega.models.weight_files import PREDICTS
+from hacpo_mega.models.folder import PREDICTS, read_json
 
 UNUSED = {
     "router_aux_loss_coef": "no loss evens the load of experts, since no answer earns it",

@@ -98,12 +98,19 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     fresh.replace(folder / SETTINGS)
 
 
+def require_place(folder: Path) -> None:
+    """ValueError when a folder holds something, and no evaluation."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give a new folder")
+    if folder.exists() and not (folder / SETTINGS).is_file() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and holds no evaluation: give a new folder")
+
+
 def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """ValueError when a folder holds anything but an evaluation of these settings, naming what differs."""
     path = folder / SETTINGS
+    require_place(folder)
     if not path.is_file():
-        if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty and holds no evaluation: give a new folder")
         return
     there, asked = json_file(path), json.loads(json.dumps(settings))
     if not isinstance(there, dict):

@@ -28,7 +28,7 @@ from hacpo_mega.evaluation.benchmarks import (
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.models.documents import parse_toml, short
 from hacpo_mega.models.folder import dtype_name
-from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.models.weight_files import require_one_reading, weights_fingerprint
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,12 @@ def _number_or_text(text: str) -> float | str:
 def require_judge(settings: EvaluationSettings) -> None:
     """Starts the judge of an evaluation and ends it. ValueError where it cannot be started, before an engine is."""
     judge_of(settings.rewarded()).close()
+
+
+def require_weights(settings: EvaluationSettings) -> None:
+    """ValueError, a line per problem, for a model of which training, vLLM and transformers take different weights."""
+    if settings.stored is None or settings.stored.agent.lora is not None:
+        require_one_reading(settings.folder)
 
 
 def _template_argument(text: str) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from hacpo_mega.checkpoint.files import StartOptions, committed_steps, find_start
+from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cluster.exit_status import REFUSED, RESUMABLE, SIGNALLED
 from hacpo_mega.cluster.private_folder import job_folder
 from hacpo_mega.cluster.rank_map import RankMap
@@ -23,6 +23,7 @@ from hacpo_mega.logbook.held_out import held_out
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.rollout_log import logged_parts, read_rollouts
 from hacpo_mega.logbook.run_folder import resolved_toml
+from hacpo_mega.logbook.run_inputs import start_with_same_inputs
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 OnAnswers = Callable[[int, list[dict[str, Any]]], None]
@@ -84,7 +85,7 @@ def train(
         config = load_config(config, overrides)
     if missing := missing_models(config):
         raise ValueError("\n".join(missing))
-    find_start(config, **how)
+    start_with_same_inputs(config, **how)
     seen = _Seen(config, on_step, on_answers, on_evaluation, is_new=bool(how.get("fresh")))
     with job_folder() as folder:
         file = folder / "run.toml"

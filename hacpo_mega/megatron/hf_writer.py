@@ -5,7 +5,7 @@ Not here: where the tensors come from (reshard.py, stored_state.py). Imports no 
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.hf_reader import dtype_of
-from hacpo_mega.models.folder import named_ends, read_config, read_json, with_dtype
+from hacpo_mega.models.folder import copied_files, named_ends, read_config, read_json, with_dtype
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.segments import Source
@@ -24,7 +24,6 @@ FILE_BYTES = 5 << 30
 # Of an exported agent with LoRA, the folder of its adapters beside the merged weights.
 ADAPTER = "adapter"
 GENERATION = "generation_config.json"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 def finite(
@@ -111,10 +110,8 @@ def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) 
 
 
 def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy everything of a model folder but its weights, and name the new dtype in config.json."""
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and not path.name.startswith("."):
-            shutil.copyfile(path, out / path.name)
+    """Copy what a model folder's readers need beside its weights, and name the new dtype in config.json."""
+    copy_files(copied_files(source), source, out)
     config = without_extra_layers(with_dtype(read_config(source), str(dtype).removeprefix("torch.")))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -131,3 +128,12 @@ def name_end(folder: Path, number: int | None) -> None:
     content = dict(read_json(file)) if file.is_file() else named
     ends = list(dict.fromkeys((*named_ends(folder)[1], number)))
     file.write_text(json.dumps(content | {"eos_token_id": ends}, indent=2) + "\n")
+
+
+def copy_files(files: Iterable[Path], source: Path, out: Path) -> None:
+    """Copy files of `source` to the same places in `out`; one that is there already stays."""
+    for path in files:
+        to = out / path.relative_to(source)
+        if not to.exists():
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hacpo_mega.models.experts import Experts
-from hacpo_mega.models.weight_files import PREDICTS
+from hacpo_mega.models.folder import PREDICTS
 
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(

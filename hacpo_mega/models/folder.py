@@ -3,30 +3,73 @@
 Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.documents import json_file, short
-from hacpo_mega.models.hub import not_cached
+from hacpo_mega.models.documents import json_file, one_line, short
+from hacpo_mega.models.hub import missing_folder, not_cached
 
 DTYPES = ("float32", "bfloat16", "float16")
 # One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+# How many layers a folder may have behind the last one, which predict further tokens: the older field, the newer.
+PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
+# The text side of a folder, by which it is asked and its answers end: tokenizers of all kinds, templates, generation.
+TEXT_FILES = (
+    *TOKENIZER_FILES,
+    *("tokenizer.*.json", "*.model", "*.tiktoken", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "merges.txt", "generation_config.json", "chat_template.jinja"),
+    "additional_chat_templates/*.jinja",
+)
+NOTICES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")  # which go with every copy of a model
+ADAPTER_NAMES = ("adapter_config.json", "adapter_model.")
+MERGE = "merge it into its base (merge_and_unload of peft), or give the base, with [agents.lora] to train adapters"
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """`folder`/config.json. ValueError, one line, for a folder without one, or with one that is no JSON object."""
     if not (folder / "config.json").is_file():
+        if adapter_files(folder):
+            raise ValueError(f"model folder {folder} holds an adapter{of_base(folder)} and no config.json; {MERGE}")
         if model := not_cached(folder):
             raise ValueError(
                 f"model folder {folder} has no config.json, and the Hugging Face cache has no model of that name; "
                 f"`{model.download}` fetches it, as `hacpo-mega train` does where there is a network"
             )
+        if not folder.is_dir():
+            raise ValueError(missing_folder(folder))
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face folder, such as RUN/agents/NAME"
         )
     return read_json(folder / "config.json")
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The files of TEXT_FILES that a folder has, and its Python files where it names code of its own (auto_map)."""
+    has_code = any("auto_map" in read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    return _files(folder, (*TEXT_FILES, "*.py") if has_code else TEXT_FILES)
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """What a copy of a model has beside its weights and config.json: no README of another model, no adapter, no state
+    of an optimizer."""
+    return [*text_files(folder), *_files(folder, NOTICES)]
+
+
+def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def adapter_files(folder: Path) -> list[str]:
+    """Names of the files with which peft marks a folder as that of an adapter."""
+    return sorted(path.name for path in folder.glob("adapter_*") if path.name.startswith(ADAPTER_NAMES))
+
+
+def of_base(folder: Path) -> str:
+    """The words that name the base of the adapter in a folder; none where its adapter_config.json does not."""
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    return f" of {one_line(base)}" if isinstance(base, str) and base else ""
 
 
 def read_json(file: Path) -> Mapping[str, Any]:

@@ -2,16 +2,21 @@
 
 The cache of a machine holds snapshots: models--Qwen--Qwen3-4B/snapshots/COMMIT is a model folder, refs/main the commit
 that a branch or tag had when it was last downloaded (https://huggingface.co/docs/huggingface_hub/guides/manage-cache).
-A run keeps `name@COMMIT`, so that it goes on with the same files after the branch has moved. Nothing here asks the
-network; commands/fetch_models.py does.
+A run keeps `name@COMMIT`, so that it goes on with the same files after the branch has moved. A name whose first part is
+a folder here is a path, never one of the Hub, unless it has a commit: whoever owns an organisation "models" would
+otherwise give its weights to everybody who misspells one of his own. Nothing here asks the network;
+commands/fetch_models.py does.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from huggingface_hub import constants
+
+from hacpo_mega.models.documents import one_line
 
 NAME = re.compile(r"(?P<repo>\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?", re.ASCII)
 CACHE = constants.HF_HUB_CACHE
@@ -64,12 +69,18 @@ class HubModel:
         return f"{self.repo}@{self.revision}"
 
 
+def given_path(text: str | Path) -> Path:
+    """The path that a user writes. One with ./ before it or / behind it means a folder, whatever the Hub has."""
+    path, says_folder = Path(text), str(text).startswith("./") or str(text).endswith("/")
+    return path.absolute() if says_folder and _named_on_hub(path) else path
+
+
 def model_folder(path: Path) -> Path:
     """Where the model that a user names lies: the snapshot, for a name on the Hub that the cache has; else the path.
 
     A folder of that name comes first.
     """
-    model = None if path.is_dir() else HubModel.parse(str(path))
+    model = _named_on_hub(path)
     return (model and model.snapshot()) or path
 
 
@@ -80,5 +91,31 @@ def model_name(folder: Path) -> str:
 
 def not_cached(path: Path) -> HubModel | None:
     """The model on the Hub that a path can only mean, where the cache does not have it; else None."""
-    model = None if path.exists() else HubModel.parse(str(path))
+    model = _named_on_hub(path)
     return None if model is None or model.snapshot() else model
+
+
+def _named_on_hub(path: Path) -> HubModel | None:
+    model = HubModel.parse(str(path))
+    if model is None or path.exists():
+        return None
+    is_local = Path(model.repo).parent.is_dir() and not COMMIT.fullmatch(model.revision)
+    return None if is_local else model
+
+
+def missing_folder(path: Path) -> str:
+    """A line on a model folder that does not exist: what its parent has, and the nearest."""
+    model = HubModel.parse(str(path))
+    named = Path(path if model is None else model.repo)
+    if named.is_dir():
+        return f"model folder {path} does not exist: {named} is a folder here, without revisions. Nearest: {named}"
+    if not named.parent.is_dir():
+        return f"model folder {path} does not exist; give a Hugging Face folder, such as RUN/agents/NAME"
+    names = sorted(
+        one_line(entry.name) for entry in named.parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
+    has = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "no folder"
+    near = difflib.get_close_matches(named.name, names, n=1)
+    asked = "" if model is None else f" (the Hub is not asked where {named.parent}/ is a folder)"
+    nearest = f". Nearest: {named.parent / near[0]}" if near else ""
+    return f"model folder {path} does not exist: {named.parent}/ has no {named.name}; it has {has}{asked}{nearest}"

@@ -1,32 +1,44 @@
-"""The tensors of a Hugging Face folder by the headers of its safetensors files. Reads no weights, imports no torch.
+"""The tensors of a Hugging Face folder by the headers of its safetensors files. Imports no torch.
 
 A safetensors file is 8 bytes (little-endian length of the header), the header (JSON: name -> dtype, shape, offsets of
-its bytes behind the header), and the bytes. Not here: which tensors a model has (segments.py).
+its bytes behind the header), and the bytes. A folder has several readers, and is refused where they would take
+different weights from it:
+
+    training        the tensors that the index names, each from its file; model.safetensors without an index
+    vLLM 0.32       all tensors of the files that the index names; without an index those of every *.safetensors
+    transformers 5  model.safetensors where there is one, else all tensors of the files that the index names; with peft
+                    installed an adapter on top
+    all             the embedding as the head of a tied model; vLLM overwrites both with a head that is stored
+
+Files that all pass over are no problem: pickles beside safetensors, Mistral's consolidated.safetensors beside an index.
+Not here: which tensors a model has (segments.py).
 """
 
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.models.documents import one_line, parse_json
-from hacpo_mega.models.folder import read_config, read_json
+from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.folder import MERGE, PREDICTS, adapter_files, of_base, read_config, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 # Buffers that some folders store although they follow from the configuration.
 DERIVED = "rotary_emb.inv_freq"
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type.
 CORRECTION = "e_score_correction_bias"
-# How many layers a folder may have behind the last one, which predict further tokens: the older field, the newer.
-PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
 BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
 
+COMPARED_BYTES = 2**24  # at once
 BLOCK_BYTES = 64 * 2**10
 WHOLE_BYTES = 64 * 2**20
 NUM_BLOCKS = 1000
@@ -34,25 +46,31 @@ NUM_BLOCKS = 1000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what its header says; `file` is a name in the folder, `dtype` the format's, as "BF16"."""
+    """Where a tensor lies and what its header says; `file` is a name in the folder, `dtype` the format's, as "BF16".
+
+    Its bytes are those from `start` to `stop` of the file.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by name, from its index or its single file.
 
     ValueError, a line per problem: no safetensors, an index that names what is not there, a file that is broken or cut
-    short.
+    short, weights that another reader would take otherwise.
     """
     index = read_json(folder / INDEX).get("weight_map")
     if index is None and not (folder / SINGLE).is_file():
         raise ValueError(_no_safetensors(folder))
     if index is not None and not _is_map_of_names(index):
         raise ValueError(f"{folder / INDEX}: weight_map must name a file for every tensor")
-    tensors, problems = {}, []
+    tensors, problems = {}, [*_read_otherwise(folder, None if index is None else set(index.values()))]
+    extra_names = extra_layers(read_json(folder / "config.json"))
     for file in [SINGLE] if index is None else sorted(set(index.values())):
         wanted = None if index is None else {name for name, holder in index.items() if holder == file}
         try:
@@ -62,6 +80,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             continue
         if lost := sorted((wanted or set()) - header.keys()):
             problems.append(f"{folder / file} lacks {len(lost)} tensors that {INDEX} looks for there: {some(lost)}")
+        unnamed = weight_names(header.keys() - (wanted or header.keys()), tied=False, extra=extra_names)
+        problems += _against_index(folder / file, unnamed, index or {})
         found = header if wanted is None else {name: header[name] for name in wanted & header.keys()}
         tensors.update(found)
     if problems:
@@ -81,7 +101,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header = parse_json(stream.read(length))
             header.pop("__metadata__", None)
-            tensors = {name: _stored(file.name, entry) for name, entry in header.items()}
+            tensors = {name: _stored(file.name, entry, 8 + length) for name, entry in header.items()}
             places = sorted((*entry["data_offsets"], name) for name, entry in header.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} has a broken header and is no safetensors file: copy it again") from error
@@ -100,7 +120,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, family: str, tied: bool) -> list[str]:
     """What keeps the tensors of a folder from being exactly `wanted` (name -> shape), a line each, by headers alone.
 
-    A tied folder may keep its head: it is the embedding, by the configuration's word.
+    A tied folder may keep its head: `head_problem` compares it.
     """
     try:
         tensors = stored_tensors(folder)
@@ -122,6 +142,50 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
                 f"{folder / stored.file}: {name} is stored as {one_line(stored.dtype)}; expected one of {known}"
             )
     return problems
+
+
+def head_problem(folder: Path, *, tied: bool) -> str | None:
+    """A line when a tied folder stores a head that is not its embedding, byte by byte; None also where none is stored.
+
+    Reads both, a part at a time: by the configuration's word the head is the embedding, and vLLM loads what is stored.
+    ValueError as `stored_tensors`.
+    """
+    tensors = stored_tensors(folder) if tied else {}
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if head is None or embedding is None or _are_equal(folder, head, embedding):
+        return None
+    return (
+        f"{folder / head.file}: {HEAD} differs from {EMBEDDING}, and tie_word_embeddings of config.json says that they "
+        "are one: training takes the embedding, vLLM the stored head. Take the head out of the file, or set "
+        "tie_word_embeddings to false"
+    )
+
+
+def require_one_reading(folder: Path) -> None:
+    """ValueError, a line per problem, for a folder of which its readers would take different weights."""
+    tied = is_tied(read_config(folder))
+    stored_tensors(folder)
+    if problem := head_problem(folder, tied=tied):
+        raise ValueError(problem)
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head of a model is its embedding, by its config.json or its family's default."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return bool(config.get("tie_word_embeddings", family is not None and family.unsaid.get("tie_word_embeddings")))
+
+
+def _are_equal(folder: Path, one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with (folder / one.file).open("rb") as left, (folder / other.file).open("rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        for done in range(0, one.stop - one.start, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, one.stop - one.start - done)
+            if left.read(size) != right.read(size):
+                return False
+    return True
 
 
 def weight_names(tensors: Iterable[str], *, tied: bool, extra: tuple[str, ...] = ()) -> set[str]:
@@ -149,8 +213,7 @@ def published_names(folder: Path) -> frozenset[str]:
     if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return frozenset()
     config = read_config(folder)
-    tied, extra = bool(config.get("tie_word_embeddings")), extra_layers(config)
-    return frozenset(weight_names(stored_tensors(folder), tied=tied, extra=extra))
+    return frozenset(weight_names(stored_tensors(folder), tied=is_tied(config), extra=extra_layers(config)))
 
 
 def weights_fingerprint(folder: Path) -> str:
@@ -179,10 +242,52 @@ def some(names: list[str]) -> str:
     return ", ".join(map(one_line, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
-def _stored(file: str, entry: Mapping[str, Any]) -> StoredTensor:
-    """One entry of a header. ValueError when its bytes are not those of its shape."""
+def _read_otherwise(folder: Path, named: set[str] | None) -> Iterator[str]:
+    """A line for every kind of file from which another reader would take weights; `named` are the index's files."""
+    stored = {path.name for path in folder.glob("*.safetensors")}
+    adapters = set(adapter_files(folder))
+    if adapters:
+        yield (
+            f"{folder} holds {some(sorted(adapters))} beside whole weights: transformers with peft puts the adapter on "
+            "top of them, training does not. Move the adapter away; if it is not merged yet, merge it first"
+        )
+    if named is None:
+        if strays := sorted(stored - adapters - {SINGLE}):
+            yield (
+                f"{folder} holds {some(strays)} beside {SINGLE}, without {INDEX}: vLLM loads every *.safetensors, "
+                f"training {SINGLE} alone. Move what is not the model's away, or copy the index from its source"
+            )
+        return
+    if SINGLE in stored - named:
+        yield (
+            f"{folder} holds {SINGLE} beside {INDEX}, which does not name it: transformers reads the one, training "
+            "and vLLM the files of the other. Move away the one that is not the model's"
+        )
+    if stale := sorted(name for name in stored - named if SHARD.fullmatch(name)):
+        yield (
+            f"{folder} holds {some(stale)}, which {INDEX} does not name: a file of another save, or the index is. "
+            "Move it away, or copy the folder again"
+        )
+
+
+def _against_index(file: Path, unnamed: set[str], index: Mapping[str, str]) -> Iterator[str]:
+    """A line for tensors of a file that the index does not look for there: other readers load them all the same."""
+    if elsewhere := sorted(unnamed & index.keys()):
+        yield (
+            f"{file} holds {len(elsewhere)} tensors that {INDEX} places in another file: {some(elsewhere)}; training "
+            "takes those of the index, vLLM and transformers the ones that they read last. Copy the folder again"
+        )
+    if nowhere := sorted(unnamed - index.keys()):
+        yield (
+            f"{file} holds {len(nowhere)} tensors that {INDEX} does not name: {some(nowhere)}; vLLM and transformers "
+            "load them, training does not. Copy the folder again"
+        )
+
+
+def _stored(file: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
+    """One entry of a header; bytes begin at `first`. ValueError when its bytes are not those of its shape."""
     start, end = entry["data_offsets"]
-    tensor = StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+    tensor = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), first + start, first + end)
     numbers = (start, end, *tensor.shape)
     if not isinstance(tensor.dtype, str) or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
         raise ValueError("a tensor has no type, or a place or a shape that is none")
@@ -197,6 +302,8 @@ def _is_map_of_names(index: Any) -> bool:
 
 
 def _no_safetensors(folder: Path) -> str:
+    if adapters := adapter_files(folder):
+        return f"{folder} holds {some(adapters)}{of_base(folder)} and no whole weights; {MERGE}"
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         return (

@@ -70,6 +70,8 @@ BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
 QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
 RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
 OF_ROUTERS = bind_routed_experts_capturer, get_forward_context
+# Of vLLM's formats those of training: "auto" would take Mistral's params.json and consolidated.safetensors beside them.
+PLAIN_READING = {"config_format": "hf", "use_tqdm_on_load": False}
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
@@ -136,9 +138,9 @@ class Engine:
             skip_tokenizer_init=True,
             generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
             logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
-            load_format="dummy" if random_weights else "auto",
+            load_format="dummy" if random_weights else "safetensors",
             enable_sleep_mode=self._on_cuda,
-            **{"use_tqdm_on_load": False, **defaults, **options},
+            **{**PLAIN_READING, **defaults, **options},
         )
         with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)

@@ -30,6 +30,7 @@ from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
+from hacpo_mega.logbook.run_inputs import input_changes
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.logbook.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.start_parts import StartParts
@@ -102,7 +103,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     steps_done = 0 if start is None else start.step
     names = tuple(agent.name for agent in config.agents)
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
-    _say_begin(console, config, start)
+    _say_begin(console, config, start, is_first=is_first)
     require_named_functions(config)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in handed.observers])
@@ -177,7 +178,7 @@ def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_d
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
 
 
-def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> None:
+def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is_first: bool) -> None:
     """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
     agents = ", ".join(agent.name for agent in config.agents)
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
@@ -187,7 +188,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None) -> No
         console.say(line)
     if start is not None:
         console.say(f"goes on after step {start.step}, from {start.folder}")
-        for change in changes(start.config, plain(config)):
+        for change in [*changes(start.config, plain(config)), *(input_changes(start, config) if is_first else ())]:
             console.say(f"changed since: {change}")
 
 

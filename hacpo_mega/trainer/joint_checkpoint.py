@@ -32,7 +32,6 @@ from hacpo_mega.checkpoint.files import (
     StartOptions,
     commit,
     file_sha256,
-    find_start,
     folder_of,
     model_digests,
     older_step_offered,
@@ -46,6 +45,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.metrics import require_readable_metrics
 from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.logbook.run_inputs import run_inputs, start_with_same_inputs
 from hacpo_mega.megatron.stored_index import read_index
 from hacpo_mega.megatron.stored_state import NotWritten
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
@@ -66,7 +66,7 @@ def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) ->
     while True:
         payload = None
         if is_first:
-            found = find_start(config, **how, but=damaged)
+            found = start_with_same_inputs(config, **how, but=damaged)
             require_room(config, fresh=how.get("fresh", False))
             if found is not None and found.folder == folder_of(config.run_dir, found.step):
                 require_readable_metrics(config.run_dir)
@@ -140,8 +140,9 @@ class JointCheckpoint:
     ) -> None:
         """`state` is how the run begins or goes on, `is_on_disk` whether its own folder has a checkpoint of that."""
         self._place, self._config, self._agent, self._disk = place, config, agent, disk
-        self._models = model_digests(config)  # as loaded: the folder may be made anew while the run goes on
         self._is_first = place.coordinate.global_rank == 0
+        # As loaded: a folder or a file may be made anew while the run goes on.
+        self._models, self._inputs = (model_digests(config), run_inputs(config)) if self._is_first else ({}, {})
         self._last = time.monotonic()
         self._state = state
         self._is_due, self.lost = False, None
@@ -152,7 +153,7 @@ class JointCheckpoint:
     @property
     def is_on(self) -> bool:
         """Whether this run is ever put on disk."""
-        return bool(self._config.checkpoint.every_steps or self._config.checkpoint.every_minutes)
+        return self._config.checkpoint.is_on
 
     def settle(self, state: RunState) -> None:
         """A step has been done: a checkpoint holds this from now on, however far the next step has come."""
@@ -334,6 +335,7 @@ class JointCheckpoint:
             config=plain(self._config),
             versions=installed_versions(),
             models=self._models,
+            inputs=self._inputs,
             capability=state.capability,
             accuracy=state.accuracy,
             agents={agent.name: _agent_state(agent.name, words) for agent in self._config.agents},

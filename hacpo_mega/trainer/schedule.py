@@ -8,8 +8,9 @@ Chosen once, from `SCHEDULES`, in build.py.
 
 So one step off, the answers of step t are those of the policy after step t - 2: `staleness_steps` is 1. The first step
 of a run has nobody before it, and neither has the first one that goes on from a checkpoint without answers: its answers
-are generated when it begins, and are not stale. Prompts and seeds are functions of the run's seed and the step, so
-which answers come does not depend on time.
+are generated when it begins, and are not stale. Where checkpoints are kept the last step begins answers, too: with a
+larger num_steps the run goes on from them as if it had never ended, at the price of one rollout beside its last
+updates. Prompts and seeds are functions of the run's seed and the step, so which answers come does not depend on time.
 Not here: the thread (rollout/engine_thread.py) and the two ways of scoring (hacpo_mega/agent/scoring.py).
 """
 
@@ -110,7 +111,7 @@ class OneStepOff(OnPolicy):
         else:
             rollouts = self._agent.rollouts_of(ready.prompts, ready.completions)
         self.ready = None
-        if step + 1 < self._config.num_steps:
+        if step + 1 < self._config.num_steps or self._config.checkpoint.is_on:
             self._asked = self.prompts_of(step + 1)[self.my_share]
             self._agent.begin_ahead(self._asked, step + 1)
         if self._place.is_leader:

@@ -18,6 +18,7 @@ from hacpo_mega.checkpoint.files import (
     plain,
 )
 from hacpo_mega.config import Config, load_config
+from hacpo_mega.logbook.run_inputs import run_inputs
 
 NAMES = ("qwen", "llama")
 
@@ -26,14 +27,16 @@ def config_in(run_dir: Path, *overrides: str) -> Config:
     return load_config(ROOT / "configs" / "quickstart.toml", [f"run_dir={run_dir}", *overrides])
 
 
-def written(config: Config, step: int, accuracy: float | None = None) -> tuple[Path, Checkpoint]:
+def written(
+    config: Config, step: int, accuracy: float | None = None, names: tuple[str, ...] = NAMES
+) -> tuple[Path, Checkpoint]:
     """The shards of a step on disk, and the record that would commit it."""
     folder = folder_of(config.run_dir, step)
     writing = folder.with_name(folder.name + ".writing")
-    for name in NAMES:
+    for name in names:
         (writing / name).mkdir(parents=True)
         (writing / name / "shard").write_bytes(f"{name} after {step} steps".encode())
-    files = {f"{name}/shard": writing / name / "shard" for name in NAMES}
+    files = {f"{name}/shard": writing / name / "shard" for name in names}
     record = Checkpoint(
         folder=folder,
         step=step,
@@ -45,15 +48,16 @@ def written(config: Config, step: int, accuracy: float | None = None) -> tuple[P
         accuracy=accuracy,
         agents={
             name: AgentState(4 * step, 4 * step - 1, "bfloat16", {"low": [0.1, 1 / 3]}, 1, [{"told": []}])
-            for name in NAMES
+            for name in names
         },
         files={path: FileState(file.stat().st_size, file_sha256(file)) for path, file in files.items()},
+        inputs=run_inputs(config),
     )
     return writing, record
 
 
-def make_step(config: Config, step: int, accuracy: float | None = None) -> Path:
-    writing, record = written(config, step, accuracy)
+def make_step(config: Config, step: int, accuracy: float | None = None, names: tuple[str, ...] = NAMES) -> Path:
+    writing, record = written(config, step, accuracy, names)
     commit(writing, record)
     return record.folder
 

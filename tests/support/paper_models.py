@@ -23,7 +23,7 @@ PUBLISHED = {
 def make_paper_workplace(here: Path) -> None:
     """Fills a folder with what configs/paper names, relative to it."""
     for name, (architecture, layers, hidden, heads, kv_heads, ffn, positions, tied) in PUBLISHED.items():
-        folder = here / "models" / name
+        folder = here / ("Qwen" if "Qwen3" in architecture else "meta-llama") / name
         folder.mkdir(parents=True)
         table = {
             "architectures": [architecture],

@@ -82,6 +82,21 @@ def test_an_exported_agent_is_the_trained_one_byte_by_byte(run_dir, tmp_path):
     assert "learning from its own answers and those of second." in card
 
 
+def test_what_has_come_to_lie_beside_an_agent_is_not_exported(run_dir, tmp_path):
+    run = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    folder = run / "agents" / "first"
+    for name in ("optimizer.pt", "notes.json", "README.md", "trainer_state.json"):
+        (folder / name).write_text("{}")
+    done = run_here("export", run, "--agent", "first", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = files_of(tmp_path / "out")
+    assert "first" in found.pop("README.md").decode()
+    assert found == files_of(run_dir / "agents" / "first")
+    (folder / "adapter_config.json").write_text("{}")
+    done = run_here("export", run, "--agent", "first", "--out", tmp_path / "again")
+    assert done.returncode == 2 and done.stderr.startswith(f"{folder} holds adapter_config.json beside whole weights")
+
+
 def test_the_log_of_a_run_holds_what_each_agent_read(run_dir):
     prompts = read_rollouts(run_dir, 1)
     assert [prompt["prompt_seen"] for prompt in prompts] == [{"second": f"s{p['prompt']}"} for p in prompts]

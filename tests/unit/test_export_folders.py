@@ -1,17 +1,71 @@
-"""The folder of an export: whole or not there, never another's removed, and one of two at a time."""
+"""The folder of an export: what its readers need and nothing else; whole or not there, never another's removed, and one
+of two at a time."""
 
 import json
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch
+from run_cases import CHARACTERS
+from transformers import AutoTokenizer
 
 from hacpo_mega.commands.export import OURS, draft_of
 from hacpo_mega.logbook.run_lock import signature
+from hacpo_mega.megatron.hf_writer import copy_beside_weights
+from hacpo_mega.samples.tokenizers import make_tokenizer
 
-pytestmark = pytest.mark.nightly
+KEPT = ("LICENSE.txt", "USE_POLICY.md", "chat_template.jinja", "generation_config.json", "merges.txt", "qwen.tiktoken")
+LEFT = (
+    *("README.md", "adapter_config.json", "adapter_model.bin", "adapter_model.safetensors", "training_args.bin"),
+    *("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "preprocessor_config.json", "params.json"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json", "consolidated.safetensors", "modeling_x.py"),
+    *(".gitattributes", "notes.json", "additional_chat_templates/notes.txt", "original/params.json"),
+)
+DEFAULT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOOLS = "{{ tools | tojson }}" + DEFAULT
 
 
+@pytest.fixture
+def crowded(tmp_path) -> Path:
+    """A model folder with a template for tools beside the default one, and with what folders collect."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_tokenizer(folder, CHARACTERS)
+    for name in (*KEPT, *LEFT):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    (folder / "chat_template.jinja").write_text(DEFAULT)
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
+    (folder / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "float32"}')
+    return folder
+
+
+def test_a_copy_has_what_its_readers_need_and_nothing_else(crowded, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    copy_beside_weights(crowded, out, torch.bfloat16)
+    found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert found == {*KEPT, *tokenizer, "config.json", "additional_chat_templates/tool_use.jinja"}
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "qwen3", "torch_dtype": "bfloat16"}
+    there, here = (AutoTokenizer.from_pretrained(folder) for folder in (crowded, out))
+    assert there.chat_template == here.chat_template == {"default": DEFAULT, "tool_use": TOOLS}
+    asked = [{"role": "user", "content": "1+1="}]
+    for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
+        texts = [read.apply_chat_template(asked, tools=tools, tokenize=False) for read in (there, here)]
+        assert texts[0] == texts[1] and ("function" in texts[1]) == bool(tools)
+
+
+def test_code_of_a_folder_goes_with_it_where_the_folder_names_it(crowded, tmp_path):
+    (crowded / "config.json").write_text('{"auto_map": {"AutoConfig": "modeling_x.C"}, "torch_dtype": "float32"}')
+    (tmp_path / "out").mkdir()
+    copy_beside_weights(crowded, tmp_path / "out", torch.float32)
+    assert (tmp_path / "out" / "modeling_x.py").is_file()
+
+
+@pytest.mark.nightly
 def test_an_export_is_whole_or_not_there(tmp_path):
     with suppress(RuntimeError), draft_of(tmp_path / "out") as draft:
         (draft / "half").write_text("")
@@ -22,6 +76,7 @@ def test_an_export_is_whole_or_not_there(tmp_path):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["whole"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fails", [True, False])
 def test_an_export_removes_no_folder_but_its_own(fails, tmp_path):
     """Whatever a user has called beside it, and drafts of exports that still go on; those of killed ones go."""
@@ -46,6 +101,7 @@ def test_an_export_removes_no_folder_but_its_own(fails, tmp_path):
     assert fails or [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
+@pytest.mark.nightly
 def test_two_exports_to_one_name_leave_one_whole_folder(tmp_path):
     def export_second() -> None:
         with draft_of(tmp_path / "out") as second:

@@ -16,12 +16,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from job import run_here
 from repository import ROOT
-from run_cases import CHARACTERS, agent_table, write_config
+from run_cases import CHARACTERS, TRAINING, agent_table, write_config
 
+from hacpo_mega.commands import fetch_models
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.models import hub
-from hacpo_mega.models.hub import HubModel, model_folder, model_name
+from hacpo_mega.models.hub import HubModel, model_folder, model_name, not_cached
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -98,6 +100,73 @@ def test_a_snapshot_with_a_missing_file_names_it_and_the_command(tmp_path, cache
     lines = str(refusal.value).splitlines()
     assert lines[-1].endswith(f"org/tiny@{NEW} may be in the cache in part; `hf download org/tiny --revision {NEW}` "
                               "completes it")  # fmt: skip
+
+
+@pytest.fixture
+def beside(tmp_path, cache, model, monkeypatch) -> Path:
+    """A current folder with a folder "org" that has one model, of the same name as an organisation of the cache."""
+    shutil.copytree(model, tmp_path / "here" / "org" / "gemma")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def test_a_name_below_a_local_folder_is_never_one_of_the_hub(beside):
+    """Whoever owns the organisation "models" would give his weights to everybody who misspells one of his own."""
+    said = {
+        "org/gema": "org/ has no gema; it has gemma (the Hub is not asked where org/ is a folder). Nearest: org/gemma",
+        "org/tiny": "org/ has no tiny; it has gemma (the Hub is not asked where org/ is a folder)",
+        "org/gema@v1": "org/ has no gema; it has gemma (the Hub is not asked where org/ is a folder). Nearest: "
+        "org/gemma",
+        "org/gemma@main": "org/gemma is a folder here, without revisions. Nearest: org/gemma",
+    }
+    for name, line in said.items():
+        with pytest.raises(ValueError, match=r"agents\.a: ") as refusal:
+            config_for(beside, name)
+        assert str(refusal.value).endswith(f"agents.a: model folder {name} does not exist: {line}")
+        assert not_cached(Path(name)) is None
+    assert config_for(beside, f"org/tiny@{OLD}").agents[0].model.name == OLD  # a run that goes on
+
+
+def test_a_path_that_says_it_is_one_is_never_a_name(tmp_path, cache, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("./org/tiny", "org/tiny/"):
+        with pytest.raises(ValueError, match=f"model folder {tmp_path}/org/tiny does not exist; give a"):
+            config_for(tmp_path, text)
+    shutil.copytree(model, tmp_path / "org" / "tiny")
+    for text in ("./org/tiny", "org/tiny/"):
+        assert config_for(tmp_path, text).agents[0].model == Path("org/tiny")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config_for(tmp_path, "~/org/tiny").agents[0].model == tmp_path / "org" / "tiny"
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"num_steps": "x"}, "num_steps: "),
+        ({"data.files": "['tarin.jsonl']"}, "data.files: tarin.jsonl does not exist"),
+        ({"data.files": "['rows.jsonl']"}, "rows.jsonl:1: "),
+        ({"reward.kind": "mth"}, "did you mean 'math'?"),
+        ({"agents.a.prompt_template": "nothing"}, "prompt_template"),
+        ({"run_dir": "file/run"}, "run_dir: "),
+        ({"agents.a.vllm.max_num_seq": "4"}, "did you mean 'max_num_seqs'?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "slurm"])
+def test_what_is_cheap_to_tell_is_told_before_a_download(tmp_path, cache, monkeypatch, command, wrong, said):
+    monkeypatch.chdir(tmp_path)
+    fetched = []
+    monkeypatch.setattr(fetch_models, "_fetch", fetched.append)
+    (tmp_path / "rows.jsonl").write_text("no row\n")
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "file").write_text("")
+    tables = {"data": {"files": ["good.jsonl"]}, "reward": {"kind": "math"}, "evaluation": {"every_steps": 0}}
+    tables |= {"training": TRAINING | {"prompts_per_step": 1, "prompts_per_update": 1}}
+    tables |= {"algorithm": {"method": "gspo"}, "run_dir": "run"}
+    file = write_config(tmp_path, [{"name": "a", "model": "org/far"}], **tables)
+    done = run_here(command, file, *(f"{key}={value}" for key, value in wrong.items()))
+    assert (done.returncode, fetched) == (2, []) and said in done.stderr, done.stderr
+    done = run_here(command, file)
+    assert [str(one) for one in fetched] == ["org/far@main"], done.stderr
 
 
 class Hub(BaseHTTPRequestHandler):

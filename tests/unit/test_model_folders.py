@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tomli_w
 from hollow_models import write_hollow_safetensors
+from job import run_here
 from repository import ROOT
 from run_cases import CHARACTERS
 from safetensors import safe_open
@@ -220,6 +221,121 @@ def test_headers_are_read_as_safetensors_reads_them(original, tmp_path):
     write_hollow_safetensors(tmp_path / "hollow.safetensors", wanted)
     with safe_open(tmp_path / "hollow.safetensors", framework="np") as tensors:
         assert set(tensors.keys()) == set(wanted)
+
+
+# ---- weights that readers would take differently
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def stale_copy(folder: Path) -> None:
+    """A second file has zeros under a name that the index places in the first."""
+    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    change(lambda t: t.update({name: np.zeros_like(x) for name, x in load_file(first).items()}))(second)
+
+
+def unnamed_tensor(folder: Path) -> None:
+    change(lambda t: t.update({"model.layers.9.stray": np.zeros(2, "f4")}))(min(folder.glob("model-*.safetensors")))
+
+
+def single_beside(folder: Path) -> None:
+    save_file({NORM: np.zeros(64, "f4")}, folder / ONE_FILE)
+
+
+def shard_of_another_save(folder: Path) -> None:
+    save_file({NORM: np.zeros(64, "f4")}, folder / "model-00009-of-00009.safetensors")
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+
+
+def adapter_weights(folder: Path) -> None:
+    save_file({"a": np.zeros(2, "f4")}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "spoil, problem",
+    [
+        (stale_copy, f"tensors that {INDEX} places in another file: "),
+        (unnamed_tensor, f"holds 1 tensors that {INDEX} does not name: model.layers.9.stray"),
+        (single_beside, f"holds {ONE_FILE} beside {INDEX}, which does not name it"),
+        (shard_of_another_save, f"holds model-00009-of-00009.safetensors, which {INDEX} does not name"),
+        (adapter, "holds adapter_config.json beside whole weights: transformers with peft puts the adapter on top"),
+        (adapter_weights, "holds adapter_model.safetensors beside whole weights"),
+    ],
+)
+def test_a_folder_of_shards_that_is_read_in_two_ways_is_one_line(folder, spoil, problem):
+    spoil(folder)
+    (line,) = complaints(folder)
+    assert problem in line
+
+
+def test_what_every_reader_passes_over_is_no_problem(folder):
+    """Mistral's second format, pickles, a buffer that the index does not name."""
+    save_file({"layers.0.wq": np.zeros(2, "f4")}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, "f4")}
+    change(lambda t: t.update(buffer))(min(folder.glob("model-*.safetensors")))
+    load_config(run_file(folder))
+
+
+def test_an_index_of_a_single_file_is_no_problem(one_file):
+    index = {"weight_map": dict.fromkeys(load_file(one_file / ONE_FILE), ONE_FILE)}
+    (one_file / INDEX).write_text(json.dumps(index))
+    load_config(run_file(one_file))
+
+
+def test_files_that_vllm_would_load_beside_a_single_one_are_refused(one_file):
+    save_file({"layers.0.wq": np.zeros(2, "f4")}, one_file / "consolidated.safetensors")
+    (line,) = complaints(one_file)
+    assert line.startswith(f"{one_file} holds consolidated.safetensors beside {ONE_FILE}, without {INDEX}: vLLM loads")
+
+
+def test_a_tied_head_must_be_the_embedding_to_the_last_byte(one_file):
+    file = one_file / ONE_FILE
+    change(lambda t: t.update({HEAD: t[EMBEDDING].copy()}))(file)
+    load_config(run_file(one_file))
+
+    def last_number(tensors: dict[str, np.ndarray]) -> None:
+        tensors[HEAD][-1, -1] = np.nextafter(tensors[HEAD][-1, -1], np.float32(9.0))
+
+    change(last_number)(file)
+    (line,) = complaints(one_file)
+    assert line.startswith(f"{file}: {HEAD} differs from {EMBEDDING}, and tie_word_embeddings of config.json says")
+    edit_config(one_file, tie_word_embeddings=False)
+    load_config(run_file(one_file))
+
+
+@pytest.mark.parametrize("spoil", [stale_copy, single_beside, "head", adapter])
+def test_check_train_doctor_and_eval_refuse_it_alike(folder, tmp_path, spoil):
+    if spoil == "head":
+        *_, last = sorted(folder.glob("model-*.safetensors"))
+        change(lambda t: t.update({HEAD: np.ones((131, 64), "f4")}))(last)
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"][HEAD] = last.name
+        (folder / INDEX).write_text(json.dumps(index))
+    else:
+        spoil(folder)
+    file, problems = run_file(folder), tmp_path / "b.jsonl"
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    said = [run_here(command, file) for command in ("check", "train", "doctor")]
+    said.append(run_here("eval", folder, problems, "--out", tmp_path / "out", "--reward", "arithmetic"))
+    assert [done.returncode for done in said] == [2, 2, 2, 2]
+    assert {done.stderr.removeprefix(f"{file}: agents.one: ") for done in said} == {said[-1].stderr}
+    assert str(folder) in said[-1].stderr and said[-1].stderr.count("\n") == 1
+
+
+def test_an_adapter_without_its_base_names_the_base(one_file):
+    adapter(one_file)
+    (one_file / ONE_FILE).rename(one_file / "adapter_model.safetensors")
+    (line,) = complaints(one_file)
+    assert "holds adapter_config.json, adapter_model.safetensors of org/base and no whole weights; merge it" in line
+    (one_file / "config.json").unlink()
+    (line,) = complaints(one_file)
+    assert line.startswith(f"model folder {one_file} holds an adapter of org/base and no config.json; merge it into")
 
 
 # ---- pass-through tables

@@ -4,18 +4,14 @@ A digest is the first 16 hexadecimal digits of a SHA-256.
 """
 
 import functools
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config import Config, RewardConfig
 from hacpo_mega.config.effects import effect_of, flat
 from hacpo_mega.config.section import Section
-from hacpo_mega.data.files import read_records
-from hacpo_mega.data.hub_sets import HubSplit
+from hacpo_mega.data.contents import data_digest, digest_of, file_digest
 from hacpo_mega.data.prompt_sets import held_out_prompts
-from hacpo_mega.data.saved_folders import data_files
 
 
 class Identity(Section):
@@ -32,8 +28,8 @@ class Identity(Section):
 def identity_of(config: Config) -> Identity:
     """Reads model and data files of a configuration. ValueError when it has no held-out prompts to read."""
     return Identity(
-        config=_digest_of(_what_a_method_is(config)),
-        held_out=_digest_of(_how_it_is_measured(config)),
+        config=digest_of(_what_a_method_is(config)),
+        held_out=digest_of(_how_it_is_measured(config)),
         models={agent.name: folder_digest(agent.model) for agent in config.agents},
     )
 
@@ -42,7 +38,7 @@ def identity_of(config: Config) -> Identity:
 def folder_digest(folder: Path) -> str:
     """Of every file of a model folder: name and bytes. Read once per process, since a model may have many gigabytes."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    return _digest_of([(file.name, _file_digest(file)) for file in files])
+    return digest_of([(file.name, file_digest(file)) for file in files])
 
 
 def _what_a_method_is(config: Config) -> dict[str, Any]:
@@ -52,15 +48,7 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
         for key, value in flat(config.model_dump(mode="json"))
         if effect_of(key) == "results" and key != "seed" and not key.endswith(".optimizer.lr")
     }
-    return {**table, "training_files": [_digest(file) for file in config.data.files]}
-
-
-def _digest(path: Path) -> str:
-    """Of a data file; of a saved folder, of all its data files in order; of a data set of the Hub, of its rows."""
-    if HubSplit.parse(path) is not None:
-        return _digest_of([str(record) for _, record in read_records(path)])
-    digests = [_file_digest(file) for file in data_files(path)]
-    return _digest_of(digests) if len(digests) > 1 else digests[0]
+    return {**table, "training_files": [data_digest(file) for file in config.data.files]}
 
 
 def _how_it_is_measured(config: Config) -> dict[str, Any]:
@@ -79,12 +67,3 @@ def _reward(reward: RewardConfig) -> dict[str, Any]:
     later = {name for name in ("range", "parts") if getattr(reward, name) == getattr(RewardConfig(), name)}
     unread = {"num_workers", "max_unjudged_share", "while_sampling"}
     return reward.model_dump(mode="json", exclude=unread | later)
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
-
-
-def _digest_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

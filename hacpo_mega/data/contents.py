@@ -1,0 +1,41 @@
+"""What data files hold, as digests of contents, not of names: the first 16 hexadecimal digits of a SHA-256."""
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.data.files import read_records
+from hacpo_mega.data.hub_sets import HubSplit
+from hacpo_mega.data.saved_folders import data_files
+
+
+def data_digest(path: Path) -> str:
+    """Of a data file; of a saved folder, of all its data files in order; of a data set of the Hub, of its rows."""
+    if HubSplit.parse(path) is not None:
+        return _rows_digest(path)
+    digests = [file_digest(file) for file in data_files(path)]
+    return digest_of(digests) if len(digests) > 1 else digests[0]
+
+
+def file_digest(file: Path) -> str:
+    """Of every byte; read once per process as long as size, time and place on the disk are as they were."""
+    state = file.stat()
+    return _bytes_digest(file, state.st_size, state.st_mtime_ns, state.st_ino)
+
+
+def digest_of(value: Any) -> str:
+    """Of a value that JSON can say."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _rows_digest(path: Path) -> str:
+    return digest_of([str(record) for _, record in read_records(path)])
+
+
+@functools.cache
+def _bytes_digest(file: Path, *_state: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
