@@ -24,6 +24,7 @@ from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps, find_start
 from hacpo_mega.cli.bench import bench
 from hacpo_mega.cli.chaos import chaos
+from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
 from hacpo_mega.cli.evaluation import evaluate_model
 from hacpo_mega.cli.experiment import experiment
@@ -34,7 +35,6 @@ from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
-    has_tracker_login,
     inside_a_job,
     is_first_of_its_node,
     prepare_environment,
@@ -42,12 +42,7 @@ from hacpo_mega.cluster.environment import (
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.config.describe import batch_arithmetic, describe
-from hacpo_mega.config.device_memory import agent_budgets, memory_table
-from hacpo_mega.config.grader_checks import shown_grader
-from hacpo_mega.config.quantization import suggestions
-from hacpo_mega.config.unused_fields import unused_fields
+from hacpo_mega.config.describe import describe
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
@@ -101,36 +96,7 @@ def describe_config(
     rich.print(describe(key))
 
 
-@app.command()
-def check(
-    config_file: ConfigFile,
-    overrides: Overrides = None,
-    data: Annotated[
-        bool, typer.Option("--data", help="Read every data file, list all bad rows, count prompts.")
-    ] = False,
-    world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
-    run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
-) -> None:
-    """Print the resolved configuration, who runs where, the batch arithmetic, the memory; load nothing heavy."""
-    config = load_checked(config_file, overrides)
-    ranks = RankMap.of(config)
-    if world_size or run_dir:
-        say(ranks.world_size if world_size else config.run_dir)
-        return
-    say(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
-    budgets = {}
-    for agent in config.agents:
-        budgets |= agent_budgets(config, agent, architecture_of(agent))
-    say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
-    shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
-    say("\n" + "\n".join([*shown, *suggestions(config), *unused_fields(config)]))
-    if "wandb" in config.logging.trackers and not has_tracker_login():
-        say("logging.trackers: wandb has no login and would ask for one: `wandb login`, or WANDB_MODE=offline")
-    if data:
-        prepare_environment()
-        from hacpo_mega.commands.check_prompts import check_prompts
-
-        say(f"\n{check_prompts(config)}")
+app.command()(check)
 
 
 @app.command()

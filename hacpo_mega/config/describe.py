@@ -5,7 +5,7 @@ A field's sentence is the text under it in the schema, so what is printed is wha
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.config.effects import flat
 from hacpo_mega.config.schema import Config
 
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
@@ -167,16 +168,59 @@ def _one_line(text: str | None) -> str:
 
 
 def batch_arithmetic(config: Config) -> str:
-    """How many answers, samples and optimizer updates a step is, as sentences."""
+    """How many answers, samples and optimizer updates a step is, as lines."""
     training, group, num_agents = config.training, config.answers_per_prompt, len(config.agents)
     sources = num_agents if config.algorithm.shares_answers else 1
     return "\n".join(
         (
             f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} "
-            f"answers per agent, {training.prompts_per_step * group * num_agents} in all; "
+            "answers per agent,",
+            f"  {training.prompts_per_step * group * num_agents} in all; "
             f"{training.prompts_per_step // config.lanes} prompts per lane",
             f"update: {config.prompts_per_update} prompts x {group} answers x {sources} sources = "
-            f"{config.prompts_per_update * group * sources} samples per agent; {config.updates_per_step} updates per "
-            f"step, {config.updates_per_step * config.num_steps} in the run",
+            f"{config.prompts_per_update * group * sources} samples per agent;",
+            f"  {config.updates_per_step} updates per step, {config.updates_per_step * config.num_steps} in the run",
         )
     )
+
+
+def differing(config: Config) -> dict[str, dict[str, str]]:
+    """What is not the default, as a TOML file says it, by table, "" before any; `agents.*` has what all agents share.
+
+    The algorithm's method and preset are always there; what these two set is the default of its other keys.
+    """
+    algorithm = config.algorithm
+    chosen = AlgorithmConfig(method=algorithm.method, preset=algorithm.preset)
+    tables = {"": _differing(config, type(config).model_fields.keys() - {"agents", "algorithm"})}
+    tables[""] = {key: value for key, value in tables[""].items() if "." not in key}
+    for name in (name for name in type(config).model_fields if isinstance(getattr(config, name), BaseModel)):
+        tables[name] = _differing(getattr(config, name))
+    own = {name: getattr(algorithm, name) for name in type(algorithm).model_fields}
+    tables["algorithm"] = {
+        name: said(value)
+        for name, value in own.items()
+        if name in ("method", "preset") or value != getattr(chosen, name)
+    }
+    agents = {agent.name: _differing(agent, type(agent).model_fields.keys() - {"name"}) for agent in config.agents}
+    shared = dict(set.intersection(*(set(table.items()) for table in agents.values()))) if len(agents) > 1 else {}
+    first = next(iter(agents.values()))
+    tables["agents.*"] = {key: value for key, value in first.items() if key in shared}
+    for name, table in agents.items():
+        tables[f"agents.{name}"] = {key: value for key, value in table.items() if key not in shared}
+    return {name: table for name, table in tables.items() if table}
+
+
+def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[str, str]:
+    """Dotted keys of a table that have another value than their default."""
+    found: dict[str, str] = {}
+    dumped = table.model_dump(mode="json")
+    for name, field in type(table).model_fields.items():
+        value, default = getattr(table, name), field.get_default(call_default_factory=True)
+        if (names is not None and name not in names) or (not field.is_required() and value == default):
+            continue
+        if isinstance(value, BaseModel):
+            inside = _differing(value)
+            found |= {f"{name}.{key}": text for key, text in inside.items()} or {name: "its defaults"}
+        else:
+            found |= {key: said(part) for key, part in flat({name: dumped[name]})}
+    return found

@@ -8,6 +8,7 @@ with placement = "shared", in its agent's turns.
 import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from hacpo_mega.config.agents import AgentConfig
@@ -36,6 +37,17 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
 APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
+
+
+TABLE_WIDTH, NAME_WIDTH = 80, 14
+# Parts that a row of the summary adds up, by its columns; all others are the rest.
+SUMMARY = (
+    ("weights",),
+    ("gradients", "main weights", "moments", "step"),
+    ("activations", "backward", "forward", "fragments", "own gradient"),
+    ("engine awake", "engine asleep", "engine weights"),
+)
+TE_NOTE = "Megatron's own layers; TransformerEngine's take no more."
 
 
 def capacity(config: Config) -> int | None:
@@ -218,22 +230,60 @@ def memory_table(budgets: dict[str, Budget]) -> str:
 
     In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
     in no phase: pinned memory of the process, for what is away while the engine generates; nor are "experts at worst"
-    and "answers' routing", which is on the host, too.
+    and "answers' routing", which is on the host, too. As many columns stand side by side as TABLE_WIDTH holds.
     """
-    columns = list(budgets.values())
-    unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)
-    most = columns[0].capacity
-    device = "the CPU, of which nothing is refused" if most is None else f"{most / one:.2f} of a device"
-    rows = [[f"memory of one process, {unit}; {device}", *budgets], ["layout", *map(_layout, columns)]]
-    rows.append(["model", *map(_model, columns)])
-    for part in columns[0].parts:
-        if any(budget.parts[part] for budget in columns):
-            rows.append([part, *(f"{budget.parts[part] / one:.2f}" for budget in columns)])
+    columns, (unit, one) = list(budgets.values()), _unit(budgets)
+    lines = [f"memory of one process, {unit}; {_device(columns[0], one)}; * fullest"]
+    for name, budget in budgets.items():
+        lines += [f"{name}: {_layout(budget)}", f"  {model_size(budget)}, {_learning(budget)}"]
+    rows = [
+        (part, [f"{budget.parts[part] / one:.2f}" for budget in columns])
+        for part in columns[0].parts
+        if any(budget.parts[part] for budget in columns)
+    ]
     for phase in (phase for phase in PHASES if any(phase in budget.phases for budget in columns)):
-        rows.append([f"= {phase}", *(_phase_cell(budget, phase, one) for budget in columns)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join(lines if most is None else [*lines, "Megatron's own layers; TransformerEngine's take no more."])
+        rows.append((f"= {phase}", [_phase_cell(budget, phase, one) for budget in columns]))
+    wide, names = max(len(name) for name, _ in rows), list(budgets)
+    while names:
+        sizes = [max(len(name), 8) + 2 for name in names]
+        most = max(1, sum(total <= TABLE_WIDTH - wide for total in accumulate(sizes)))
+        shown, names = names[:most], names[most:]
+        first = len(budgets) - len(names) - most
+        lines += ["", " " * wide + "".join(f"{name:>{size}}" for name, size in zip(shown, sizes))]
+        for name, cells in rows:
+            marked = (cell if cell.endswith("*") else f"{cell} " for cell in cells[first : first + most])
+            lines.append((f"{name:{wide}}" + "".join(f"{cell:>{size}}" for cell, size in zip(marked, sizes))).rstrip())
+    most_bytes = columns[0].capacity
+    return "\n".join(lines if most_bytes is None else [*lines, TE_NOTE])
+
+
+def memory_summary(budgets: dict[str, Budget]) -> str:
+    """The fullest phase of every agent as a row: what it is made of, and how much of a device that is."""
+    unit, one = _unit(budgets)
+    device = _device(next(iter(budgets.values())), one)
+    wide = min(NAME_WIDTH, max(len(name) for name in budgets))
+    lines = [f"memory of one process at its fullest, {unit}; {device}"]
+    heads = "".join(f"{head:>8}" for head in ("peak", "weights", "Adam", "working", "engine", "rest"))
+    lines.append(f"{'':{wide}}  {heads}  phase")
+    for name, budget in budgets.items():
+        parts = {part: budget.parts[part] for part in budget.parts_of(budget.fullest)}
+        groups = [sum(parts.pop(part, 0) for part in group) for group in SUMMARY]
+        cells = "".join(
+            f"{size / one:8.{1 if size >= 1000 * one else 2}f}" for size in (budget.peak, *groups, sum(parts.values()))
+        )
+        short = name if len(name) <= wide else f"{name[: wide - 10]}...{name[-7:]}"
+        lines.append(f"{short:{wide}}  {cells}  {budget.fullest.removeprefix('learn, ')}")
+    return "\n".join(lines)
+
+
+def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:
+    return ("GiB", GIB) if max(budget.peak for budget in budgets.values()) >= 10 * GIB else ("MiB", GIB >> 10)
+
+
+def _device(budget: Budget, one: int) -> str:
+    if budget.capacity is None:
+        return "the CPU, of which nothing is refused"
+    return f"{budget.capacity / one:.2f} of a device"
 
 
 def _phase_cell(budget: Budget, phase: str, one: int) -> str:
@@ -251,14 +301,24 @@ def _layout(budget: Budget) -> str:
     return f"tp {actor.layout.tp}, {context}pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
 
 
-def _model(budget: Budget) -> str:
-    """Parameters, those of them that a token meets, and the FLOPs of learning from one at the longest answer's end."""
-    model, longest = budget.actor.architecture, budget.engine.max_tokens
+def model_size(budget: Budget) -> str:
+    """Parameters of the model, and those of them that a token meets where these are fewer."""
+    model = budget.actor.architecture
     whole = num_weights(model, Layout())
     active = whole - expert_weights(model, Layout()) + active_experts(model)
-    flops = learning_flops(model, 1, longest, budget.actor.lora) / longest
-    size = f"{whole / 1e9:.3g} B" if active == whole else f"{whole / 1e9:.3g} B, {active / 1e9:.3g} B active"
-    return f"{size}, {flops / 1e9:.3g} GFLOP a token learnt"
+    return f"{_spoken(whole)} parameters" + ("" if active == whole else f", {_spoken(active)} active")
+
+
+def _spoken(number: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6)) if number >= size / 10), ("K", 1e3))
+    return f"{number / size:.3g} {unit}"
+
+
+def _learning(budget: Budget) -> str:
+    """FLOPs of learning from one token at the longest answer's end."""
+    longest = budget.engine.max_tokens
+    flops = learning_flops(budget.actor.architecture, 1, longest, budget.actor.lora) / longest
+    return f"{flops / 1e9:.3g} GFLOP a token learnt"
 
 
 def _gib(size: int) -> str:

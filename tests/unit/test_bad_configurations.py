@@ -237,3 +237,48 @@ def test_in_a_job_one_process_of_a_node_says_it(rank, here, monkeypatch, capsys)
         code, _, complaints = run_here(monkeypatch, capsys, "train", str(here / "run.toml"), *overrides)
         assert code == 2
         assert (says in complaints, len(complaints.splitlines())) == ((True, 1) if rank == 0 else (False, 0))
+
+
+@pytest.mark.parametrize("placement", ["split", "shared", "apart"])
+def test_check_is_one_screen_that_ends_with_what_to_do(placement, here, tmp_path, monkeypatch, capsys):
+    """For three agents with long names and a long path: what was given, who is where, the memory, the command."""
+    agents = [
+        {"name": f"{name}-of-the-third-family", "model": str(here / model)}
+        for name, model in (("gemma", "a"), ("moe", "b"), ("m", "a"))
+    ]
+    deep = tmp_path / ("a-long-name-" * 8) / "run"
+    overrides = [f"placement={placement}", f"run_dir={deep}", "agents.*.optimizer.lr=0.5", "rollout.temperature=0.75"]
+    overrides += ["device_memory_gib=80", *["agents.*.rollout_gpus=1"][: placement == "apart"]]
+    file = write_config(tmp_path, agents, data={"generator": "arithmetic"})
+    code, shown, wrong = run_here(monkeypatch, capsys, "check", str(file), *overrides)
+    assert (code, wrong) == (0, "")
+    *screen, last = shown.splitlines()
+    assert last.startswith(f"ok: train with hacpo-mega train {file} placement={placement} ")
+    assert len(screen) <= 48 and not [line for line in screen if len(line) > 80 and not line.startswith("reward: ")]
+    assert "  agents.*: optimizer.lr = 0.5" in shown and "temperature = 0.75" in shown and "betas" not in shown
+    assert sum(line.endswith((" generate", " publish", " learn")) for line in screen) == (
+        6 if placement == "apart" else 3
+    )
+    _, whole, _ = run_here(monkeypatch, capsys, "check", "--resolved", str(file), *overrides)
+    resolved, _ = json.JSONDecoder().raw_decode(whole)
+    assert resolved["run_dir"] == str(deep) and resolved["agents"][0]["optimizer"]["betas"] == [0.9, 0.95]
+    assert whole.splitlines()[-1] == last and max(map(len, whole.splitlines()[-40:-4])) <= 80
+
+
+@pytest.mark.parametrize(
+    "limit, says",
+    [
+        ("12:00", "12:00 is 12 minutes to Slurm; 12 hours is 12:00:00"),
+        ("01:30", "01:30 is 1 minutes 30 seconds to Slurm; 1 hours 30 minutes is 01:30:00"),
+        ("24", "24 is 24 minutes to Slurm; 24 hours is 24:00:00"),
+        ("90", ""),
+        ("12:00:00", ""),
+        ("1-12:00", ""),
+    ],
+)
+def test_a_time_limit_that_slurm_reads_as_minutes_is_said(limit, says, here, monkeypatch, capsys):
+    _, shown, _ = run_here(monkeypatch, capsys, "check", str(here / "run.toml"), f"slurm.time={limit}")
+    assert [line for line in shown.splitlines() if line.startswith("slurm.time: ")] == [f"slurm.time: {says}"] * bool(
+        says
+    )
+    assert shown.splitlines()[-1].startswith("ok: train with hacpo-mega slurm ")
