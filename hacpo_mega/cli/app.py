@@ -10,10 +10,11 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 import errno
 import json
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich
 import typer
@@ -42,18 +43,52 @@ from hacpo_mega.cluster.environment import (
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
-from hacpo_mega.config.describe import describe
+from hacpo_mega.config import Config
+from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
+# Options by which other trainers are given their configuration.
+CONFIGURATION = ("config", "config_file", "config_path", "config_name", "file")
+
 
 class _Commands(typer.core.TyperGroup):
-    """Lists the commands with all of their first lines, where click would cut them."""
+    """Lists the commands with all of their first lines, where click would cut them; knows a key given as an option."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        given = [*ctx._protected_args, *ctx.args]
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # click's error by its name: later versions of typer have a click of their own
+            said = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
+            if said is not None:
+                raise ValueError(said) from error
+            raise
 
     def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         with formatter.section("Commands"):
             formatter.write_dl([(name, " ".join(command.help.split())) for name, command in commands])
+
+
+def _as_a_key(error: Any, given: list[str]) -> str | None:
+    """How an option that there is not, such as --num_steps 5, is written as key=value; None for one that is no key."""
+    option, command = error.option_name, error.ctx.command
+    if not any(parameter.name == "overrides" for parameter in command.params):
+        return None
+    place = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
+    word, *after = [*given[place : place + 2], ""]
+    value = word.partition("=")[2] or (after[0] if after[0][:1] != "-" else "")
+    name = option.lstrip("-").replace("-", "_")
+    if name in CONFIGURATION:
+        return f"{option}: there is no such option; write hacpo-mega {error.ctx.info_name} {value or 'CONFIG'}"
+    keys = list(keys_of(Config))
+    key = name if name in keys else nearest_key(name)
+    if key is None or not option.startswith("--") or any(other.startswith(f"{key}.") for other in keys):
+        return None
+    word = shlex.quote(f"{in_a_run(key)}={value or 'VALUE'}")
+    return f"{option}: there is no such option; behind the configuration write {word}"
 
 
 app = typer.Typer(

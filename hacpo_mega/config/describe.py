@@ -18,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.config.choices import SYNONYMS
 from hacpo_mega.config.effects import flat
 from hacpo_mega.config.schema import Config
+from hacpo_mega.models.documents import SHOWN
 
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}
@@ -63,11 +65,59 @@ def describe(key: str | None = None) -> Group:
     fields = list(describe_fields())
     chosen = [field for field in fields if key is None or field.key == key or field.key.startswith(f"{key}.")]
     if not chosen:
-        near = difflib.get_close_matches(str(key), [field.key for field in fields], n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest_key(str(key)) or next(
+            iter(difflib.get_close_matches(str(key), [field.key for field in fields], n=1, cutoff=0.7)), None
+        )
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ValueError(f"{key}: unknown key{hint} (`hacpo-mega config` lists all of them)")
     sections = dict.fromkeys(field.section for field in chosen)
     return Group(*(_Section(section, [f for f in chosen if f.section == section]) for section in sections))
+
+
+def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
+    """The key that somebody meant who wrote `key`, which there is not; None where nothing is near.
+
+    The same word in another table, or another trainer's word for it, comes before a similar spelling. Where `schema` is
+    that of a run, which alone has words of other trainers.
+    """
+    table, _, last = key.rpartition(".")
+    word = last.lower().replace("-", "_")
+    keys = list(dict.fromkeys(keys_of(schema)))
+    meant = [other for other in (SYNONYMS.get(word, ()) if schema is Config else ()) if other != key]
+    same = sorted((other for other in keys if other.rpartition(".")[2] == word and other != key), key=_depth)
+    beside = [other for other in keys if other.rpartition(".")[0] == table]
+    near = _spelt_alike(word, beside, 0.75)
+    inside = [other for other in (*meant, *same) if other in beside]
+    found = [*inside, *near, *meant, *same, *_spelt_alike(word, keys, 0.8), *_spelt_alike(word, beside, 0.6)]
+    return found[0] if found else None
+
+
+def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:
+    """Keys whose last part is spelt nearly as a word is."""
+    # difflib takes seconds for a long text, and none is near to it
+    names = {key.rpartition(".")[2] for key in keys} if len(word) <= SHOWN else ()
+    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    return sorted((key for key in keys if key.rpartition(".")[2] in near), key=_depth)
+
+
+def in_a_run(key: str, agent: str = "*") -> str:
+    """A key as an override says it, of one agent or of all."""
+    return f"agents.{agent}.{key.removeprefix('agents.')}" if key.startswith("agents.") else key
+
+
+def keys_of(schema: type[BaseModel], table: str = "") -> Iterator[str]:
+    """Every dotted key of a schema; those of an agent begin with agents."""
+    for name, field in schema.model_fields.items():
+        key = f"{table}.{name}" if table else name
+        yield key
+        inner, is_named = _inner_table(field.annotation)
+        if inner is not None:
+            yield from keys_of(inner, f"{key}.NAME" if is_named else key)
+
+
+def _depth(key: str) -> tuple[int, int]:
+    """Tables around a key; what `init` would make is meant last."""
+    return ("init" in key.split("."), key.count("."))
 
 
 @dataclass(frozen=True)

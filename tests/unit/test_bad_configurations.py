@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_there_are_enough_of_them():
         ("none.toml", None, "cannot be read (No such file or directory)"),
         ("broken.toml", b"seed = = 3", "not valid TOML"),
         ("latin.toml", b"run_dir = '\xe9'", "not valid TOML"),
+        (
+            "run.yaml",
+            b"# mine\nrun_dir: x\ndata:\n  train: y\n",
+            "not valid TOML: Expected '=' after a key in a key/value "
+            "pair (at line 2, column 8); this looks like YAML, and TOML has num_steps = 5 for num_steps: 5",
+        ),
+        (
+            "run.json",
+            b'{"run_dir": "x"}',
+            "not valid TOML: Invalid statement (at line 1, column 1); this looks like JSON",
+        ),
         ("empty.toml", b"", "run_dir: required, not given"),
     ],
 )
@@ -255,7 +267,11 @@ def test_check_is_one_screen_that_ends_with_what_to_do(placement, here, tmp_path
     *screen, last = shown.splitlines()
     assert last.startswith(f"ok: train with hacpo-mega train {file} placement={placement} ")
     assert len(screen) <= 48 and not [line for line in screen if len(line) > 80 and not line.startswith("reward: ")]
-    assert "  agents.*: optimizer.lr = 0.5" in shown and "temperature = 0.75" in shown and "betas" not in shown
+    assert (
+        re.search(r"^  agents\.\*: .*optimizer.lr = 0.5$", shown, re.M)
+        and "temperature = 0.75" in shown
+        and "betas" not in shown
+    )
     assert sum(line.endswith((" generate", " publish", " learn")) for line in screen) == (
         6 if placement == "apart" else 3
     )
