@@ -111,7 +111,7 @@ _WORDS = {
     "data.files": "train train_file train_files train_data train_dataset "
     "dataset dataset_name dataset_path data_path prompt_data path",
     "data.prompt_field": "prompt prompt_key input_key question question_field problem",
-    "data.gold_field": "gold answer answer_key label_key label solution ground_truth target",
+    "data.gold_field": "gold answer answer_field answer_key label_key label solution ground_truth target",
     "evaluation.files": "val val_file val_files test_files eval_files eval_dataset validation",
     "evaluation.every_steps": "test_freq eval_steps eval_interval eval_every val_period",
     "checkpoint.every_steps": "save_freq save_steps save_interval save_period",

@@ -108,17 +108,45 @@ def memory_problems(
 
 def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[str]:
     if budget.engine_is_too_small and budget.capacity is not None:
-        share = budget.engine_needs / budget.capacity
-        larger = (
-            f"Nearest: {int(share * 100) / 100 + 0.01:g}" if share < 0.99 else "No share is enough; raise engine_tp"
-        )
         yield (
             f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
             f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
-            f"its warm-up and one longest sequence. {larger}"
+            f"its warm-up and one longest sequence. {_larger_share(config, agent, budget)}"
         )
     elif not budget.fits():
         yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"
+
+
+def _larger_share(config: Config, agent: AgentConfig, budget: Budget) -> str:
+    """The share of the device with which the engine can work and every phase fits, over more ranks where it must."""
+    wider = (
+        (f"{key} = {size} with ", layout, engine) for key, size, layout, engine in _wider(agent, budget, ("tp", "cp"))
+    )
+    for words, layout, engine in [("", budget.actor.layout, budget.engine), *wider]:
+        actor = replace(budget.actor, layout=layout, recompute=_lightest(agent, budget))
+        changed = fullest_stage(actor, engine, budget.capacity, budget.does)
+        share = int(100 * changed.engine_needs / budget.capacity) / 100 + 0.01
+        if share <= 1.0:
+            changed = fullest_stage(actor, replace(engine, memory_share=share), budget.capacity, budget.does)
+            if changed.fits() and not changed.engine_is_too_small:
+                return f"Nearest: {words}{'vllm.gpu_memory_utilization = ' if words else ''}{share:g}"
+    return "No share is enough, whatever tp or cp: the device, its other parts or the longest answer decide"
+
+
+def _lightest(agent: AgentConfig, budget: Budget) -> Recompute:
+    """The recomputation that takes least, where the agent's key leaves it open."""
+    return "full" if agent.recompute == "auto" else budget.actor.recompute
+
+
+def _wider(agent: AgentConfig, budget: Budget, keys: tuple[str, ...]) -> Iterator[tuple[str, int, Layout, EnginePlan]]:
+    """Every layout with more of one of the keys that the model can have, with its engines over the larger cell."""
+    actor, engine = budget.actor, budget.engine
+    for key, size in ((name, n) for name in keys for n in range(getattr(agent, name) + 1, 65)):
+        layout = replace(actor.layout, **{key: size})
+        engine_tp = engine.tp if engine.stays_awake or key == "ep" else layout.cell_size
+        layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
+        if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
+            yield key, size, layout, replace(engine, tp=engine_tp)
 
 
 def _too_much(budget: Budget) -> str:
@@ -148,7 +176,7 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
     for choice in ("mlp", "full"):
         if agent.recompute != "auto":
             yield f"recompute = {choice!r}", fullest_stage(replace(actor, recompute=choice), engine, most)
-    lightest = replace(actor, recompute="full" if agent.recompute == "auto" else actor.recompute)
+    lightest = replace(actor, recompute=_lightest(agent, budget))
     for hundredths in range(int(100 * (engine.memory_share or 0.0)) - 1, 0, -1):
         share = hundredths / 100
         smaller = replace(engine, memory_share=share)
@@ -167,16 +195,9 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         shorter = replace(lightest, num_tokens=at_most)
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
-    more = ((name, n) for name in ("ep", "tp", "cp") for n in range(getattr(agent, name) + 1, 65))
-    for key, size in more:
-        layout = replace(actor.layout, **{key: size})
-        keeps = engine.stays_awake or key == "ep"
-        engine_tp = engine.tp if keeps else layout.cell_size
-        layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
-        if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
-            wider = replace(engine, tp=engine_tp)
-            words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
-            yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
+    for key, size, layout, wider in _wider(agent, budget, ("ep", "tp", "cp")):
+        words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
+        yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:

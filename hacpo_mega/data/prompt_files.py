@@ -4,6 +4,7 @@ Not here: how many of the prompts every agent can read (prompt_sets.py).
 """
 
 from hacpo_mega.config import Config
+from hacpo_mega.config.checks import largest_step
 from hacpo_mega.data.files import describe, read_prompts
 
 
@@ -20,5 +21,5 @@ def require_good_files(config: Config) -> None:
     if config.data.files and config.training.prompts_per_step > len(rows):
         raise ValueError(
             f"training.prompts_per_step ({config.training.prompts_per_step}) takes that many different prompts, but "
-            f"data.files has only {len(rows)} rows. Nearest: {len(rows)}"
+            f"data.files has only {len(rows)} rows. {largest_step(config, len(rows))}"
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from advice import advices, taken
 from bad_case import ROWS
 from bad_cases import GROUPS
 from bad_sources import DATA
@@ -24,6 +25,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_mega.cli import app as cli
+from hacpo_mega.commands.check_prompts import check_prompts
 from hacpo_mega.config import load_config
 from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields
@@ -298,3 +300,80 @@ def test_a_time_limit_that_slurm_reads_as_minutes_is_said(limit, says, here, mon
         says
     )
     assert shown.splitlines()[-1].startswith("ok: train with hacpo-mega slurm ")
+
+
+# Beside the cases above, whose refusals have advice too: what several keys, files, a model or a device decide together.
+ADVISED = (
+    ("agents.a.tp=3",),
+    ("agents.a.pp=3",),
+    ("agents.a.cp=3",),
+    ("agents.a.ep=2",),
+    ("agents.a.tp=2", "agents.a.engine_tp=3"),
+    ("agents.a.tp=4", "agents.a.cp=2"),
+    ("agents.a.tp=4", "agents.a.pp=2", "algorithm.method=sgt"),
+    ("rollout.max_answer_tokens=300",),
+    ("rollout.max_prompt_tokens=300",),
+    ("rollout.max_prompt_tokens=300", "rollout.max_answer_tokens=300", "evaluation.max_answer_tokens=400"),
+    ("evaluation.max_answer_tokens=300",),
+    ("agents.a.lora={targets=['q_prj']}",),
+    ("agents.a.lora={}", "agents.a.transformer=te"),
+    ("agents.a.lora.r=8",),
+    ("lanes=3", "training.prompts_per_update=16", "training.prompts_per_step=64"),
+    ("agents.a.cells_per_lane=2", "agents.b.cells_per_lane=3"),
+    ("agents.a.tp=2", "training.max_tokens_per_microbatch=19"),
+    ("agents.a.tp=2", "rollout.max_answer_tokens=27", "training.max_tokens_per_microbatch=33"),
+    ("rollout.rollouts_per_prompt=1000000000",),
+    ("training.prompts_per_step=8000000", "training.prompts_per_update=8000000", "rollout.rollouts_per_prompt=1"),
+    ("data.skills=['mul','srt','add']", "training.prompts_per_step=6000", "training.prompts_per_update=2000"),
+    ("agents.a.megatron.virtual_pipeline_model_parallel_size=2",),
+    ("agents.a.vllm.quantization=fp8",),
+    ("agents.a.router_replay=true",),
+    ("placement=apart",),
+    ("placement=apart", "agents.a.rollout_gpus=3", "agents.a.engine_tp=2", "agents.b.rollout_gpus=2"),
+    ("logging.trackers=['wandb','wandb']",),
+    ("learning_rate=1e-5",),
+    ("partition=gpu",),
+    ("algorithm.kl=0.1",),
+    ("device_memory_gib=8", "agents.*.vllm.gpu_memory_utilization=0.9"),
+    ("device_memory_gib=80", "agents.*.vllm.gpu_memory_utilization=0.01"),
+)
+OF_FILES = (
+    ("data={files=['{here}/good.jsonl']}", "training.prompts_per_step=4096", "training.prompts_per_update=64"),
+    ("data={files=['{here}/good.jsonl']}", "training.prompts_per_step=25", "training.prompts_per_update=5"),
+    ("data={files=['{here}/good.jsonl']}", "rollout.max_prompt_tokens=2"),
+    ("data.skills=['mul', 'srt']", "rollout.max_prompt_tokens=5"),
+)
+
+
+def refusal_of(here: Path, overrides: list[str], reads_data: bool) -> list[str]:
+    """The lines with which a configuration is refused; none where it is right."""
+    try:
+        config = load_config(here / "run.toml", overrides)
+        if reads_data:
+            check_prompts(config)
+    except ValueError as error:
+        return [
+            line if line.startswith(f"{here}/run.toml: ") else f"run.toml: {line}" for line in str(error).splitlines()
+        ]
+    return []
+
+
+@pytest.mark.parametrize(
+    "overrides", [*(case.values[0].set for case in CASES), *ADVISED, *OF_FILES], ids=lambda given: " ".join(given)[:60]
+)
+def test_advice_helps(overrides, here):
+    """Each alternative of each line mends what the line says, and all first ones, taken again and again, mend all."""
+    reads_data = overrides in OF_FILES
+    given = [filled(override, here).replace("agents.*.tpp", "agents.a.tpp") for override in overrides]
+    lines = refusal_of(here, given, reads_data)
+    assert lines or overrides not in (*ADVISED, *OF_FILES)
+    assert any(map(advices, lines)) or overrides not in (*ADVISED, *OF_FILES)
+    for line in lines:
+        for advice in advices(line):
+            after = refusal_of(here, taken(given, advice), reads_data)
+            assert line not in after and not any(other.startswith("run.toml: override") for other in after), advice
+    for _ in range(6):
+        first = dict.fromkeys(key for line in lines for key in (advices(line) or [[]])[0])
+        given, before = taken(given, list(first)), lines
+        lines = refusal_of(here, given, reads_data) if first else []
+    assert lines == [], before
