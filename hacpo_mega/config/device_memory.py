@@ -6,7 +6,7 @@ with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -99,25 +99,32 @@ def agent_budget(
 
 
 def memory_problems(
-    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None, advises: bool = True
 ) -> Iterator[str]:
-    """A line when a device cannot hold the agent; its layout must be one that the model can have."""
+    """A line when a device cannot hold the agent; its layout must be one that the model can have.
+
+    With the nearest change of this agent that fits, unless whoever asks knows of devices and looks for it itself.
+    """
     for budget in agent_budgets(config, agent, architecture, on_cpu=on_cpu).values():
-        yield from _problems(config, agent, budget)
+        for problem, advice in _problems(config, agent, budget):
+            yield f"{problem}. {advice()}" if advises else problem
 
 
-def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[str]:
+def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Callable[[], str]]]:
     if budget.engine_is_too_small and budget.capacity is not None:
         yield (
-            f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
-            f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
-            f"its warm-up and one longest sequence. {_larger_share(config, agent, budget)}"
+            (
+                f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
+                f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its "
+                "weights, its warm-up and one longest sequence"
+            ),
+            lambda: _larger_share(agent, budget),
         )
     elif not budget.fits():
-        yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"
+        yield _too_much(budget), lambda: _nearest(config, agent, budget)
 
 
-def _larger_share(config: Config, agent: AgentConfig, budget: Budget) -> str:
+def _larger_share(agent: AgentConfig, budget: Budget) -> str:
     """The share of the device with which the engine can work and every phase fits, over more ranks where it must."""
     wider = (
         (f"{key} = {size} with ", layout, engine) for key, size, layout, engine in _wider(agent, budget, ("tp", "cp"))

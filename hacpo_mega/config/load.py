@@ -1,5 +1,6 @@
 """From a TOML file and `key=value` overrides to a checked, frozen Config. All complaints come at once."""
 
+import copy
 import difflib
 import re
 import tomllib
@@ -72,7 +73,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
     *way, last = key.split(".")
     value = _value(text, override)
     for place in _places(table, way, override):
-        place[last] = value
+        place[last] = copy.deepcopy(value)  # each its own: a later override may lead into the table of one agent
 
 
 def _value(text: str, override: str) -> Any:

@@ -359,7 +359,9 @@ def refusal_of(here: Path, overrides: list[str], reads_data: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "overrides", [*(case.values[0].set for case in CASES), *ADVISED, *OF_FILES], ids=lambda given: " ".join(given)[:60]
+    "overrides",
+    dict.fromkeys([*(case.values[0].set for case in CASES), *ADVISED, *OF_FILES]),
+    ids=lambda given: " ".join(given)[:60],
 )
 def test_advice_helps(overrides, here):
     """Each alternative of each line mends what the line says, and all first ones, taken again and again, mend all."""
