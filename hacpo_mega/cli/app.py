@@ -40,6 +40,7 @@ from hacpo_mega.cluster.environment import (
     is_first_of_its_node,
     prepare_environment,
 )
+from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
@@ -181,7 +182,6 @@ def train(
     if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return
     begin_attempt(config.run_dir)
-    from hacpo_mega.cluster.exit_status import RESUMABLE
     from hacpo_mega.trainer.trainer import Trainer
 
     with Trainer(config, **how) as trainer:
@@ -253,9 +253,13 @@ def main() -> None:
     try:
         _require_folder()
         app()
-    except (ValueError, Unreachable) as error:
+    except ValueError as error:
         say(error, file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(2)
+    except Unreachable as error:
+        if str(error):  # else another rank says it
+            say(error, file=sys.stderr)
+        os._exit(FAILED)  # of a rank: what its libraries print when they are taken down would bury the line
     except Exception as error:  # a fault of ours may quote foreign text, which a terminal would obey
         say(_of_a_full_disk(error) or "".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
         sys.exit(1)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from hacpo_mega.cluster.seat import size_variable
 from hacpo_mega.config import Config
 from hacpo_mega.models.layout import block_cells
 
@@ -182,9 +183,11 @@ class RankMap:
     def require_world_size(self, found: int) -> None:
         """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
         if found != self.world_size:
+            variable = size_variable()
+            inside = "" if variable == "WORLD_SIZE" else ", which a Slurm job has set for this shell"
             raise ValueError(
-                f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found WORLD_SIZE {found}. "
-                "Start it with launch/local.sh, or with as many processes as needed."
+                f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found {variable} {found}"
+                f"{inside}. Start it with launch/local.sh, or with as many processes as needed."
             )
 
     def require_one_node(self, num_local: int) -> None:

@@ -379,3 +379,29 @@ def test_advice_helps(overrides, here):
         given, before = taken(given, list(first)), lines
         lines = refusal_of(here, given, reads_data) if first else []
     assert lines == [], before
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    "task, says",
+    [
+        (BATCH | {"SLURM_NTASKS": "2"}, "this is the batch script of job 7 and no task of srun (SLURM_NTASKS is 2, "),
+        (BATCH, "this is the batch script of job 7 and no task of srun (SLURM_NTASKS is not set, "),
+        (BATCH | {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "batch"}, "put srun before the command (srun --ntasks=2 "),
+        (
+            BATCH | {"SLURM_NTASKS": "1"},
+            "found SLURM_NTASKS 1, which a Slurm job has set for this shell. Start it with",
+        ),
+        (BATCH | {"SLURM_NTASKS": "3", "SLURM_STEP_ID": "0"}, "found SLURM_NTASKS 3, which a Slurm job has set for"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}, "found WORLD_SIZE 3. Start it with launch/local.sh"),
+    ],
+)
+def test_a_job_that_cannot_be_is_told_so_by_the_variable_that_was_set(task, says, here, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    code, shown, complaints = run_here(monkeypatch, capsys, "train", str(here / "run.toml"))
+    assert (code, shown, len(complaints.splitlines())) == (2, "", 1) and says in complaints, complaints
