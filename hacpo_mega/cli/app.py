@@ -10,11 +10,12 @@ The imports inside functions are on purpose: `--help` and `check` must answer wi
 import errno
 import json
 import os
+import shlex
 import sys
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich
 import typer
@@ -25,6 +26,7 @@ from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.bench import bench
 from hacpo_mega.cli.chaos import chaos
+from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
 from hacpo_mega.cli.evaluation import evaluate_model
 from hacpo_mega.cli.experiment import experiment
@@ -35,35 +37,60 @@ from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
-    has_tracker_login,
     inside_a_job,
     is_first_of_its_node,
     prepare_environment,
 )
+from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
 from hacpo_mega.cluster.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config import Config
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.config.describe import batch_arithmetic, describe
-from hacpo_mega.config.device_memory import agent_budgets, memory_table
-from hacpo_mega.config.grader_checks import shown_grader
-from hacpo_mega.config.quantization import suggestions
-from hacpo_mega.config.success import unsaid_success
-from hacpo_mega.config.tokenizer_checks import template_notes
-from hacpo_mega.config.unused_fields import unused_fields
-from hacpo_mega.config.weak_settings import weak_settings
+from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
+# Options by which other trainers are given their configuration.
+CONFIGURATION = ("config", "config_file", "config_path", "config_name", "file")
+
 
 class _Commands(typer.core.TyperGroup):
-    """Lists the commands with all of their first lines, where click would cut them."""
+    """Lists the commands with all of their first lines, where click would cut them; knows a key given as an option."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        given = [*ctx._protected_args, *ctx.args]
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # click's error by its name: later versions of typer have a click of their own
+            said = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
+            if said is not None:
+                raise ValueError(said) from error
+            raise
 
     def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         with formatter.section("Commands"):
             formatter.write_dl([(name, " ".join(command.help.split())) for name, command in commands])
+
+
+def _as_a_key(error: Any, given: list[str]) -> str | None:
+    """How an option that there is not, such as --num_steps 5, is written as key=value; None for one that is no key."""
+    option, command = error.option_name, error.ctx.command
+    if not any(parameter.name == "overrides" for parameter in command.params):
+        return None
+    place = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
+    word, *after = [*given[place : place + 2], ""]
+    value = word.partition("=")[2] or (after[0] if after[0][:1] != "-" else "")
+    name = option.lstrip("-").replace("-", "_")
+    if name in CONFIGURATION:
+        return f"{option}: there is no such option; write hacpo-mega {error.ctx.info_name} {value or 'CONFIG'}"
+    keys = list(keys_of(Config))
+    key = name if name in keys else nearest_key(name)
+    if key is None or not option.startswith("--") or any(other.startswith(f"{key}.") for other in keys):
+        return None
+    word = shlex.quote(f"{in_a_run(key)}={value or 'VALUE'}")
+    return f"{option}: there is no such option; behind the configuration write {word}"
 
 
 app = typer.Typer(
@@ -106,37 +133,7 @@ def describe_config(
     rich.print(describe(key))
 
 
-@app.command()
-def check(
-    config_file: ConfigFile,
-    overrides: Overrides = None,
-    data: Annotated[
-        bool, typer.Option("--data", help="Read every data file, list all bad rows, count prompts.")
-    ] = False,
-    world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
-    run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
-) -> None:
-    """Print the resolved configuration, who runs where, the batch arithmetic, the memory; load nothing heavy."""
-    config = load_checked(config_file, overrides)
-    ranks = RankMap.of(config)
-    if world_size or run_dir:
-        say(ranks.world_size if world_size else config.run_dir)
-        return
-    say(json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2))
-    budgets = {}
-    for agent in config.agents:
-        budgets |= agent_budgets(config, agent, architecture_of(agent))
-    say(f"\n{ranks.table()}\n\n{batch_arithmetic(config)}\n\n{memory_table(budgets)}")
-    shown = (f"{key}: {shown_grader(grader.kind, grader.options)}" for key, grader in config.reward.graders.items())
-    notes = *unsaid_success(config), *suggestions(config), *weak_settings(config)
-    say("\n" + "\n".join([*shown, *notes, *template_notes(config.agents), *unused_fields(config)]))
-    if "wandb" in config.logging.trackers and not has_tracker_login():
-        say("logging.trackers: wandb has no login and would ask for one: `wandb login`, or WANDB_MODE=offline")
-    if data:
-        prepare_environment()
-        from hacpo_mega.commands.check_prompts import check_prompts
-
-        say(f"\n{check_prompts(config)}")
+app.command()(check)
 
 
 @app.command()
@@ -181,7 +178,6 @@ def train(
     if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return
     begin_attempt(config.run_dir)
-    from hacpo_mega.cluster.exit_status import RESUMABLE
     from hacpo_mega.trainer.trainer import Trainer
 
     with Trainer(config, **how) as trainer:
@@ -269,9 +265,13 @@ def main() -> None:
     try:
         _require_folder()
         app()
-    except (ValueError, Unreachable) as error:
+    except ValueError as error:
         say(error, file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(2)
+    except Unreachable as error:
+        if str(error):  # else another rank says it
+            say(error, file=sys.stderr)
+        os._exit(FAILED)  # of a rank: what its libraries print when they are taken down would bury the line
     except Exception as error:  # a fault of ours may quote foreign text, which a terminal would obey
         say(_of_a_full_disk(error) or "".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
         sys.exit(1)

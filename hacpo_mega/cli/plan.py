@@ -32,7 +32,7 @@ def plan(
     from hacpo_mega.lab.planning.cluster_file import load_cluster
     from hacpo_mega.lab.planning.configuration import load_planned
     from hacpo_mega.lab.planning.plan import make_plan
-    from hacpo_mega.lab.planning.refusals import refusals
+    from hacpo_mega.lab.planning.refusals import refusals, tried
     from hacpo_mega.lab.planning.search import find_ways
     from hacpo_mega.lab.planning.table import as_json, shown
     from hacpo_mega.lab.planning.work import Lengths, work_of
@@ -44,7 +44,7 @@ def plan(
     lengths = Lengths(prompt_tokens, answer_tokens)
     work = {agent.name: work_of(planned.config, lengths) for agent in planned.config.agents}
     found = make_plan(planned, work, cluster)
-    ways = find_ways(planned, work, cluster)
+    ways = tried(planned, work, cluster, find_ways(planned, work, cluster))
     if problems := refusals(planned, found, work, ways):
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
     say(shown(found, ways))

@@ -18,6 +18,7 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import batch_problems, find_problems
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.config.slurm import time_note
 from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
 from hacpo_mega.models.visible import say
 
@@ -47,7 +48,9 @@ def slurm(
     options += ["--from", str(branch.absolute())] if branch is not None else []
     options += ["--last-whole"] if last_whole else []
     if dry_run:
-        job = prepare(_placed(config_file, overrides or []), options)
+        config = _placed(config_file, overrides or [])
+        job = prepare(config, options)
+        _say_limit(config)
         say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
         return
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
@@ -57,6 +60,7 @@ def slurm(
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     job = prepare(config, options)
     _require_inputs(config, how)
+    _say_limit(config)
     say(f"{job.plan.table()}\n{job.request}")
     for line in submit(job, fresh=fresh):
         say(line)
@@ -84,6 +88,11 @@ def _placed(file: Path, overrides: Sequence[str]) -> Config:
     for problem in find_problems(config):
         say(f"submission would be refused: {file}: {problem}", file=sys.stderr)
     return config
+
+
+def _say_limit(config: Config) -> None:
+    if note := time_note(config.slurm.time):
+        say(note, file=sys.stderr)
 
 
 def _show(run_dir: Path) -> int:

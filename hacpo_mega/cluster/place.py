@@ -40,7 +40,7 @@ from hacpo_mega.cluster.lone_groups import Gloo, one_group_for_lone_ranks
 from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.rendezvous import allow_connections, open_store
+from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
 from hacpo_mega.cluster.seat import Seat, is_on_one_machine
 from hacpo_mega.cluster.secret import Secret, forget_secret
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
@@ -146,7 +146,13 @@ class Place:
             allow_connections(seat.world_size)
             store = open_store(seat, secret, timeout_s)
         store = dist.PrefixStore("hacpo_mega", store)
-        place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
+        roll_call = RollCall(store, rank_map, seat.rank, timeout_s)
+        roll_call.wait()
+        try:
+            place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
+        except (RuntimeError, OSError):
+            roll_call.explain()  # else it is an error of its own
+            raise
         forget_secret()
         os.environ["RANK"] = str(place.coordinate.world_rank)
         os.environ["WORLD_SIZE"] = str(rank_map.world_of(place.coordinate))

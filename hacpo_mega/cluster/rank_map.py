@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from hacpo_mega.cluster.seat import size_variable
 from hacpo_mega.config import Config
 from hacpo_mega.models.layout import block_cells
+
+TABLE_WIDTH, NAME_WIDTH = 80, 20  # columns of the table, of a name in it
 
 
 @dataclass(frozen=True)
@@ -180,9 +183,11 @@ class RankMap:
     def require_world_size(self, found: int) -> None:
         """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
         if found != self.world_size:
+            variable = size_variable()
+            inside = "" if variable == "WORLD_SIZE" else ", which a Slurm job has set for this shell"
             raise ValueError(
-                f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found WORLD_SIZE {found}. "
-                "Start it with launch/local.sh, or with as many processes as needed."
+                f"this configuration needs {self.world_size} ranks ({self.arithmetic()}), found {variable} {found}"
+                f"{inside}. Start it with launch/local.sh, or with as many processes as needed."
             )
 
     def require_one_node(self, num_local: int) -> None:
@@ -301,22 +306,29 @@ class RankMap:
     def table(self, max_lanes: int = 8) -> str:
         """The job as text: a row per agent, a column per lane, the global ranks of its cells inside.
 
-        Beyond `max_lanes` lanes the middle is left out, so the table of 100,000 ranks still fits a screen.
+        As many lanes as TABLE_WIDTH holds, at most `max_lanes`; beyond them the middle is left out, so the table of
+        100,000 ranks still fits a screen.
         """
-        shown = [*range(min(self.lanes, max_lanes))]
-        if self.lanes > max_lanes:
-            shown = [*range(max_lanes - 1), -1, self.lanes - 1]
-        header = ["", *("..." if lane < 0 else f"lane {lane}" for lane in shown)]
-        rows = [header, *(list(self._table_row(agent, shown)) for agent in range(len(self.agents)))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+        for most in range(min(self.lanes, max_lanes), 0, -1):
+            shown = [*range(most)]
+            if self.lanes > most:
+                shown = [*range(max(1, most - 1)), -1, self.lanes - 1]
+            header = ["", *("..." if lane < 0 else f"lane {lane}" for lane in shown)]
+            rows = [header, *(list(self._table_row(agent, shown)) for agent in range(len(self.agents)))]
+            widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+            lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+            if max(map(len, lines)) <= TABLE_WIDTH:
+                break
         turns = f"; agents take turns on {self.num_devices} devices" if self.shares_devices else ""
-        return "\n".join([f"{self.world_size} ranks ({self.arithmetic()}){turns}", *lines])
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return "\n".join([f"{ranks} in {self.lanes} lane{'s' * (self.lanes > 1)}{turns}", *lines])
 
     def _table_row(self, agent: int, lanes: list[int]) -> Iterator[str]:
         shape = self.agents[agent]
         layout = shape.product.replace(" x ", ", ").strip("()")
-        yield f"{shape.name} ({layout}, {shape.engines_per_cell} engine(s) of {shape.engine_tp})"
+        name = shape.name if len(shape.name) <= NAME_WIDTH else f"{shape.name[: NAME_WIDTH - 3]}..."
+        engines = f"{shape.engines_per_cell} engine{'s' * (shape.engines_per_cell > 1)} of {shape.engine_tp}"
+        yield f"{name} ({layout}, {engines})"
         for lane in lanes:
             if lane < 0:
                 yield "..."

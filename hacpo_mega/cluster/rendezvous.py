@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,12 +23,16 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
+from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.secret import Gate, Secret, introduce
+from hacpo_mega.models.visible import say
 
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2
 PURPOSE = "store"
+FIRST_NOTICE_S = 60.0
+MOST_NAMED = 3
 SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
@@ -111,6 +116,49 @@ def _connect(address: str, port: int, world_size: int, patience_s: float) -> dis
         )
     except RuntimeError as error:
         raise Unreachable(str(error).strip().split("\n")[0]) from error
+
+
+class RollCall:
+    """Who of a job has come: one key of every rank, which only rank 0 waits for, and all look at when a start fails."""
+
+    def __init__(self, store: dist.Store, rank_map: RankMap, rank: int, patience_s: float) -> None:
+        """Says that this rank is here."""
+        self._store, self._rank_map, self._rank, self._patience_s = store, rank_map, rank, patience_s
+        store.set(_here(rank), "1")
+
+    def wait(self) -> None:
+        """On rank 0, waits for all and says for whom after a minute, two, four ...; Unreachable when time is up."""
+        keys = [_here(rank) for rank in range(self._rank_map.world_size)]
+        began, notice_s = time.monotonic(), FIRST_NOTICE_S
+        while self._rank == 0 and len(keys) > 1:
+            left_s = self._patience_s - (time.monotonic() - began)
+            try:
+                self._store.wait(keys, timedelta(seconds=max(POLL_S, min(notice_s, left_s))))
+                return
+            except RuntimeError:
+                self.explain(f"within {self._patience_s:g} s" if left_s <= notice_s else "yet; waiting")
+            notice_s *= 2
+
+    def explain(self, since: str | None = None) -> None:
+        """Unreachable, where others have not come, with a line on one rank of the job and without a word on the rest."""
+        since = since or f"within {self._patience_s:g} s"
+        absent = [r for r in range(self._rank_map.world_size) if not self._store.check([_here(r)])]
+        if not absent:
+            return
+        named = "; ".join(str(self._rank_map.coordinate(rank)) for rank in absent[:MOST_NAMED])
+        more = f" and {len(absent) - MOST_NAMED} more ranks" if len(absent) > MOST_NAMED else ""
+        have = "has" if len(absent) == 1 else "have"
+        line = f"{named}{more} {have} not come {since}"
+        if since.endswith("waiting"):
+            say(line, file=sys.stderr)
+            return
+        if self._store.add("absent", 1) > 1:
+            raise Unreachable("")
+        raise Unreachable(f"{line}: start all {self._rank_map.world_size} ranks, and see the log of those that began")
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
 
 
 def listen(address: str, port: int, backlog: int = 128) -> socket.socket:

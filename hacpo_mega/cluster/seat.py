@@ -20,8 +20,12 @@ MOST_NODES = 2**20  # of one job: a longer list is a slip, or would fill the mem
 STORE_FILE = "HACPO_MEGA_STORE"  # where a launcher of ours on one machine has made the job's store
 
 
+# srun sets one of these for its tasks; a batch script has none of them, though it has a SLURM_PROCID.
+OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
+
+
 class Unreachable(Exception):
-    """The job's store cannot be reached, or rank 0 has not answered in time."""
+    """The job's store cannot be reached, or a rank has not come in time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Seat:
     @classmethod
     def find(cls) -> Self:
         """This process's seat. ValueError where no launcher has set what it needs."""
+        require_srun()
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -81,6 +86,29 @@ def _node_list() -> str:
     if "SLURM_HET_SIZE" in os.environ:
         names = names[::-1]
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def size_variable() -> str:
+    """The variable that says how many processes the job has."""
+    return "SLURM_NTASKS" if os.environ.get("SLURM_NTASKS") and not os.environ.get("WORLD_SIZE") else "WORLD_SIZE"
+
+
+def in_batch_script() -> bool:
+    """Whether this process is a Slurm batch script, or started by it without srun and without another launcher."""
+    has_step = any(os.environ.get(name) not in (None, "batch") for name in OF_A_STEP)
+    return {"SLURM_JOB_ID", "SLURM_PROCID"} <= os.environ.keys() and "RANK" not in os.environ and not has_step
+
+
+def require_srun() -> None:
+    """ValueError in a batch script of several tasks, who would wait as one rank for others that nobody starts."""
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if tasks != "1" and in_batch_script():
+        asked = f"SLURM_NTASKS is {tasks}" if tasks else "SLURM_NTASKS is not set"
+        raise ValueError(
+            f"this is the batch script of job {os.environ['SLURM_JOB_ID']} and no task of srun ({asked}, SLURM_STEP_ID "
+            f"is not set): put srun before the command ({f'srun --ntasks={tasks}' if tasks else 'srun --ntasks=N'} "
+            "hacpo-mega ...), or start all ranks of one node with launch/local.sh"
+        )
 
 
 def from_launcher(name: str, slurm_name: str) -> int:

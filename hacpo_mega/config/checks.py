@@ -5,6 +5,7 @@ the other files that a configuration names (`input_checks.py`), and what only a 
 `rank_map.py`).
 """
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -39,12 +40,11 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
     `try_templates` also says whether a tied head is compared with its embedding.
     """
     problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
-    longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         if agent.name in to_come:
             problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)]
             continue
-        found = list(_agent(config, agent, longest, try_templates))
+        found = list(_agent(config, agent, try_templates))
         if found and (model := HubModel.of_snapshot(agent.model)):
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
         found = found or [
@@ -62,10 +62,28 @@ def batch_problems(config: Config) -> list[str]:
     return [problem for rule in rules for problem in rule(config)]
 
 
-def nearest_multiples(value: int, of: int) -> str:
-    """The multiples of `of` on both sides of `value`, as a person would say them: '96 or 104'."""
-    below, above = value // of * of, -(-value // of) * of
-    return f"{above}" if below < 1 else f"{below} or {above}"
+def nearest_multiples(value: int, of: int, least: int = 1) -> str:
+    """The multiples of `of` on both sides of `value`, from `least` on, as a person would say them: '96 or 104'."""
+    below, above = value // of * of, -(-max(value, least) // of) * of
+    return f"{above}" if below in (above, 0) or below < least else f"{below} or {above}"
+
+
+def update_unit(config: Config) -> int:
+    """The number that prompts_per_update is a multiple of: what every agent's cells, and the method, divide."""
+    cells = (config.lanes * agent.cells_per_lane for agent in config.agents)
+    return math.lcm(*cells) * METHODS[config.algorithm.method].updates
+
+
+def largest_step(config: Config, most: int) -> str:
+    """The largest prompts_per_step up to `most` that the rest of the configuration takes, as the end of a complaint."""
+    skills = len(config.data.skills) if config.data.generator is not None else 1
+    unit = math.lcm(config.training.prompts_per_update, skills)
+    if best := most // unit * unit:
+        return f"Nearest: {best}"
+    unit = math.lcm(update_unit(config), skills)
+    if best := most // unit * unit:
+        return f"Nearest: {best}, with training.prompts_per_update = {best}"
+    return f"Give at least {unit} of them: lanes, cells and skills divide a step"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -127,11 +145,12 @@ def _one_step_off(config: Config) -> Iterator[str]:
 def _batches(config: Config) -> Iterator[str]:
     training, lanes = config.training, config.lanes
     step, update = training.prompts_per_step, training.prompts_per_update
+    skills = len(set(config.data.skills)) if config.data.generator is not None else 1
     per_update = METHODS[config.algorithm.method].updates
     if step % update:
         yield (
             f"training.prompts_per_step ({step}) must be a multiple of training.prompts_per_update ({update}). "
-            f"Nearest: {nearest_multiples(step, update)}"
+            f"Nearest: {nearest_multiples(step, math.lcm(update, skills))}"
         )
     for agent in config.agents:
         cells = lanes * agent.cells_per_lane
@@ -140,13 +159,15 @@ def _batches(config: Config) -> Iterator[str]:
             yield (
                 f"training.prompts_per_update ({update}) must be a multiple of lanes x cells_per_lane of agent "
                 f"{agent.name}{of_method} ({lanes} x {agent.cells_per_lane}{f' x {per_update}' if of_method else ''} = "
-                f"{cells * per_update}). Nearest: {nearest_multiples(update, cells * per_update)}"
+                f"{cells * per_update}). Nearest: {nearest_multiples(update, update_unit(config))}"
             )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    shares = math.lcm(*(agent.tp * agent.cp for agent in config.agents))
     if longest > training.max_tokens_per_microbatch:
         yield (
             f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must hold one prompt and "
-            f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: {longest}"
+            f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: "
+            f"{nearest_multiples(longest, shares, longest)}"
         )
     for agent in config.agents:
         # Ranks of cp, and under sequence parallelism of tp, share a micro-batch equally: packing fills it up.
@@ -155,7 +176,7 @@ def _batches(config: Config) -> Iterator[str]:
             yield (
                 f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of "
                 f"{words} of agent {agent.name} ({sizes}). Nearest: "
-                f"{nearest_multiples(training.max_tokens_per_microbatch, parts)}"
+                f"{nearest_multiples(training.max_tokens_per_microbatch, shares, longest)}"
             )
 
 
@@ -164,10 +185,15 @@ def _answers(config: Config) -> Iterator[str]:
     prompts, own = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
     if (answers := prompts * own * len(config.agents)) > MOST_ANSWERS:
         asked = config.rollout.rollouts_per_prompt
+        fewer = asked * MOST_ANSWERS // answers
+        fitting = MOST_ANSWERS * config.lanes * asked // (own * len(config.agents))
+        nearest = (
+            f"Nearest: {fewer}" if fewer else f"With 1 as training.prompts_per_step. {largest_step(config, fitting)}"
+        )
         yield (
             f"rollout.rollouts_per_prompt ({asked}): {prompts} prompts of a lane x {own} answers x "
             f"{len(config.agents)} agents are {answers:,} answers that every process of a lane holds in a step; at "
-            f"most {MOST_ANSWERS:,} are. Nearest: {max(1, asked * MOST_ANSWERS // answers)}"
+            f"most {MOST_ANSWERS:,} are. {nearest}"
         )
 
 
@@ -211,13 +237,13 @@ def _skills(config: Config) -> Iterator[str]:
     if step % len(skills):
         yield (
             f"training.prompts_per_step ({step}) must be a multiple of the {len(skills)} skills of data.skills. "
-            f"Nearest: {nearest_multiples(step, len(skills))}"
+            f"Nearest: {nearest_multiples(step, math.lcm(config.training.prompts_per_update, len(skills)))}"
         )
     rarest = min(skills, key=lambda skill: SKILLS[skill].num_training)
     if step > (most := SKILLS[rarest].num_training * len(skills)):
         yield (
             f"training.prompts_per_step ({step}) takes more prompts of {rarest!r} than the "
-            f"{SKILLS[rarest].num_training} there are. Nearest: {most}"
+            f"{SKILLS[rarest].num_training} there are. {largest_step(config, most)}"
         )
     if config.evaluation.files:
         return
@@ -246,7 +272,7 @@ def _tables(config: Config, agent: AgentConfig) -> list[str]:
     return lines
 
 
-def _agent(config: Config, agent: AgentConfig, longest: int, try_template: bool) -> Iterator[str]:
+def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
     yield from _tables(config, agent)
     try:
@@ -263,11 +289,34 @@ def _agent(config: Config, agent: AgentConfig, longest: int, try_template: bool)
             dtype_name(agent.model)
         except ValueError as problem:
             yield str(problem)
-    yield from layout_problems(architecture, layout, max_positions=longest, engine_head_sizes=engine_head_sizes())
+    yield from layout_problems(architecture, layout, engine_head_sizes=engine_head_sizes())
+    yield from position_problems(config, architecture)
     yield from _adapters(agent, architecture)
     if not _is_planned(agent):
         yield from _folder(agent.model, architecture, reads_bytes=try_template)
         yield from tokenizer_problems(agent, architecture.vocab_size, try_template, config.data.tools_field)
+
+
+def position_problems(config: Config, architecture: Architecture) -> Iterator[str]:
+    """A line where the model has fewer positions than the longest prompt with its answer."""
+    prompt, most = config.rollout.max_prompt_tokens, architecture.max_positions
+    if (longest := prompt + config.longest_answer) <= most:
+        return
+    answers = {"rollout": config.rollout.max_answer_tokens, "evaluation": config.evaluation.max_answer_tokens or 0}
+    shortest = min(tokens for tokens in answers.values() if tokens)
+    if most > prompt:
+        nearest = [
+            f"{key}.max_answer_tokens = {most - prompt}" for key, tokens in answers.items() if tokens > most - prompt
+        ]
+    elif most > shortest == config.longest_answer:
+        nearest = [f"rollout.max_prompt_tokens = {most - shortest}"]
+    else:
+        nearest = [f"rollout.max_prompt_tokens = {most // 2}"]
+        nearest += [f"{key}.max_answer_tokens = {most - most // 2}" for key, tokens in answers.items() if tokens]
+    yield (
+        f"the longest prompt with its answer ({longest} tokens) is beyond the {most} positions of this "
+        f"{architecture.family} model; shorten one. Nearest: {' with '.join(nearest)}"
+    )
 
 
 def _adapters(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:

@@ -5,7 +5,7 @@ A field's sentence is the text under it in the schema, so what is printed is wha
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,7 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.config.choices import SYNONYMS
+from hacpo_mega.config.effects import flat
 from hacpo_mega.config.schema import Config
+from hacpo_mega.models.documents import SHOWN
 
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}
@@ -62,11 +65,59 @@ def describe(key: str | None = None) -> Group:
     fields = list(describe_fields())
     chosen = [field for field in fields if key is None or field.key == key or field.key.startswith(f"{key}.")]
     if not chosen:
-        near = difflib.get_close_matches(str(key), [field.key for field in fields], n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest_key(str(key)) or next(
+            iter(difflib.get_close_matches(str(key), [field.key for field in fields], n=1, cutoff=0.7)), None
+        )
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ValueError(f"{key}: unknown key{hint} (`hacpo-mega config` lists all of them)")
     sections = dict.fromkeys(field.section for field in chosen)
     return Group(*(_Section(section, [f for f in chosen if f.section == section]) for section in sections))
+
+
+def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
+    """The key that somebody meant who wrote `key`, which there is not; None where nothing is near.
+
+    The same word in another table, or another trainer's word for it, comes before a similar spelling. Where `schema` is
+    that of a run, which alone has words of other trainers.
+    """
+    table, _, last = key.rpartition(".")
+    word = last.lower().replace("-", "_")
+    keys = list(dict.fromkeys(keys_of(schema)))
+    meant = [other for other in (SYNONYMS.get(word, ()) if schema is Config else ()) if other != key]
+    same = sorted((other for other in keys if other.rpartition(".")[2] == word and other != key), key=_depth)
+    beside = [other for other in keys if other.rpartition(".")[0] == table]
+    near = _spelt_alike(word, beside, 0.75)
+    inside = [other for other in (*meant, *same) if other in beside]
+    found = [*inside, *near, *meant, *same, *_spelt_alike(word, keys, 0.8), *_spelt_alike(word, beside, 0.6)]
+    return found[0] if found else None
+
+
+def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:
+    """Keys whose last part is spelt nearly as a word is."""
+    # difflib takes seconds for a long text, and none is near to it
+    names = {key.rpartition(".")[2] for key in keys} if len(word) <= SHOWN else ()
+    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    return sorted((key for key in keys if key.rpartition(".")[2] in near), key=_depth)
+
+
+def in_a_run(key: str, agent: str = "*") -> str:
+    """A key as an override says it, of one agent or of all."""
+    return f"agents.{agent}.{key.removeprefix('agents.')}" if key.startswith("agents.") else key
+
+
+def keys_of(schema: type[BaseModel], table: str = "") -> Iterator[str]:
+    """Every dotted key of a schema; those of an agent begin with agents."""
+    for name, field in schema.model_fields.items():
+        key = f"{table}.{name}" if table else name
+        yield key
+        inner, is_named = _inner_table(field.annotation)
+        if inner is not None:
+            yield from keys_of(inner, f"{key}.NAME" if is_named else key)
+
+
+def _depth(key: str) -> tuple[int, int]:
+    """Tables around a key; what `init` would make is meant last."""
+    return ("init" in key.split("."), key.count("."))
 
 
 @dataclass(frozen=True)
@@ -167,16 +218,59 @@ def _one_line(text: str | None) -> str:
 
 
 def batch_arithmetic(config: Config) -> str:
-    """How many answers, samples and optimizer updates a step is, as sentences."""
+    """How many answers, samples and optimizer updates a step is, as lines."""
     training, group, num_agents = config.training, config.answers_per_prompt, len(config.agents)
     sources = num_agents if config.algorithm.shares_answers else 1
     return "\n".join(
         (
             f"step: {training.prompts_per_step} prompts x {group} answers = {training.prompts_per_step * group} "
-            f"answers per agent, {training.prompts_per_step * group * num_agents} in all; "
+            "answers per agent,",
+            f"  {training.prompts_per_step * group * num_agents} in all; "
             f"{training.prompts_per_step // config.lanes} prompts per lane",
             f"update: {config.prompts_per_update} prompts x {group} answers x {sources} sources = "
-            f"{config.prompts_per_update * group * sources} samples per agent; {config.updates_per_step} updates per "
-            f"step, {config.updates_per_step * config.num_steps} in the run",
+            f"{config.prompts_per_update * group * sources} samples per agent;",
+            f"  {config.updates_per_step} updates per step, {config.updates_per_step * config.num_steps} in the run",
         )
     )
+
+
+def differing(config: Config) -> dict[str, dict[str, str]]:
+    """What is not the default, as a TOML file says it, by table, "" before any; `agents.*` has what all agents share.
+
+    The algorithm's method and preset are always there; what these two set is the default of its other keys.
+    """
+    algorithm = config.algorithm
+    chosen = AlgorithmConfig(method=algorithm.method, preset=algorithm.preset)
+    tables = {"": _differing(config, type(config).model_fields.keys() - {"agents", "algorithm"})}
+    tables[""] = {key: value for key, value in tables[""].items() if "." not in key}
+    for name in (name for name in type(config).model_fields if isinstance(getattr(config, name), BaseModel)):
+        tables[name] = _differing(getattr(config, name))
+    own = {name: getattr(algorithm, name) for name in type(algorithm).model_fields}
+    tables["algorithm"] = {
+        name: said(value)
+        for name, value in own.items()
+        if name in ("method", "preset") or value != getattr(chosen, name)
+    }
+    agents = {agent.name: _differing(agent, type(agent).model_fields.keys() - {"name"}) for agent in config.agents}
+    shared = dict(set.intersection(*(set(table.items()) for table in agents.values()))) if len(agents) > 1 else {}
+    first = next(iter(agents.values()))
+    tables["agents.*"] = {key: value for key, value in first.items() if key in shared}
+    for name, table in agents.items():
+        tables[f"agents.{name}"] = {key: value for key, value in table.items() if key not in shared}
+    return {name: table for name, table in tables.items() if table}
+
+
+def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[str, str]:
+    """Dotted keys of a table that have another value than their default."""
+    found: dict[str, str] = {}
+    dumped = table.model_dump(mode="json")
+    for name, field in type(table).model_fields.items():
+        value, default = getattr(table, name), field.get_default(call_default_factory=True)
+        if (names is not None and name not in names) or (not field.is_required() and value == default):
+            continue
+        if isinstance(value, BaseModel):
+            inside = _differing(value)
+            found |= {f"{name}.{key}": text for key, text in inside.items()} or {name: "its defaults"}
+        else:
+            found |= {key: said(part) for key, part in flat({name: dumped[name]})}
+    return found

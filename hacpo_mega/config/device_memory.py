@@ -6,8 +6,9 @@ with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from hacpo_mega.config.agents import AgentConfig
@@ -36,6 +37,17 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
 APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
+
+
+TABLE_WIDTH, NAME_WIDTH = 80, 14
+# Parts that a row of the summary adds up, by its columns; all others are the rest.
+SUMMARY = (
+    ("weights",),
+    ("gradients", "main weights", "moments", "step"),
+    ("activations", "backward", "forward", "fragments", "own gradient"),
+    ("engine awake", "engine asleep", "engine weights"),
+)
+TE_NOTE = "Megatron's own layers; TransformerEngine's take no more."
 
 
 def capacity(config: Config) -> int | None:
@@ -87,26 +99,61 @@ def agent_budget(
 
 
 def memory_problems(
-    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None, advises: bool = True
 ) -> Iterator[str]:
-    """A line when a device cannot hold the agent; its layout must be one that the model can have."""
+    """A line when a device cannot hold the agent; its layout must be one that the model can have.
+
+    With the nearest change of this agent that fits, unless whoever asks knows of devices and looks for it itself.
+    """
     for budget in agent_budgets(config, agent, architecture, on_cpu=on_cpu).values():
-        yield from _problems(config, agent, budget)
+        for problem, advice in _problems(config, agent, budget):
+            yield f"{problem}. {advice()}" if advises else problem
 
 
-def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[str]:
+def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Callable[[], str]]]:
     if budget.engine_is_too_small and budget.capacity is not None:
-        share = budget.engine_needs / budget.capacity
-        larger = (
-            f"Nearest: {int(share * 100) / 100 + 0.01:g}" if share < 0.99 else "No share is enough; raise engine_tp"
-        )
         yield (
-            f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
-            f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its weights, "
-            f"its warm-up and one longest sequence. {larger}"
+            (
+                f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
+                f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its "
+                "weights, its warm-up and one longest sequence"
+            ),
+            lambda: _larger_share(agent, budget),
         )
     elif not budget.fits():
-        yield f"{_too_much(budget)}. {_nearest(config, agent, budget)}"
+        yield _too_much(budget), lambda: _nearest(config, agent, budget)
+
+
+def _larger_share(agent: AgentConfig, budget: Budget) -> str:
+    """The share of the device with which the engine can work and every phase fits, over more ranks where it must."""
+    wider = (
+        (f"{key} = {size} with ", layout, engine) for key, size, layout, engine in _wider(agent, budget, ("tp", "cp"))
+    )
+    for words, layout, engine in [("", budget.actor.layout, budget.engine), *wider]:
+        actor = replace(budget.actor, layout=layout, recompute=_lightest(agent, budget))
+        changed = fullest_stage(actor, engine, budget.capacity, budget.does)
+        share = int(100 * changed.engine_needs / budget.capacity) / 100 + 0.01
+        if share <= 1.0:
+            changed = fullest_stage(actor, replace(engine, memory_share=share), budget.capacity, budget.does)
+            if changed.fits() and not changed.engine_is_too_small:
+                return f"Nearest: {words}{'vllm.gpu_memory_utilization = ' if words else ''}{share:g}"
+    return "No share is enough, whatever tp or cp: the device, its other parts or the longest answer decide"
+
+
+def _lightest(agent: AgentConfig, budget: Budget) -> Recompute:
+    """The recomputation that takes least, where the agent's key leaves it open."""
+    return "full" if agent.recompute == "auto" else budget.actor.recompute
+
+
+def _wider(agent: AgentConfig, budget: Budget, keys: tuple[str, ...]) -> Iterator[tuple[str, int, Layout, EnginePlan]]:
+    """Every layout with more of one of the keys that the model can have, with its engines over the larger cell."""
+    actor, engine = budget.actor, budget.engine
+    for key, size in ((name, n) for name in keys for n in range(getattr(agent, name) + 1, 65)):
+        layout = replace(actor.layout, **{key: size})
+        engine_tp = engine.tp if engine.stays_awake or key == "ep" else layout.cell_size
+        layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
+        if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
+            yield key, size, layout, replace(engine, tp=engine_tp)
 
 
 def _too_much(budget: Budget) -> str:
@@ -136,7 +183,7 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
     for choice in ("mlp", "full"):
         if agent.recompute != "auto":
             yield f"recompute = {choice!r}", fullest_stage(replace(actor, recompute=choice), engine, most)
-    lightest = replace(actor, recompute="full" if agent.recompute == "auto" else actor.recompute)
+    lightest = replace(actor, recompute=_lightest(agent, budget))
     for hundredths in range(int(100 * (engine.memory_share or 0.0)) - 1, 0, -1):
         share = hundredths / 100
         smaller = replace(engine, memory_share=share)
@@ -155,16 +202,9 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         shorter = replace(lightest, num_tokens=at_most)
         yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
         tokens //= 2
-    more = ((name, n) for name in ("ep", "tp", "cp") for n in range(getattr(agent, name) + 1, 65))
-    for key, size in more:
-        layout = replace(actor.layout, **{key: size})
-        keeps = engine.stays_awake or key == "ep"
-        engine_tp = engine.tp if keeps else layout.cell_size
-        layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
-        if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
-            wider = replace(engine, tp=engine_tp)
-            words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
-            yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
+    for key, size, layout, wider in _wider(agent, budget, ("ep", "tp", "cp")):
+        words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
+        yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
 
 
 def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
@@ -218,22 +258,60 @@ def memory_table(budgets: dict[str, Budget]) -> str:
 
     In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
     in no phase: pinned memory of the process, for what is away while the engine generates; nor are "experts at worst"
-    and "answers' routing", which is on the host, too.
+    and "answers' routing", which is on the host, too. As many columns stand side by side as TABLE_WIDTH holds.
     """
-    columns = list(budgets.values())
-    unit, one = ("GiB", GIB) if max(budget.peak for budget in columns) >= 10 * GIB else ("MiB", GIB >> 10)
-    most = columns[0].capacity
-    device = "the CPU, of which nothing is refused" if most is None else f"{most / one:.2f} of a device"
-    rows = [[f"memory of one process, {unit}; {device}", *budgets], ["layout", *map(_layout, columns)]]
-    rows.append(["model", *map(_model, columns)])
-    for part in columns[0].parts:
-        if any(budget.parts[part] for budget in columns):
-            rows.append([part, *(f"{budget.parts[part] / one:.2f}" for budget in columns)])
+    columns, (unit, one) = list(budgets.values()), _unit(budgets)
+    lines = [f"memory of one process, {unit}; {_device(columns[0], one)}; * fullest"]
+    for name, budget in budgets.items():
+        lines += [f"{name}: {_layout(budget)}", f"  {model_size(budget)}, {_learning(budget)}"]
+    rows = [
+        (part, [f"{budget.parts[part] / one:.2f}" for budget in columns])
+        for part in columns[0].parts
+        if any(budget.parts[part] for budget in columns)
+    ]
     for phase in (phase for phase in PHASES if any(phase in budget.phases for budget in columns)):
-        rows.append([f"= {phase}", *(_phase_cell(budget, phase, one) for budget in columns)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join(lines if most is None else [*lines, "Megatron's own layers; TransformerEngine's take no more."])
+        rows.append((f"= {phase}", [_phase_cell(budget, phase, one) for budget in columns]))
+    wide, names = max(len(name) for name, _ in rows), list(budgets)
+    while names:
+        sizes = [max(len(name), 8) + 2 for name in names]
+        most = max(1, sum(total <= TABLE_WIDTH - wide for total in accumulate(sizes)))
+        shown, names = names[:most], names[most:]
+        first = len(budgets) - len(names) - most
+        lines += ["", " " * wide + "".join(f"{name:>{size}}" for name, size in zip(shown, sizes))]
+        for name, cells in rows:
+            marked = (cell if cell.endswith("*") else f"{cell} " for cell in cells[first : first + most])
+            lines.append((f"{name:{wide}}" + "".join(f"{cell:>{size}}" for cell, size in zip(marked, sizes))).rstrip())
+    most_bytes = columns[0].capacity
+    return "\n".join(lines if most_bytes is None else [*lines, TE_NOTE])
+
+
+def memory_summary(budgets: dict[str, Budget]) -> str:
+    """The fullest phase of every agent as a row: what it is made of, and how much of a device that is."""
+    unit, one = _unit(budgets)
+    device = _device(next(iter(budgets.values())), one)
+    wide = min(NAME_WIDTH, max(len(name) for name in budgets))
+    lines = [f"memory of one process at its fullest, {unit}; {device}"]
+    heads = "".join(f"{head:>8}" for head in ("peak", "weights", "Adam", "working", "engine", "rest"))
+    lines.append(f"{'':{wide}}  {heads}  phase")
+    for name, budget in budgets.items():
+        parts = {part: budget.parts[part] for part in budget.parts_of(budget.fullest)}
+        groups = [sum(parts.pop(part, 0) for part in group) for group in SUMMARY]
+        cells = "".join(
+            f"{size / one:8.{1 if size >= 1000 * one else 2}f}" for size in (budget.peak, *groups, sum(parts.values()))
+        )
+        short = name if len(name) <= wide else f"{name[: wide - 10]}...{name[-7:]}"
+        lines.append(f"{short:{wide}}  {cells}  {budget.fullest.removeprefix('learn, ')}")
+    return "\n".join(lines)
+
+
+def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:
+    return ("GiB", GIB) if max(budget.peak for budget in budgets.values()) >= 10 * GIB else ("MiB", GIB >> 10)
+
+
+def _device(budget: Budget, one: int) -> str:
+    if budget.capacity is None:
+        return "the CPU, of which nothing is refused"
+    return f"{budget.capacity / one:.2f} of a device"
 
 
 def _phase_cell(budget: Budget, phase: str, one: int) -> str:
@@ -251,14 +329,24 @@ def _layout(budget: Budget) -> str:
     return f"tp {actor.layout.tp}, {context}pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
 
 
-def _model(budget: Budget) -> str:
-    """Parameters, those of them that a token meets, and the FLOPs of learning from one at the longest answer's end."""
-    model, longest = budget.actor.architecture, budget.engine.max_tokens
+def model_size(budget: Budget) -> str:
+    """Parameters of the model, and those of them that a token meets where these are fewer."""
+    model = budget.actor.architecture
     whole = num_weights(model, Layout())
     active = whole - expert_weights(model, Layout()) + active_experts(model)
-    flops = learning_flops(model, 1, longest, budget.actor.lora) / longest
-    size = f"{whole / 1e9:.3g} B" if active == whole else f"{whole / 1e9:.3g} B, {active / 1e9:.3g} B active"
-    return f"{size}, {flops / 1e9:.3g} GFLOP a token learnt"
+    return f"{_spoken(whole)} parameters" + ("" if active == whole else f", {_spoken(active)} active")
+
+
+def _spoken(number: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6)) if number >= size / 10), ("K", 1e3))
+    return f"{number / size:.3g} {unit}"
+
+
+def _learning(budget: Budget) -> str:
+    """FLOPs of learning from one token at the longest answer's end."""
+    longest = budget.engine.max_tokens
+    flops = learning_flops(budget.actor.architecture, 1, longest, budget.actor.lora) / longest
+    return f"{flops / 1e9:.3g} GFLOP a token learnt"
 
 
 def _gib(size: int) -> str:

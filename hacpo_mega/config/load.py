@@ -1,5 +1,6 @@
 """From a TOML file and `key=value` overrides to a checked, frozen Config. All complaints come at once."""
 
+import copy
 import difflib
 import re
 import tomllib
@@ -12,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.checks import find_problems
+from hacpo_mega.config.describe import in_a_run, nearest_key
 from hacpo_mega.config.methods import METHODS, unread_options
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
@@ -71,7 +73,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
     *way, last = key.split(".")
     value = _value(text, override)
     for place in _places(table, way, override):
-        place[last] = value
+        place[last] = copy.deepcopy(value)  # each its own: a later override may lead into the table of one agent
 
 
 def _value(text: str, override: str) -> Any:
@@ -132,14 +134,26 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
         if entry["type"] == "too_short" and entry["loc"] in holds_bad:
             continue
         key = ".".join(_spoken(entry["loc"], table))
-        lines.append(f"{key or 'configuration'}: {_what_is_wrong(entry, schema)}")
+        problem = _unknown(entry["loc"], key, schema) if entry["type"] == "extra_forbidden" else ""
+        lines.append(f"{key or 'configuration'}: {problem or _what_is_wrong(entry, schema)}")
     return lines
+
+
+def _unknown(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
+    """A key that there is not, with the one that was meant: by its name alone where it is in the same table."""
+    place = ".".join(str(step) for step in location if not isinstance(step, int))
+    near = nearest_key(place, schema)
+    if near is None:
+        return "unknown key"
+    table, _, name = near.rpartition(".")
+    if table == place.rpartition(".")[0]:
+        return f"unknown key; did you mean {name!r}?"
+    agent = key.split(".")[1] if key.startswith("agents.") and near.startswith("agents.") else "*"
+    return f"unknown key; did you mean {in_a_run(near, agent)!r}?"
 
 
 def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, location, context = entry["type"], entry["loc"], entry.get("ctx", {})
-    if kind == "extra_forbidden":
-        return "unknown key" + _nearest(location[-1], _section(location[:-1], schema).model_fields)
     if kind == "missing":
         return "required, not given"
     if kind == "value_error":

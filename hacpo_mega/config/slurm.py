@@ -23,6 +23,17 @@ def _limit(text: str) -> str:
     return text
 
 
+def time_note(limit: str | None) -> str | None:
+    """How Slurm reads a limit that is easily taken for hours; None for every other."""
+    found = re.fullmatch(r"(\d+)(?::(\d\d))?", limit or "")
+    if found is None or (found[2] is None and int(found[1]) > LIKE_HOURS):
+        return None
+    first, second = int(found[1]), int(found[2] or 0)
+    means = f"{first} minutes" + (f" {second} seconds" if second else "")
+    hours = f"{first} hours" + (f" {second} minutes" if second else "")
+    return f"slurm.time: {limit} is {means} to Slurm; {hours} is {first:02}:{second:02}:00"
+
+
 def _gres(text: str) -> str:
     """The words for sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
     found = re.fullmatch(r"(?:gpu:)?(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)|none", text)
@@ -46,6 +57,10 @@ def _line(text: str) -> str:
 Line = Annotated[str, AfterValidator(_line)]
 Memory = Annotated[str, BeforeValidator(_memory), Field(pattern=r"^\d+[KMGT]?$")]
 TimeLimit = Annotated[str, BeforeValidator(_as_text), AfterValidator(_limit)]
+
+
+# A number alone is minutes; up to three days it may have been meant as hours.
+LIKE_HOURS = 72
 
 
 class SlurmAgentConfig(Section):

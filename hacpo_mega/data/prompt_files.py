@@ -4,6 +4,7 @@ Not here: how many of the prompts every agent can read (prompt_sets.py).
 """
 
 from hacpo_mega.config import Config
+from hacpo_mega.config.checks import largest_step
 from hacpo_mega.data.files import describe, read_prompts
 from hacpo_mega.data.repeated_rows import PromptsMet
 
@@ -24,6 +25,6 @@ def require_good_files(config: Config) -> int:
         different = " different ones" if num_repeated else ""
         raise ValueError(
             f"training.prompts_per_step ({config.training.prompts_per_step}) takes that many different prompts, but "
-            f"data.files has only {len(rows)} rows{different}. Nearest: {len(rows)}"
+            f"data.files has only {len(rows)} rows{different}. {largest_step(config, len(rows))}"
         )
     return num_repeated

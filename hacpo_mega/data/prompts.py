@@ -6,6 +6,7 @@ the next step. There is no cursor to save: a resumed run asks for its next step 
 Not here: reading files (files.py) and making arithmetic (tasks.py).
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,12 +64,13 @@ class PromptSampler:
                 f"Nearest: {nearest}"
             )
         smallest = min(self.groups, key=len)
-        if len(smallest) * len(skills) < prompts_per_step:
+        most, unit = len(smallest) * len(skills), math.lcm(prompts_per_update, len(skills))
+        if most < prompts_per_step:
             raise ValueError(
                 f"training.prompts_per_step ({prompts_per_step}) takes {self._share} different "
                 f"prompts{f' of each of {len(skills)} skills' if len(skills) > 1 else ''}, but there are only "
                 f"{len(smallest)}{f' of {smallest[0].skill!r}' if len(skills) > 1 else ''}. "
-                f"Nearest: {len(smallest) * len(skills)}"
+                f"Nearest: {most // unit * unit or most}"
             )
         self._order: dict[tuple[int, int], np.ndarray] = {}
 

@@ -70,7 +70,18 @@ def toml_file(file: Path, expected: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not valid TOML: invalid UTF-8 at byte {error.start}") from error
     except ValueError as error:
-        raise ValueError(f"{file}: not valid TOML: {error}") from error
+        raise ValueError(f"{file}: not valid TOML: {error}{_another_language(file)}") from error
+
+
+def _another_language(file: Path) -> str:
+    """The end of a line about a file that is no TOML: whether it looks like YAML or JSON."""
+    lines = (line.strip() for line in _bytes_of(file, 4 * MAX_TOML_BYTES).decode().split("\n"))
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    if first.startswith("{"):
+        return '; this looks like JSON, and TOML has num_steps = 5 for "num_steps": 5'
+    if first == "---" or re.match(r"[\w.-]+:(\s|$)", first):
+        return "; this looks like YAML, and TOML has num_steps = 5 for num_steps: 5, and [data] for data:"
+    return ""
 
 
 def one_line(text: str) -> str:

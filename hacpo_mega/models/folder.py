@@ -132,11 +132,20 @@ def check_positions(folder: Path, max_prompt_tokens: int, max_answer_tokens: int
     """ValueError when prompt and answer may exceed the positions of the model."""
     positions = read_config(folder).get("max_position_embeddings")
     if positions is not None and max_prompt_tokens + max_answer_tokens > positions:
-        nearest = max(1, positions - max_prompt_tokens)
         raise ValueError(
             f"prompts of {max_prompt_tokens} and answers of {max_answer_tokens} tokens exceed the {positions} "
-            f"positions of {folder}: lower one of them, for example --max-tokens {nearest}"
+            f"positions of {folder}: lower one of them, for example "
+            f"{_fitting(positions, max_prompt_tokens, max_answer_tokens)}"
         )
+
+
+def _fitting(positions: int, prompt: int, answer: int) -> str:
+    """The options with which prompt and answer fit: a shorter answer, else a shorter prompt, else both."""
+    if positions > prompt:
+        return f"--max-tokens {positions - prompt}"
+    if positions > answer:
+        return f"--max-prompt-tokens {positions - answer}"
+    return f"--max-prompt-tokens {max(1, positions // 2)} --max-tokens {max(1, positions - positions // 2)}"
 
 
 def tokenizer_problem(folder: Path, needs_template: bool) -> str | None:

@@ -94,11 +94,14 @@ def layout_problems(
     max_positions       tokens of the longest prompt and answer together
     engine_head_sizes   head sizes that the attention of an engine on the CPU knows; None: an engine on CUDA
     """
-    problems = _tensor_problems(architecture, layout) or _context_problems(architecture, layout)
+    of_tensors = _tensor_problems(architecture, layout)
+    problems = of_tensors or _context_problems(architecture, layout)
     problems += _expert_problems(architecture, layout)
     of_pipeline = list(_pipeline_problems(architecture.num_layers, layout))
     problems += of_pipeline or _chunk_problems(architecture.num_layers, layout)
-    if layout.engine_tp is not None:
+    # An engine over the whole cell has the ranks of tp: what is wrong with these is said of tp, with one advice.
+    follows = layout.engine_tp == layout.cell_size and not layout.rollout
+    if layout.engine_tp is not None and not (of_tensors and follows):
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
     if max_positions is not None and max_positions > architecture.max_positions:
         problems.append(

@@ -210,6 +210,24 @@ def test_tasks_of_srun_find_their_place(tmp_path):
         assert tasks[rank][1] == f"rank {rank} (agent {name}, lane 0, cell 0, pp 0, tp 0) [b'A', b'B']\n"
 
 
+def join_one_too_few(missing: int, shape: AgentShape) -> None:
+    """One of the three ranks of two agents, of which one never comes."""
+    if int(os.environ["RANK"]) != missing:
+        Place.join(RankMap(1, (AgentShape("A"), shape)), timeout_s=8.0)
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_rank_that_never_comes_is_named_in_one_line_by_one_rank(tmp_path, missing):
+    """Whether others of its agent wait for it in a group, or nobody but its neighbour in the ring."""
+    ranks = start_ranks(3, tmp_path, join_one_too_few, missing, AgentShape("B", tp=2))
+    for rank in ranks:
+        rank.join()
+    assert [bool(rank.exitcode) for rank in ranks] == [rank != missing for rank in range(3)]
+    said = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(3))
+    name = f"rank {missing} (agent B, lane 0, cell 0, pp 0, tp {missing - 1}) has not come within 8 s: "
+    assert said.count("has not come") == 1 and name in said, said
+
+
 def join_a_silent_port(port: int) -> None:
     """One of two tasks of srun, at whose MASTER_PORT another program listens and never answers."""
     del os.environ["HACPO_MEGA_STORE"]

@@ -55,9 +55,9 @@ SKILL_CASES = [
     one("a text", "data.skills='add'", "data.skills: needs a list, found 'add'"),
     one("twice", "data.skills=['mul', 'add', 'mul']", "data.skills: mul is listed more than once. Nearest: ['mul', 'a"),
     one("a step that does not divide", "data.skills=['add', 'sub', 'srt']", "training.prompts_per_step (8) must be a "
-        "multiple of the 3 skills of data.skills. Nearest: 6 or 9"),
+        "multiple of the 3 skills of data.skills. Nearest: 12"),
     Case("a step beyond the data", ("data.skills=['mul']", "training.prompts_per_step=572"),
-         ("training.prompts_per_step (572) takes more prompts of 'mul' than the 570 there are. Nearest: 570",)),
+         ("training.prompts_per_step (572) takes more prompts of 'mul' than the 570 there are. Nearest: 568",)),
     one("fewer evaluation prompts than skills", "evaluation.num_prompts=3", "evaluation.num_prompts (3) is less than "
         "one prompt of each of the 4 skills. Nearest: 4"),
     one("more evaluation prompts than held out", "evaluation.num_prompts=604", "evaluation.num_prompts (604) takes "

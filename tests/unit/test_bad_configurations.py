@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from advice import advices, taken
 from bad_case import ROWS
 from bad_cases import GROUPS
 from bad_sources import DATA
@@ -23,6 +25,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_mega.cli import app as cli
+from hacpo_mega.commands.check_prompts import check_prompts
 from hacpo_mega.config import load_config
 from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields
@@ -125,6 +128,17 @@ def test_there_are_enough_of_them():
         ("none.toml", None, "cannot be read (No such file or directory)"),
         ("broken.toml", b"seed = = 3", "not valid TOML"),
         ("latin.toml", b"run_dir = '\xe9'", "not valid TOML"),
+        (
+            "run.yaml",
+            b"# mine\nrun_dir: x\ndata:\n  train: y\n",
+            "not valid TOML: Expected '=' after a key in a key/value "
+            "pair (at line 2, column 8); this looks like YAML, and TOML has num_steps = 5 for num_steps: 5",
+        ),
+        (
+            "run.json",
+            b'{"run_dir": "x"}',
+            "not valid TOML: Invalid statement (at line 1, column 1); this looks like JSON",
+        ),
         ("empty.toml", b"", "run_dir: required, not given"),
     ],
 )
@@ -237,3 +251,157 @@ def test_in_a_job_one_process_of_a_node_says_it(rank, here, monkeypatch, capsys)
         code, _, complaints = run_here(monkeypatch, capsys, "train", str(here / "run.toml"), *overrides)
         assert code == 2
         assert (says in complaints, len(complaints.splitlines())) == ((True, 1) if rank == 0 else (False, 0))
+
+
+@pytest.mark.parametrize("placement", ["split", "shared", "apart"])
+def test_check_is_one_screen_that_ends_with_what_to_do(placement, here, tmp_path, monkeypatch, capsys):
+    """For three agents with long names and a long path: what was given, who is where, the memory, the command."""
+    agents = [
+        {"name": f"{name}-of-the-third-family", "model": str(here / model)}
+        for name, model in (("gemma", "a"), ("moe", "b"), ("m", "a"))
+    ]
+    deep = tmp_path / ("a-long-name-" * 8) / "run"
+    overrides = [f"placement={placement}", f"run_dir={deep}", "agents.*.optimizer.lr=0.5", "rollout.temperature=0.75"]
+    overrides += ["device_memory_gib=80", *["agents.*.rollout_gpus=1"][: placement == "apart"]]
+    file = write_config(tmp_path, agents, data={"generator": "arithmetic"})
+    code, shown, wrong = run_here(monkeypatch, capsys, "check", str(file), *overrides)
+    assert (code, wrong) == (0, "")
+    *screen, last = shown.splitlines()
+    assert last.startswith(f"ok: train with hacpo-mega train {file} placement={placement} ")
+    assert len(screen) <= 48 and not [line for line in screen if len(line) > 80 and not line.startswith("reward: ")]
+    assert (
+        re.search(r"^  agents\.\*: .*optimizer.lr = 0.5$", shown, re.M)
+        and "temperature = 0.75" in shown
+        and "betas" not in shown
+    )
+    assert sum(line.endswith((" generate", " publish", " learn")) for line in screen) == (
+        6 if placement == "apart" else 3
+    )
+    _, whole, _ = run_here(monkeypatch, capsys, "check", "--resolved", str(file), *overrides)
+    resolved, _ = json.JSONDecoder().raw_decode(whole)
+    assert resolved["run_dir"] == str(deep) and resolved["agents"][0]["optimizer"]["betas"] == [0.9, 0.95]
+    assert whole.splitlines()[-1] == last and max(map(len, whole.splitlines()[-40:-4])) <= 80
+
+
+@pytest.mark.parametrize(
+    "limit, says",
+    [
+        ("12:00", "12:00 is 12 minutes to Slurm; 12 hours is 12:00:00"),
+        ("01:30", "01:30 is 1 minutes 30 seconds to Slurm; 1 hours 30 minutes is 01:30:00"),
+        ("24", "24 is 24 minutes to Slurm; 24 hours is 24:00:00"),
+        ("90", ""),
+        ("12:00:00", ""),
+        ("1-12:00", ""),
+    ],
+)
+def test_a_time_limit_that_slurm_reads_as_minutes_is_said(limit, says, here, monkeypatch, capsys):
+    _, shown, _ = run_here(monkeypatch, capsys, "check", str(here / "run.toml"), f"slurm.time={limit}")
+    assert [line for line in shown.splitlines() if line.startswith("slurm.time: ")] == [f"slurm.time: {says}"] * bool(
+        says
+    )
+    assert shown.splitlines()[-1].startswith("ok: train with hacpo-mega slurm ")
+
+
+# Beside the cases above, whose refusals have advice too: what several keys, files, a model or a device decide together.
+ADVISED = (
+    ("agents.a.tp=3",),
+    ("agents.a.pp=3",),
+    ("agents.a.cp=3",),
+    ("agents.a.ep=2",),
+    ("agents.a.tp=2", "agents.a.engine_tp=3"),
+    ("agents.a.tp=4", "agents.a.cp=2"),
+    ("agents.a.tp=4", "agents.a.pp=2", "algorithm.method=sgt"),
+    ("rollout.max_answer_tokens=300",),
+    ("rollout.max_prompt_tokens=300",),
+    ("rollout.max_prompt_tokens=300", "rollout.max_answer_tokens=300", "evaluation.max_answer_tokens=400"),
+    ("evaluation.max_answer_tokens=300",),
+    ("agents.a.lora={targets=['q_prj']}",),
+    ("agents.a.lora={}", "agents.a.transformer=te"),
+    ("agents.a.lora.r=8",),
+    ("lanes=3", "training.prompts_per_update=16", "training.prompts_per_step=64"),
+    ("agents.a.cells_per_lane=2", "agents.b.cells_per_lane=3"),
+    ("agents.a.tp=2", "training.max_tokens_per_microbatch=19"),
+    ("agents.a.tp=2", "rollout.max_answer_tokens=27", "training.max_tokens_per_microbatch=33"),
+    ("rollout.rollouts_per_prompt=1000000000",),
+    ("training.prompts_per_step=8000000", "training.prompts_per_update=8000000", "rollout.rollouts_per_prompt=1"),
+    ("data.skills=['mul','srt','add']", "training.prompts_per_step=6000", "training.prompts_per_update=2000"),
+    ("agents.a.megatron.virtual_pipeline_model_parallel_size=2",),
+    ("agents.a.vllm.quantization=fp8",),
+    ("agents.a.router_replay=true",),
+    ("placement=apart",),
+    ("placement=apart", "agents.a.rollout_gpus=3", "agents.a.engine_tp=2", "agents.b.rollout_gpus=2"),
+    ("logging.trackers=['wandb','wandb']",),
+    ("learning_rate=1e-5",),
+    ("partition=gpu",),
+    ("algorithm.kl=0.1",),
+    ("device_memory_gib=8", "agents.*.vllm.gpu_memory_utilization=0.9"),
+    ("device_memory_gib=80", "agents.*.vllm.gpu_memory_utilization=0.01"),
+)
+OF_FILES = (
+    ("data={files=['{here}/good.jsonl']}", "training.prompts_per_step=4096", "training.prompts_per_update=64"),
+    ("data={files=['{here}/good.jsonl']}", "training.prompts_per_step=25", "training.prompts_per_update=5"),
+    ("data={files=['{here}/good.jsonl']}", "rollout.max_prompt_tokens=2"),
+    ("data.skills=['mul', 'srt']", "rollout.max_prompt_tokens=5"),
+)
+
+
+def refusal_of(here: Path, overrides: list[str], reads_data: bool) -> list[str]:
+    """The lines with which a configuration is refused; none where it is right."""
+    try:
+        config = load_config(here / "run.toml", overrides)
+        if reads_data:
+            check_prompts(config)
+    except ValueError as error:
+        return [
+            line if line.startswith(f"{here}/run.toml: ") else f"run.toml: {line}" for line in str(error).splitlines()
+        ]
+    return []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    dict.fromkeys([*(case.values[0].set for case in CASES), *ADVISED, *OF_FILES]),
+    ids=lambda given: " ".join(given)[:60],
+)
+def test_advice_helps(overrides, here):
+    """Each alternative of each line mends what the line says, and all first ones, taken again and again, mend all."""
+    reads_data = overrides in OF_FILES
+    given = [filled(override, here).replace("agents.*.tpp", "agents.a.tpp") for override in overrides]
+    lines = refusal_of(here, given, reads_data)
+    assert lines or overrides not in (*ADVISED, *OF_FILES)
+    assert any(map(advices, lines)) or overrides not in (*ADVISED, *OF_FILES)
+    for line in lines:
+        for advice in advices(line):
+            after = refusal_of(here, taken(given, advice), reads_data)
+            assert line not in after and not any(other.startswith("run.toml: override") for other in after), advice
+    for _ in range(6):
+        first = dict.fromkeys(key for line in lines for key in (advices(line) or [[]])[0])
+        given, before = taken(given, list(first)), lines
+        lines = refusal_of(here, given, reads_data) if first else []
+    assert lines == [], before
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    "task, says",
+    [
+        (BATCH | {"SLURM_NTASKS": "2"}, "this is the batch script of job 7 and no task of srun (SLURM_NTASKS is 2, "),
+        (BATCH, "this is the batch script of job 7 and no task of srun (SLURM_NTASKS is not set, "),
+        (BATCH | {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "batch"}, "put srun before the command (srun --ntasks=2 "),
+        (
+            BATCH | {"SLURM_NTASKS": "1"},
+            "found SLURM_NTASKS 1, which a Slurm job has set for this shell. Start it with",
+        ),
+        (BATCH | {"SLURM_NTASKS": "3", "SLURM_STEP_ID": "0"}, "found SLURM_NTASKS 3, which a Slurm job has set for"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}, "found WORLD_SIZE 3. Start it with launch/local.sh"),
+    ],
+)
+def test_a_job_that_cannot_be_is_told_so_by_the_variable_that_was_set(task, says, here, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    code, shown, complaints = run_here(monkeypatch, capsys, "train", str(here / "run.toml"))
+    assert (code, shown, len(complaints.splitlines())) == (2, "", 1) and says in complaints, complaints

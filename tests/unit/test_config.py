@@ -61,6 +61,12 @@ def test_overrides_reach_tables_and_agents_by_name():
     assert [agent.optimizer.lr for agent in config.agents] == [1e-5, 4e-4]
 
 
+def test_a_table_that_all_agents_are_given_is_each_ones_own():
+    """What a later override writes into the table of one agent is not in the others'."""
+    vllm = ["agents.*.vllm={}", "agents.qwen.vllm.max_num_seqs=3", "agents.llama.vllm.max_num_seqs=5"]
+    assert [agent.vllm["max_num_seqs"] for agent in load_config(QUICKSTART, vllm).agents] == [3, 5]
+
+
 def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
     config = load_config(
         QUICKSTART, ["algorithm.alpha=3", "rollout.temperature=1", "agents.qwen.optimizer.clip_grad=2"]

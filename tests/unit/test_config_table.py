@@ -8,8 +8,9 @@ import pytest
 from repository import ROOT
 from rich.console import Console
 
-from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.config.describe import describe, describe_fields
+from hacpo_mega.config import AlgorithmConfig, Config
+from hacpo_mega.config.choices import SYNONYMS
+from hacpo_mega.config.describe import describe, describe_fields, keys_of, nearest_key
 from hacpo_mega.config.section import Section
 
 FIELDS = {field.key: field for field in describe_fields()}
@@ -102,7 +103,14 @@ def test_a_table_shows_all_that_is_in_it_and_the_whole_shows_everything():
 
 
 @pytest.mark.parametrize(
-    "key, nearest", [("algorithm.deltta", "algorithm.delta"), ("rolout", "rollout"), ("agents.qwen.tp", "agents.tp")]
+    "key, nearest",
+    [
+        ("algorithm.deltta", "algorithm.delta"),
+        ("rolout", "rollout"),
+        ("agents.qwen.tp", "agents.tp"),
+        ("learning_rate", "agents.optimizer.lr"),
+        ("temperature", "rollout.temperature"),
+    ],
 )
 def test_an_unknown_key_names_the_nearest(key, nearest):
     with pytest.raises(ValueError, match=f"^{key}: unknown key; did you mean '{nearest}'"):
@@ -117,3 +125,33 @@ def test_the_command_prints_it_without_torch():
     bad = subprocess.run([*command, "algorithm.alfa"], capture_output=True, text=True, cwd=ROOT)
     assert (bad.returncode, bad.stdout) == (2, "False\n")
     assert bad.stderr.startswith("algorithm.alfa: unknown key; did you mean 'algorithm.alpha'?")
+
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        # another trainer's word, the same table first
+        ("data.train", "data.files"),
+        ("data.gold", "data.gold_field"),
+        ("algorithm.kl", "algorithm.kl_coef"),
+        ("agents.lora.r", "agents.lora.rank"),
+        ("agents.learning_rate", "agents.optimizer.lr"),
+        ("rollout.max_tokens", "rollout.max_answer_tokens"),
+        # a word of another table, the outermost first, and a spelling
+        ("training.num_steps", "num_steps"),
+        ("partition", "slurm.partition"),
+        ("lr", "agents.optimizer.lr"),
+        ("agents.optimizer.beta", "agents.optimizer.betas"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("agents.temprature", "rollout.temperature"),
+        ("zzz", None),
+    ],
+)
+def test_an_unknown_key_leads_to_the_one_that_was_meant(key, meant):
+    assert nearest_key(key) == meant
+
+
+def test_every_word_of_another_trainer_leads_to_a_key_that_there_is():
+    passed_on = "agents.vllm.gpu_memory_utilization"
+    assert {key for keys in SYNONYMS.values() for key in keys} <= {*keys_of(Config), passed_on}
+    assert list(keys_of(Config)) == [field.key for field in describe_fields()]

@@ -126,6 +126,12 @@ def test_weights_are_told_apart_by_content(tmp_path):
     assert prints[0] == prints[2] != prints[1]
     with pytest.raises(ValueError, match="lower one of them, for example --max-tokens 56"):
         check_positions(folders[0], 200, 100)
+    with pytest.raises(ValueError, match=r"lower one of them, for example --max-prompt-tokens 232$"):
+        check_positions(folders[0], 1024, 24)
+    with pytest.raises(ValueError, match=r"for example --max-prompt-tokens 128 --max-tokens 128$"):
+        check_positions(folders[0], 1024, 512)
+    for fitting in ((200, 56), (232, 24), (128, 128)):
+        check_positions(folders[0], *fitting)
     with pytest.raises(ValueError, match=r"has no config\.json"):
         check_positions(tmp_path, 1, 1)
     with pytest.raises(ValueError, match="holds no safetensors"):

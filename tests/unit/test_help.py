@@ -54,3 +54,31 @@ def test_every_key_is_whole_in_80_columns():
 
 def test_the_version_is_the_packages():
     assert shown("--version").startswith(f"hacpo-mega {importlib.metadata.version('hacpo_mega')} (")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (
+            "train c.toml --num_steps 5",
+            "--num_steps: there is no such option; behind the configuration write num_steps=5",
+        ),
+        (
+            "check c.toml --num-steps=5",
+            "--num-steps: there is no such option; behind the configuration write num_steps=5",
+        ),
+        ("slurm c.toml --partition gpu", "write slurm.partition=gpu"),
+        ("train c.toml --learning-rate 1e-5", "write 'agents.*.optimizer.lr=1e-5'"),
+        ("plan c.toml --lanes", "write lanes=VALUE"),
+        ("train --config x.toml", "--config: there is no such option; write hacpo-mega train x.toml"),
+    ],
+)
+def test_a_key_that_is_given_as_an_option_is_spelt_as_it_should_be(arguments, says):
+    result = CliRunner().invoke(app, arguments.split())
+    assert isinstance(result.exception, ValueError) and says in str(result.exception)
+
+
+@pytest.mark.parametrize("arguments", ["check c.toml --dat", "train c.toml --foo", "report --seed 3"])
+def test_an_option_that_is_no_key_is_refused_as_before(arguments):
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 2 and "No such option" in result.output

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,17 +262,41 @@ def test_a_pair_that_needs_more_nodes_is_told_how_many(tmp_path):
 @pytest.mark.nightly
 def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
     found = command(PAIR, "--cluster", of_kind(tmp_path, "h100", 2, device={"memory_gib": 9.0}))
-    needed = int(re.search(r"Nearest: device.memory_gib = (\d+)", found)[1])
+    needed = int(re.search(r"Nearest: device.memory_gib = (\d+) with nodes = 32$", found)[1])
     assert "No number of devices is enough" in found
     for gib, holds in ((needed - 1, False), (needed, True)):
         planned, work, machines = planned_on(PAIR, of_kind(tmp_path, "h100", 32, device={"memory_gib": float(gib)}))
         assert (find_ways(planned, work, machines).best is not None) is holds
 
 
+def test_a_layout_that_a_smaller_engine_makes_fit_is_found_before_more_nodes(tmp_path):
+    """Engines have half of a device where nothing is said."""
+    longer = ("agents.*.vllm={}", "rollout.max_answer_tokens=8192")
+    found = command(EXPERTS, *longer, "--cluster", of_kind(tmp_path, "h100", 2))
+    overrides = re.search(r"Here fits: (.*) \(16 devices, ", found)[1].split()
+    assert any(re.fullmatch(r"agents\.qwen-.*\.vllm\.gpu_memory_utilization=0\.\d+", key) for key in overrides)
+    said = command(EXPERTS, *longer, *overrides, "--cluster", of_kind(tmp_path, "h100", 2))
+    assert said.startswith("cluster: 2 nodes x 8 devices (h100)"), said
+    assert "Nearest" not in found  # of an agent alone, which knows nothing of the devices
+
+
 @pytest.mark.nightly
-def test_an_engine_that_takes_all_is_told_so(tmp_path):
+def test_an_engine_that_takes_all_is_given_less(tmp_path):
     found = command(PAIR, "agents.*.vllm.gpu_memory_utilization=0.999", "--cluster", ON[PAIR])
-    assert "No memory up to 1024 GiB is enough either: lower vllm.gpu_memory_utilization" in found
+    overrides = re.search(r"Here fits: (.*) \(\d+ devices, ", found)[1].split()
+    assert sum("gpu_memory_utilization=0." in key for key in overrides) == 2
+    said = command(PAIR, "agents.*.vllm.gpu_memory_utilization=0.999", *overrides, "--cluster", ON[PAIR])
+    assert max(map(len, said.splitlines())) <= 80 and said.startswith("cluster: ")
+
+
+def test_one_agent_whose_answers_nobody_scores_is_planned(tmp_path):
+    """Its phase `score` takes nothing at all."""
+    (tmp_path / "alone").mkdir()
+    job = write_small_job(tmp_path / "alone")
+    table = tomllib.loads(job.read_text())
+    job.write_text(tomli_w.dumps(table | {"agents": table["agents"][:1], "algorithm": {"method": "grpo"}}))
+    found = command(job, "--cluster", write_cluster(tmp_path, nodes=2))
+    assert re.search(r"^a +\d+\.\d\d +\d+\.\d\d +0\.00 ", found, re.MULTILINE) and "layouts that let" in found, found
 
 
 def test_a_host_that_cannot_take_a_checkpoint_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.checks import architecture_of, batch_problems
+from hacpo_mega.config.checks import architecture_of, batch_problems, position_problems
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.lab.planning.cluster_file import Cluster
@@ -50,11 +50,10 @@ def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Plan
 def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
     """The models that are known, by agent, and a line for every other one and every layout that a model cannot have."""
     models, problems = {}, []
-    longest = config.rollout.max_prompt_tokens + config.longest_answer
     for agent in config.agents:
         try:
             models[agent.name] = model_of(agent)
-            found = list(_layout_lines(config, agent, models[agent.name], longest))
+            found = list(_layout_lines(config, agent, models[agent.name]))
         except ValueError as problem:
             found = [str(problem)]
         problems += [f"agents.{agent.name}: {line}" for line in found]
@@ -68,6 +67,7 @@ def model_of(agent: AgentConfig) -> Architecture:
     return public_architecture(str(agent.model))
 
 
-def _layout_lines(config: Config, agent: AgentConfig, model: Architecture, longest: int) -> Iterator[str]:
+def _layout_lines(config: Config, agent: AgentConfig, model: Architecture) -> Iterator[str]:
     yield from table_problems(agent.megatron, agent.vllm)
-    yield from layout_problems(model, agent.layout(config.lanes), max_positions=longest)
+    yield from layout_problems(model, agent.layout(config.lanes))
+    yield from position_problems(config, model)

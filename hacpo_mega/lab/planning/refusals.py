@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 
+from hacpo_mega.config.checks import batch_problems
 from hacpo_mega.config.device_memory import memory_problems
 from hacpo_mega.lab.planning.cluster_file import Cluster
-from hacpo_mega.lab.planning.configuration import Planned
-from hacpo_mega.lab.planning.plan import Plan
-from hacpo_mega.lab.planning.search import MOST_GIB, Ways, find_ways, grown, lightest
+from hacpo_mega.lab.planning.configuration import Planned, named_models
+from hacpo_mega.lab.planning.plan import Plan, make_plan
+from hacpo_mega.lab.planning.search import MOST_GIB, Way, Ways, find_ways, grown, lightest
 from hacpo_mega.lab.planning.work import Work
 
 # How much larger a cluster is looked at for the nearest one that works.
 GROWTH = (2, 4, 8, 16)
+MOST_TRIES = 4  # GiB more, each of which is a search
 
 
 def refusals(planned: Planned, plan: Plan, work: Mapping[str, Work], ways: Ways) -> list[str]:
@@ -21,6 +23,19 @@ def refusals(planned: Planned, plan: Plan, work: Mapping[str, Work], ways: Ways)
     return problems
 
 
+def tried(planned: Planned, work: Mapping[str, Work], cluster: Cluster, ways: Ways) -> Ways:
+    """Of the ways that a search has found, those that would not be refused if they were the configuration."""
+    return Ways(tuple(way for way in ways.frontier if _works(planned, work, cluster, way)))
+
+
+def _works(planned: Planned, work: Mapping[str, Work], cluster: Cluster, way: Way) -> bool:
+    config = way.applied(planned.config)
+    if batch_problems(config) or named_models(config)[1]:
+        return False
+    changed = Planned(config, planned.models)
+    return not any(_problems(changed, make_plan(changed, work, cluster)))
+
+
 def _problems(planned: Planned, plan: Plan) -> Iterator[str]:
     cluster, config = plan.cluster, planned.config
     if plan.ranks.world_size > cluster.num_devices:
@@ -29,7 +44,7 @@ def _problems(planned: Planned, plan: Plan) -> Iterator[str]:
             f"{cluster.nodes} nodes x {cluster.devices_per_node} = {cluster.num_devices}"
         )
     for agent in config.agents:
-        for problem in memory_problems(config, agent, planned.models[agent.name], on_cpu=cluster.on_cpu):
+        for problem in memory_problems(config, agent, planned.models[agent.name], on_cpu=cluster.on_cpu, advises=False):
             yield f"agents.{agent.name}: {problem}"
     if config.checkpoint.asynchronous and (host := plan.host_gib()) > cluster.host.memory_gib:
         yield (
@@ -44,15 +59,26 @@ def _nearest(planned: Planned, cluster: Cluster, work: Mapping[str, Work], ways:
         return f"Here fits: {' '.join(best.overrides())} ({best.num_devices} devices, {best.wall_s:.0f} s a step)"
     for factor in GROWTH:
         larger = grown(cluster, factor)
-        if (best := find_ways(planned, work, larger).best) is not None:
+        if (best := tried(planned, work, larger, find_ways(planned, work, larger)).best) is not None:
             return f"No layout fits here, but with nodes = {larger.nodes}: {' '.join(best.overrides())}"
-    found = [lightest(planned, agent, grown(cluster, GROWTH[-1])) for agent in planned.config.agents]
+    largest = grown(cluster, GROWTH[-1])
+    found = [lightest(planned, agent, largest) for agent in planned.config.agents]
     if None in found:
-        return f"No memory up to {MOST_GIB} GiB is enough either: lower vllm.gpu_memory_utilization"
-    largest = max(found, key=lambda least: least.memory_gib)
-    agent, needed = largest.agent, largest.memory_gib
+        return f"No memory up to {MOST_GIB} GiB is enough either, whatever the share of the engines"
+    most = max(found, key=lambda least: least.memory_gib)
     return (
-        f"No number of devices is enough: {agent.name} needs {needed} GiB at tp {agent.tp}, cp {agent.cp}, "
-        f"{f'ep {agent.ep}, ' if agent.ep > 1 else ''}pp {agent.pp}, recompute full, {largest.num_devices} devices. "
-        f"Nearest: device.memory_gib = {needed}"
+        f"No number of devices is enough: {most.agent.name} needs {most.memory_gib} GiB at tp {most.agent.tp}, cp "
+        f"{most.agent.cp}, {f'ep {most.agent.ep}, ' if most.agent.ep > 1 else ''}pp {most.agent.pp}, recompute full, "
+        f"{most.num_devices} devices{_of_all(planned, largest, work, most.memory_gib)}"
     )
+
+
+def _of_all(planned: Planned, cluster: Cluster, work: Mapping[str, Work], least: int) -> str:
+    """The memory of a device with which all agents fit side by side, from what the largest needs alone on."""
+    for gib in range(least, least + MOST_TRIES):
+        sized = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_gib": float(gib)})})
+        config = planned.config.model_copy(update={"device_memory_gib": float(gib)})
+        changed = Planned(config, planned.models)
+        if tried(changed, work, sized, find_ways(changed, work, sized)).best is not None:
+            return f". Nearest: device.memory_gib = {gib} with nodes = {cluster.nodes}"
+    return ", and all agents together more"

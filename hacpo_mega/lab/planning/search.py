@@ -6,6 +6,7 @@ memory only add ways, so the best never gets slower.
 """
 
 import itertools
+import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +33,11 @@ MOST_GIB = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """An agent in one layout: the plan of it, and its seconds between meetings."""
+    """An agent in one layout: the plan of it, its seconds between meetings, and its engine's share if another's."""
 
     plan: AgentPlan
     stretches_s: tuple[float, ...]
+    engine_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,18 @@ class Way:
             for key in keys
             if key != "ep" or choice.plan.budget.actor.architecture.has_experts
         ]
-        return [f"lanes={self.lanes}", *own]
+        shares = [
+            f"agents.{choice.plan.name}.vllm.gpu_memory_utilization={choice.engine_share:g}"
+            for choice in self.choices
+            if choice.engine_share is not None
+        ]
+        return [f"lanes={self.lanes}", *own, *shares]
+
+    def applied(self, config: Config) -> Config:
+        """The configuration with all of it."""
+        return config.model_copy(
+            update={"lanes": self.lanes, "agents": tuple(choice.plan.agent for choice in self.choices)}
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,38 @@ def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> W
     return Ways(tuple(frontier))
 
 
+# What an agent takes of a device, and the share of it that its engine has where that is not the configuration's.
+Held = tuple[Budget, float | None]
+
+
+def held_by_a_device(config: Config, agent: AgentConfig, model: Architecture, on_cpu: bool) -> Held | None:
+    """The agent as it is or, where a device cannot hold it, with another share for its engine; None if none fits.
+
+    The largest share that fits, or the least that the engine can work in.
+    """
+    budget = agent_budget(config, agent, model, on_cpu=on_cpu)
+    if budget.fits() and not budget.engine_is_too_small:
+        return budget, None
+    given, memory = budget.engine.memory_share, budget.capacity
+    if given is None or memory is None:
+        return None
+    awake = [size for phase, size in budget.phases.items() if "engine awake" in budget.parts_of(phase)]
+    most = int(100 * (given - max(awake, default=0) / memory + 1)) / 100
+    least = int(100 * budget.engine_needs / memory + 1) / 100
+    share = least if budget.engine_is_too_small else most
+    if not least <= share <= 1:
+        return None
+    changed = agent_budget(config, _with_share(agent, share), model, on_cpu=on_cpu)
+    return (changed, share) if changed.fits() and not changed.engine_is_too_small else None
+
+
+def _with_share(agent: AgentConfig, share: float | None) -> AgentConfig:
+    """The agent with another share of the device for its engine; None: as it is."""
+    if share is None:
+        return agent
+    return agent.model_copy(update={"vllm": {**agent.vllm, "gpu_memory_utilization": share}})
+
+
 @dataclass
 class _Search:
     """One search. Layouts and their budgets, which are of all cells, however they lie in lanes, are made once."""
@@ -105,7 +150,7 @@ class _Search:
     work: Mapping[str, Work]
     cluster: Cluster
     layouts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    budgets: dict[tuple[Any, ...], Budget] = field(default_factory=dict)
+    held: dict[tuple[Any, ...], "Held | None"] = field(default_factory=dict)
 
     def ways_of(self, lanes: int) -> list[Way]:
         """Every way with so many lanes that is not beaten by another one on as many devices."""
@@ -133,20 +178,20 @@ class _Search:
                 if config.lanes * cells % block:
                     continue
                 seated = agent.model_copy(update={**changes, "cells_per_lane": cells})
-                budget = self._budget(config, seated)
-                if budget.fits() and not budget.engine_is_too_small:
+                if (held := self._held(config, seated)) is not None:
+                    budget, share = held
+                    seated = _with_share(seated, share)
                     plan = plan_agent(
                         config, seated, budget, self.work[agent.name], cluster, _spread_alone(config, seated, cluster)
                     )
-                    yield Choice(plan, stretches(plan.phases_s))
+                    yield Choice(plan, stretches(plan.phases_s), share)
 
-    def _budget(self, config: Config, agent: AgentConfig) -> Budget:
+    def _held(self, config: Config, agent: AgentConfig) -> "Held | None":
         layout = (agent.tp, agent.cp, agent.ep, agent.pp, agent.engine_tp)
         key = (agent.name, *layout, config.lanes * agent.cells_per_lane)
-        if key not in self.budgets:
-            model = self.planned.models[agent.name]
-            self.budgets[key] = agent_budget(config, agent, model, on_cpu=self.cluster.on_cpu)
-        return self.budgets[key]
+        if key not in self.held:
+            self.held[key] = held_by_a_device(config, agent, self.planned.models[agent.name], self.cluster.on_cpu)
+        return self.held[key]
 
 
 def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Spread:
@@ -200,7 +245,7 @@ def _undominated(ways: list[tuple[Choice, ...]]) -> list[tuple[Choice, ...]]:
     slowest = [(tuple(map(max, zip(*(choice.stretches_s for choice in choices)))), choices) for choices in ways]
     for stretches_s, choices in sorted(slowest, key=lambda pair: pair[0]):
         group = kept.setdefault(sum(choice.plan.num_devices for choice in choices), [])
-        if not any(all(map(float.__le__, other, stretches_s)) for other, _ in group):
+        if not any(all(map(operator.le, other, stretches_s)) for other, _ in group):
             group.append((stretches_s, choices))
     return [choices for group in kept.values() for _, choices in group]
 
@@ -245,5 +290,4 @@ def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest
 
 def _holds(config: Config, agent: AgentConfig, model: Architecture, memory_gib: int, on_cpu: bool) -> bool:
     sized = config.model_copy(update={"device_memory_gib": float(memory_gib)})
-    budget = agent_budget(sized, agent, model, on_cpu=on_cpu)
-    return budget.fits() and not budget.engine_is_too_small
+    return held_by_a_device(sized, agent, model, on_cpu) is not None

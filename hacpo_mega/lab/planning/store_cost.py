@@ -1,6 +1,6 @@
 """What a job costs its store and its sockets, as formulas over the rank map; test_store_traffic.py counts the same.
 
-    key      one set: the address of a rank in a gloo group, or in the ring of the watchdog
+    key      one set: the address of a rank in a gloo group, or in the ring of the watchdog; and that it has come
     get      one read of such a key: the neighbour's in the ring, and one of every gloo peer, when they first speak
     socket   one to the store, two of the ring, one of every gloo peer
 
@@ -78,7 +78,7 @@ def cost(rank_map: RankMap, rank: int, fanout: int = FANOUT) -> Cost:
     in_ring = rank_map.world_size > 1
     num_peers = sum(len(peers(group)) for group in groups)
     heads = sum(group.size - 1 for group in groups if group.name.startswith("job/") and group.rank == 0)
-    return Cost(len(groups) + in_ring, num_peers + in_ring, 1 + 2 * in_ring + num_peers, heads)
+    return Cost(len(groups) + 1 + in_ring, num_peers + in_ring, 1 + 2 * in_ring + num_peers, heads)
 
 
 def job_cost(rank_map: RankMap) -> tuple[int, int, int]:
@@ -86,4 +86,5 @@ def job_cost(rank_map: RankMap) -> tuple[int, int, int]:
     costs = [cost(rank_map, rank) for rank in range(rank_map.world_size)]
     keys, gets = sum(one.keys for one in costs), sum(one.gets for one in costs)
     in_ring = 2 * rank_map.world_size if rank_map.world_size > 1 else 0  # a key and a read each
-    return keys, gets, (keys + gets - in_ring) * GROUP_KEY_BYTES + in_ring * RING_KEY_BYTES
+    in_groups = keys - rank_map.world_size + gets - in_ring  # without the byte by which each says that it has come
+    return keys, gets, in_groups * GROUP_KEY_BYTES + in_ring * RING_KEY_BYTES + rank_map.world_size
