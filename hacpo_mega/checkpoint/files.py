@@ -70,7 +70,7 @@ class Checkpoint:
     config      the resolved configuration, as plain values      versions    of the packages that wrote it
     models      digests of the agents' config.json, by name      agents      by name
     capability  CapabilityTracker's state
-    accuracy    on held-out prompts, mean over the agents; None where this step had no evaluation
+    accuracy    mean reward on held-out prompts, over the agents; None where this step had no evaluation
     files       every file below `folder`, by its path there
     inputs      digests of what the run has read (logbook/run_inputs.py); none in a step of an older version
     """
@@ -333,7 +333,7 @@ def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: boo
 
 
 def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
-    """Of committed steps the one with the best accuracy, the newer one of equals; None where none was evaluated."""
+    """Of committed steps the one with the best held-out reward, the newer of equals; None where none was evaluated."""
     accuracies = []
     for step in steps:
         folder = folder_of(run_dir, step)

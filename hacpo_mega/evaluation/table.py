@@ -33,6 +33,7 @@ from hacpo_mega.models.visible import one_line
 
 RESULT = "evaluation.json"
 LOG_WIDTH = 160  # of a table in a file
+LINE_SCORES = 3  # of graded rewards, whose names are long: a line of more is cut between a name and its number
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def print_table(evaluation: Evaluation) -> None:
     for column in ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", "tokens"):
         table.add_column(column, justify="left" if column in ("benchmark", "others") else "right")
     for result in evaluation.benchmarks:
-        table.add_row(*map(one_line, _row(result)))
+        table.add_row(*_row(result))
     if len(evaluation.benchmarks) > 1:
         table.add_section()
         average = evaluation.average
@@ -211,13 +212,14 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
 def _row(result: BenchmarkResult) -> tuple[str, ...]:
     headline = result.scores[result.headline]
     shown = {name: f"{score_name(name, graded=result.graded)} {s.value:.4f}" for name, s in result.scores.items()}
-    others = "  ".join(score for name, score in shown.items() if name != result.headline)
+    others = [one_line(score) for name, score in shown.items() if name != result.headline]
+    lines = ["  ".join(others[i : i + LINE_SCORES]) for i in range(0, len(others), LINE_SCORES)]
     return (
-        result.name,
+        one_line(result.name),
         str(result.num_problems),
-        shown[result.headline],
+        one_line(shown[result.headline]),
         _interval_of(headline, result.num_problems - result.num_unscored),
-        others,
+        "\n".join(lines if result.graded else ["  ".join(others)]),
         f"{result.no_answer:.1%}",
         f"{result.cut:.1%}",
         f"{result.tokens_mean:.0f}",

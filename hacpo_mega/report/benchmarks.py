@@ -10,7 +10,6 @@ from hacpo_mega.logbook.held_out import score_name
 from hacpo_mega.models.documents import json_file
 from hacpo_mega.report.html import Html, join, table, tag
 
-NONE = "–"
 HEAD = ["evaluation", "benchmark", "problems", "score", "95 % interval", "others"]
 
 
@@ -34,10 +33,10 @@ def _rows(file: Path) -> list[list[str]]:
 
 def _row(name: str, benchmark: dict[str, Any]) -> list[str]:
     headline, scores = benchmark["headline"], benchmark["scores"]
-    low, high = _number(scores[headline]["low"]), _number(scores[headline]["high"])
+    low, high = scores[headline]["low"], scores[headline]["high"]
     num_scored = benchmark["num_problems"] - benchmark.get("num_unscored", 0)
-    is_flat = low == high != NONE
-    interval = f"all {num_scored} equal" if is_flat and num_scored > 1 else f"{low} to {high}"
+    is_flat = low is not None and low == high
+    interval = f"all {num_scored} equal" if is_flat else f"{_number(low)} to {_number(high)}"
     graded = bool(benchmark.get("graded"))
     shown = {key: f"{score_name(key, graded=graded)} {_number(score['value'])}" for key, score in scores.items()}
     others = ", ".join(score for key, score in shown.items() if key != headline)
@@ -45,4 +44,4 @@ def _row(name: str, benchmark: dict[str, Any]) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return NONE if value is None else f"{value:.3f}"
+    return "–" if value is None else f"{value:.3f}"

@@ -155,7 +155,8 @@ def _accuracy_row(name: str, found: list[Accuracy], bold: bool) -> list[str]:
 
 
 def _error(point: Accuracy) -> str:
-    return f" (all {point.num_evaluated} equal)" if point.all_equal else _between(point.interval)
+    is_flat = point.all_equal and point.interval is not None
+    return f" (all {point.num_evaluated} equal)" if is_flat else _between(point.interval)
 
 
 def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:

@@ -95,7 +95,7 @@ def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) ->
 class RunState:
     """What a run is between two steps, on this rank and as plain values, beside the agents' weights and optimizers.
 
-    accuracy           on held-out prompts, mean over the agents; None where the last step had no evaluation
+    accuracy           mean reward on held-out prompts, over the agents; None where the last step had no evaluation
     capability, band   the state of their trackers; no band where the configuration fixes it
     num_skipped        of the agent's last updates, how many in a row were skipped
     alarms             StepReport's state

@@ -38,7 +38,7 @@ class Trainer:
     judge        answers in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
     band         where the band of each source begins for this agent; None where the configuration fixes it
-    observers    what examines the run: weights, accuracy, gradients, skipped updates
+    observers    what examines the run: weights, held-out answers, gradients, skipped updates
     report, console, trace   what is measured, shown and written
     checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
     """

@@ -22,12 +22,14 @@ from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpo
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
+from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.run_dirs import LOCK
 from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_lock import RunLock
 from hacpo_mega.samples.tokenizers import make_tokenizer
+from hacpo_mega.trainer.build import _say_begin
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
 
@@ -205,3 +207,18 @@ def test_the_last_whole_step_leads_to_the_bits_of_the_damaged_one(jobs):
     for path, file in was["state"]["files"].items():
         assert not path.endswith(".distcp") or now["state"]["files"][path] == file
     assert not list(read_checkpoint(folder_of(run, 6)).altered())
+
+
+def test_a_start_says_what_a_success_is_where_its_method_asks_for_one(tmp_path):
+    file = write_config(tmp_path, [{"name": name, "model": str(tmp_path / name)} for name in ("a", "b")])
+    unsaid = "reward.success is not given: nothing says which answers are a success, so those with the full reward of 1"
+    for overrides, is_said in (
+        (["algorithm={method='sgt'}"], True),
+        (["algorithm={preset='authors'}"], True),
+        (["algorithm={preset='authors'}", "reward.success=0.5"], False),
+        ([], False),
+    ):
+        console = SimpleNamespace(said=[])
+        console.say = console.said.append
+        _say_begin(console, load_unchecked(file, overrides), None)
+        assert [line.startswith(unsaid) for line in console.said] == [False, True][: 1 + is_said]

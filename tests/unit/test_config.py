@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 from repository import ROOT
 
+from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.algorithm import PRESETS
 from hacpo_mega.config.effects import NONE, ROUNDING, covers, effect_of, flat
@@ -196,6 +197,14 @@ def test_a_run_says_what_a_success_is_where_nothing_else_does(overrides, readers
         assert f"count, for {readers}" in line and advice in line
         for said in re.findall(r'reward\.success = ("\w+"|[\d.]+)', line):
             assert not list(unsaid_success(load_unchecked(QUICKSTART, (*overrides, f"reward.success={said}"))))
+
+
+def test_check_says_it_before_anything_is_trained(capsys):
+    check(QUICKSTART, ["reward={kind='program',options={graded=true}}", "algorithm={method='sgt'}"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward.success")]
+    assert "is not given: nothing says which answers are a success" in line and "count, for sgt, pass@k" in line
+    check(QUICKSTART, ["algorithm={method='sgt'}"])
+    assert "reward.success" not in capsys.readouterr().out
 
 
 def test_reading_a_configuration_loads_no_torch():

@@ -13,7 +13,8 @@ from hacpo_mega.report.benchmarks import render_benchmarks
 def write(folder: Path, name: str, **found) -> None:
     scores = {"best@30": Estimate(0.5, 0.25, 0.75), "avg@30": Estimate(0.125, math.nan, math.nan)}
     counts = {"num_problems": 30, "num_dropped": 0, "num_unscored": 0, "num_answers": 900, "num_unjudged": 0}
-    result = BenchmarkResult(name, "best@30", scores, **counts, no_answer=0.0, cut=0.0, tokens_mean=9.0, **found)
+    found = {"scores": scores, "no_answer": 0.0, "cut": 0.0, "tokens_mean": 9.0} | found
+    result = BenchmarkResult(name, "best@30", **counts, **found)
     folder.mkdir(parents=True)
     write_evaluation(Evaluation({"model": name}, (result,), Estimate(0.5, 0.25, 0.75)), folder)
 
@@ -32,6 +33,13 @@ def test_graded_rewards_are_called_so(tmp_path):
     write(tmp_path / "evaluations" / "qwen", "brief", graded=True)
     page = render_benchmarks(tmp_path)
     assert "best reward@30 0.500" in page and "mean reward@30 0.125" in page and "avg@" not in page
+
+
+def test_equal_scores_of_all_problems_are_no_interval(tmp_path):
+    for name, high in (("flat", 0.9), ("nearly", 0.9001)):
+        write(tmp_path / "evaluations" / name, name, scores={"best@30": Estimate(0.9, 0.9, high)})
+    page = render_benchmarks(tmp_path)
+    assert "all 30 equal" in page and "0.900 to 0.900" in page and page.index("all 30") < page.index("0.900 to")
 
 
 def test_a_file_that_is_no_evaluation_is_named(tmp_path):

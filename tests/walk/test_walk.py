@@ -14,7 +14,7 @@ import pytest
 import torch
 from job import run_here, start_ranks
 from repository import ROOT
-from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
+from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from told_job import told_at_call
 from transformers import AutoModelForCausalLM
@@ -45,7 +45,8 @@ def walk(tmp_path_factory) -> Path:
         agents,
         num_steps=3,
         # its own metric and tracker, which a rank loads by their names
-        algorithm={"delta": 0.9, "kl_coef": 0.01, "band": "calibrated"},
+        algorithm={"delta": 0.9, "kl_coef": 0.01, "band": "calibrated", "capability_metric": "positive_rate"},
+        reward={"kind": f"{GRADER}:share_of_ones", "success": 0.1},
         training={"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
         | {"verify_weights_every": 1},
         checkpoint={"every_steps": 1, "keep_every": 1},
@@ -92,6 +93,18 @@ def test_a_step_keeps_the_laws(steps, step):
             assert math.isclose(sum(shares), 1.0)
     assert math.isclose(values["omega/wide/single"] * values["omega/single/wide"], 1.0)
     assert (values["agent/wide/from/single/band_low"] == 1 - 0.9) == (step == 1), "calibrated after the first step"
+
+
+def test_capability_is_the_share_of_successes_in_the_last_steps(walk, steps):
+    """What the logged answers earned by hand: a tenth of their characters are ones."""
+    for name in NAMES:
+        by_step = []
+        for step in (1, 2, 3):
+            found = [a for prompt in read_rollouts(walk / "run", step) for a in prompt["answers"] if a["agent"] == name]
+            assert all((a["verdict"] == "correct") == (a["reward"] >= 0.1) for a in found)
+            by_step.append(sum(a["reward"] >= 0.1 for a in found) / len(found))
+            assert steps[step].values[f"capability/{name}"] == pytest.approx(sum(by_step) / step, rel=1e-12)
+        assert max(by_step) > 0.0 and min(by_step) < 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)
