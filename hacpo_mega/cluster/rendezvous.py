@@ -140,7 +140,7 @@ class RollCall:
             notice_s *= 2
 
     def explain(self, since: str | None = None) -> None:
-        """Unreachable, where others have not come, with a line on one rank of the job and without a word on the rest."""
+        """Unreachable, where others have not come, with a line on one rank of the job and none on the rest."""
         since = since or f"within {self._patience_s:g} s"
         absent = [r for r in range(self._rank_map.world_size) if not self._store.check([_here(r)])]
         if not absent:
