@@ -19,6 +19,7 @@ from hacpo_mega.algorithm import GradientProducts
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.records import (
+    DROP_REASONS,
     Judgement,
     Prompt,
     Rollout,
@@ -162,7 +163,8 @@ def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequen
 
     `views` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
     again, how much finer the learner's tokenizer cuts (mean over answers of learner's / source's tokens), and the share
-    of answers that read differently afterwards.
+    of answers that read differently afterwards. Of every other source whose answers are offered, `view/` below its name
+    counts each answer once: as trained, or by the one reason why it is not.
     """
     counts, prefix = sum(views, start=ViewCounts()), f"agent/{names[learner]}/view"
     for field in dataclasses.fields(counts):
@@ -174,6 +176,11 @@ def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequen
         pair = f"agent/{names[learner]}/from/{source}"
         metrics.add(f"{pair}/token_ratio", view.token_ratio_sum, view.num_reencoded)
         metrics.add(f"{pair}/changed", view.num_changed, view.num_compared)
+        if source != names[learner] and (offered := view.num_cross + len(view.dropped)):
+            reasons = Counter(answer.reason for answer in view.dropped)
+            fates = {"answers": offered, "trained": view.num_cross}
+            for fate, number in (fates | {reason: reasons[reason] for reason in DROP_REASONS}).items():
+                metrics.count(f"{pair}/view/num_{fate}", number)
 
 
 def add_update(

@@ -23,6 +23,7 @@ from hacpo_mega.logbook.alarms import (
     JudgeAlarm,
     OmegaAlarm,
     ResidueAlarm,
+    SharingAlarm,
     UnjudgedLimit,
 )
 from hacpo_mega.logbook.console import Console, warn
@@ -93,7 +94,7 @@ class StepReport:
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
-        self._grad_norm_alarm = GradNormAlarm(self._names)
+        self._grad_norm_alarm, self._sharing_alarm = GradNormAlarm(self._names), SharingAlarm(self._names)
         # These watch one start: their state is not kept.
         self._residue_alarm, self._idle_alarm = ResidueAlarm(self._names), IdleAlarm()
         self._alarms = {
@@ -102,6 +103,7 @@ class StepReport:
             "unjudged": self._unjudged_limit,
             "engine": self._engine_alarm,
             "grad_norm": self._grad_norm_alarm,
+            "sharing": self._sharing_alarm,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,9 +111,10 @@ class StepReport:
         return {name: alarm.state_dict() for name, alarm in self._alarms.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
+        """Restores `state_dict()`; an alarm that an older version did not have begins anew."""
         for name, alarm in self._alarms.items():
-            alarm.load_state_dict(state[name])
+            if name in state:
+                alarm.load_state_dict(state[name])
 
     def write(
         self,
@@ -197,6 +200,7 @@ class StepReport:
             *self._engine_alarm.warnings(gaps),
             *self._grad_norm_alarm.warnings(norms),
             *self._residue_alarm.warnings(residues),
+            *self._sharing_alarm.warnings(reduced.values),
             *(self._idle_alarm.warnings(rewards, trained) if known else ()),
         ):
             self._console.say(warning)
