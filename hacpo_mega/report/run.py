@@ -12,6 +12,7 @@ from typing import Any
 from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.logbook.sharing import Fates, fates_of
 from hacpo_mega.models.documents import toml_file
 
 Z = 1.959963984540054  # of 95 %
@@ -58,6 +59,16 @@ class Run:
     def num_steps(self) -> int:
         """Finished training steps."""
         return max(self.steps)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first and the last step of the run, which all its figures have in common."""
+        return min(self.steps), self.num_steps
+
+    def fates(self, learner: str, source: str) -> dict[int, Fates]:
+        """By step, the fate of the answers of `source` on their way to `learner`; none in runs that did not count."""
+        found = {step: fates_of(metrics.values, learner, source) for step, metrics in self.steps.items()}
+        return {step: fates for step, fates in found.items() if fates is not None}
 
     @property
     def pairs(self) -> list[tuple[str, str]]:

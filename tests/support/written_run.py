@@ -90,6 +90,8 @@ def add_step(metrics: Metrics, agents: tuple[str, ...], progress: float, draw: r
             metrics.add(f"{pair}/above", 256 * 0.1, 256)
             metrics.add_weights(f"{pair}/weight", 200, 200 + 60 * draw.random(), 256)
             metrics.add(f"{pair}/positive_share", 80 + 20 * draw.random(), 180)
+            for what, number in (("answers", 256), ("trained", 256)):
+                metrics.count(f"{pair}/view/num_{what}", number)
             metrics.gauge(f"{pair}/grad_cosine", 0.6 * draw.random() - 0.1)
             metrics.gauge(f"omega/{learner}/{source}", 1 + 0.1 * (n - agents.index(source)) + 0.02 * draw.random())
 
