@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.grading.judge import JudgeReport
-from hacpo_mega.logbook.sharing import Fates, fates_of
+from hacpo_mega.logbook.sharing import SHARED_LEAST, Fates, fates_of
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
@@ -25,8 +25,7 @@ GAP_WINDOW = 16  # steps
 UNJUDGED_STEPS = 3
 IDLE_STEPS = 3
 
-# Below this share of the usable answers a source teaches its learner nothing; fewer answers prove nothing.
-SHARED_LEAST, SHARED_STEPS, SHARED_ANSWERS = 0.05, 3, 8
+SHARED_STEPS = 3
 
 SPIKE_FACTOR = 5.0
 SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
@@ -291,7 +290,7 @@ class SharingAlarm:
                 continue
             steps, before = self._rows.get(pair, (0, Fates(0, {})))
             self._rows[pair] = steps, whole = steps + 1, Fates.total((before, fates))
-            if steps >= SHARED_STEPS and whole.usable >= SHARED_ANSWERS:
+            if steps >= SHARED_STEPS and whole.is_lost:
                 self._told.add(pair)
                 del self._rows[pair]
                 yield _unshared(*pair, steps, whole)

@@ -10,6 +10,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/own/<function>            what logging.metrics says of its answers
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/accuracy_square [/<skill>]    mean squared reward there, of graders that may give a part of a reward
+    agent/<name>/held_out_gain, held_out_gain_square, num_held_out_pairs [/<skill>]     by prompt, since step 0
     agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way
     agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
     agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update

@@ -21,6 +21,8 @@ WORDS = {
     "control_tokens": "with control tokens",
     "not_finite": "without a finite log-prob",
 }
+# Below this share of so many usable answers or more, a source teaches its learner next to nothing.
+SHARED_LEAST, SHARED_ANSWERS = 0.05, 8
 TEACH_NOBODY = ("zero_advantage", "unjudged")
 
 
@@ -45,6 +47,11 @@ class Fates:
     def share(self) -> float | None:
         """Of the usable answers, those that gave a gradient; None where there is none."""
         return self.reached / self.usable if self.usable else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether next to none of them did, and they are enough to say so."""
+        return self.usable >= SHARED_ANSWERS and self.reached < SHARED_LEAST * self.usable
 
     @property
     def reasons(self) -> list[tuple[str, int]]:

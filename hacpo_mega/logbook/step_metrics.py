@@ -152,6 +152,41 @@ def add_accuracy(
                 metrics.add(f"agent/{name}/accuracy_square{tail}", judgement.reward**2, 1)
 
 
+class FirstRewards:
+    """What an agent's held-out answers on this rank earned in the run's first evaluation, to pair later ones with.
+
+    Held-out prompts are the same in all evaluations of a run, so that the gain of each prompt is known: metrics
+    held_out_gain and its mean square over num_held_out_pairs prompts that were judged both times.
+    """
+
+    def __init__(self) -> None:
+        self._rewards: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The rewards by the prompts' ids, as plain values."""
+        return dict(self._rewards)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores `state_dict()`."""
+        self._rewards = dict(state)
+
+    def compare(
+        self, metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement], step: int
+    ) -> None:
+        """Keeps what was judged before step 1, and adds the gains of later steps."""
+        judged = [(p, j.reward) for p, j in zip(prompts, judgements, strict=True) if j.is_judged]
+        if step == 0:
+            self._rewards = {prompt.id: reward for prompt, reward in judged}
+            return
+        for prompt, reward in judged:
+            if (before := self._rewards.get(prompt.id)) is None:
+                continue
+            for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
+                metrics.add(f"agent/{name}/held_out_gain{tail}", reward - before, 1)
+                metrics.add(f"agent/{name}/held_out_gain_square{tail}", (reward - before) ** 2, 1)
+                metrics.count(f"agent/{name}/num_held_out_pairs{tail}", 1)
+
+
 def mean_accuracy(values: Mapping[str, float], names: Sequence[str]) -> float | None:
     """Held-out accuracy of a step's reduced metrics, mean over the agents; None where one of them has none."""
     accuracies = [values.get(f"agent/{name}/accuracy") for name in names]

@@ -31,6 +31,7 @@ from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.rollout_log import AnswerNotes
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.step_metrics import (
+    FirstRewards,
     add_answers,
     add_capability,
     add_engine_gap,
@@ -97,24 +98,26 @@ class StepReport:
         self._grad_norm_alarm, self._sharing_alarm = GradNormAlarm(self._names), SharingAlarm(self._names)
         # These watch one start: their state is not kept.
         self._residue_alarm, self._idle_alarm = ResidueAlarm(self._names), IdleAlarm()
-        self._alarms = {
+        self.first_rewards = FirstRewards()
+        self._kept = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,
             "unjudged": self._unjudged_limit,
             "engine": self._engine_alarm,
             "grad_norm": self._grad_norm_alarm,
             "sharing": self._sharing_alarm,
+            "first_rewards": self.first_rewards,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the alarms have seen and said on this rank, as plain values."""
-        return {name: alarm.state_dict() for name, alarm in self._alarms.items()}
+        """What the alarms have seen and said on this rank, and what gains are measured from, as plain values."""
+        return {name: kept.state_dict() for name, kept in self._kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`; an alarm that an older version did not have begins anew."""
-        for name, alarm in self._alarms.items():
+        """Restores `state_dict()`; what an older version did not keep begins anew."""
+        for name, kept in self._kept.items():
             if name in state:
-                alarm.load_state_dict(state[name])
+                kept.load_state_dict(state[name])
 
     def write(
         self,

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hacpo_mega.report.run import Series
 
+LEAST_BAR = 0.08  # of a strip: one answer shows, too
 COUNTS_HEIGHT = 0.22  # of the strip below a panel's points, over theirs
 
 # The page's colour for each part of a figure that is not data; the values are those of a PNG, on white paper.
@@ -184,12 +185,14 @@ def smooth(series: Series) -> Series:
     return Series(series.steps, tuple(values))
 
 
-def stack(axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], colours: list[str]) -> None:
+def stack(
+    axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], colours: list[str], alpha: float = 1.0
+) -> None:
     """Layers on top of each other: a bar for each of the `steps`, nothing between; one shape per layer."""
     low = [0.0] * len(steps)
     for values, colour in zip(layers, colours):
         high = [base + value for base, value in zip(low, values)]
-        _bars(axis, steps, low, high, color=colour)
+        _bars(axis, steps, low, high, color=colour, alpha=alpha)
         low = high
 
 
@@ -210,8 +213,8 @@ def counts_below(axes: Sequence[Axes], counts: Sequence[Sequence[tuple[Mapping[i
         for place, (by_step, colour) in enumerate(panel):
             bottom, full = low - height + place * height / len(panel), 0.8 * height / len(panel)
             known = [(step, n) for step, n in by_step.items() if n]
-            _bars(axis, [s for s, _ in known], [bottom] * len(known), [bottom + full * n / most for _, n in known],
-                  color=colour, alpha=0.45)  # fmt: skip
+            top = [bottom + full * max(LEAST_BAR, n / most) for _, n in known]
+            _bars(axis, [step for step, _ in known], [bottom] * len(known), top, color=colour, alpha=0.45)
 
 
 def span_of(numbers: Sequence[float]) -> str:

@@ -15,7 +15,6 @@ from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.logbook.sharing import WORDS, Fates
 from hacpo_mega.report.canvas import (
     FAINT,
-    INK,
     counts_below,
     dots,
     dressed,
@@ -32,6 +31,8 @@ from hacpo_mega.report.canvas import (
 from hacpo_mega.report.colours import BAND_COLOURS, FATE_COLOURS, agent_colour, phase_colour
 from hacpo_mega.report.run import Run, Series, accuracies, phase_series
 from hacpo_mega.report.timeline import draw_timeline
+
+FEW = 8  # answers: what is drawn of fewer is pale
 
 
 def draw_accuracy(run: Run) -> Figure | None:
@@ -104,7 +105,8 @@ def _draw_by_learner(
         axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if "/from/" in name_of("", ""):  # else it is of no answer alone
         counts_below(axes, counts)
-        _say_counts(axes[0], counts)
+        for learner, axis, of_panel in zip(learners, axes, counts):
+            axis.set_title(f"{learner} learns from{_answers(of_panel)}")
     for learner, axis in zip(learners, axes):  # when the shared y limits are known
         ends = [(s, source, agent_colour(run, source)) for (who, source), s in curves.items() if who == learner]
         label_ends(axis, ends)
@@ -118,12 +120,10 @@ def _trained(run: Run, learner: str, source: str, curves: dict[str, Series]) -> 
     return {step: n for step, n in zip(numbers.steps, numbers.values) if step in curves[source].steps}
 
 
-def _say_counts(axis: Axes, counts: list[list[tuple[dict[int, float], str]]]) -> None:
-    numbers = [n for panel in counts for by_step, _ in panel for n in by_step.values()]
-    if numbers:
-        axis.annotate(
-            f"bars: {span_of(numbers)} answers a step", (0.01, 0.01), xycoords="axes fraction", fontsize=7, color=FAINT
-        )
+def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
+    """How many answers stand behind the points of a panel, below its title; nothing where nobody counted them."""
+    numbers = [n for by_step, _ in counts for n in by_step.values()]
+    return f"\n{span_of(numbers)} answers a step" if numbers else ""
 
 
 def draw_omega(run: Run) -> Figure | None:
@@ -167,14 +167,16 @@ def draw_bands(run: Run) -> Figure | None:
     figure, axes = _pair_panels(run, len(shares))
     counts = []
     for ((learner, source), sides), axis in zip(shares.items(), axes):
-        axis.set_title(f"{learner} from {source}")
-        stack(axis, sides[0].steps, [side.values for side in sides], list(BAND_COLOURS.values()))
-        counts.append([(_trained(run, learner, source, {source: sides[0]}), INK)])
+        counts.append([(_trained(run, learner, source, {source: sides[0]}), FAINT)])
+        axis.set_title(f"{learner} from {source}{_answers(counts[-1])}")
+        table = dict(zip(sides[0].steps, zip(*(side.values for side in sides))))
+        few = [step for step in table if counts[-1][0][0].get(step, FEW) < FEW]
+        for steps, alpha in (([step for step in table if step not in few], 1.0), (few, 0.35)):
+            layers = [[table[step][n] for step in steps] for n in range(len(sides))]
+            stack(axis, steps, layers, list(BAND_COLOURS.values()), alpha)
     axes[0].set_ylim(0, 1)
     axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     counts_below(axes, counts)
-    for axis, of_panel in zip(axes, counts):
-        _say_counts(axis, [of_panel])
     axes[0].set_ylabel("share of cross answers")
     legend(figure, list(BAND_COLOURS), list(BAND_COLOURS.values()))
     return figure
@@ -285,7 +287,12 @@ FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
         draw_fates,
         "Each answer of a source once: it teaches the learner, or why not. Where its advantage is 0 it teaches nobody.",
     ),
-    ("bands", "Cross answers and the band", draw_bands, "Only answers inside the band give a cross gradient."),
+    (
+        "bands",
+        "Cross answers and the band",
+        draw_bands,
+        "Only answers inside the band give a cross gradient. Grey bars: how many there are; pale: fewer than 8.",
+    ),
     ("ratio", "Cross ratio", draw_ratio, "Learner over source per answer; the shade is the band of the first update."),
     ("ess", "Effective sample size", draw_ess, "Of the weights of cross answers: 100 % when all weigh the same."),
     (

@@ -103,17 +103,28 @@ def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str,
 
 
 @dataclass(frozen=True)
+class PairedGain:
+    """What prompts earn more than in the run's first evaluation, over those judged in both: mean, and mean square."""
+
+    mean: float
+    square: float
+    num_pairs: int
+
+
+@dataclass(frozen=True)
 class Accuracy:
     """Mean reward of an agent's held-out answers at one step.
 
     num_evaluated   None when the run did not say
     square          mean squared reward; None of graders whose rewards are 0 or 1
+    gain            since the run's first evaluation, by prompt; None where nobody compared them
     """
 
     step: int
     value: float
     num_evaluated: int | None
     square: float | None = None
+    gain: PairedGain | None = None
 
     @property
     def is_graded(self) -> bool:
@@ -122,19 +133,38 @@ class Accuracy:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 %: of an accuracy Wilson's (1927), of a mean of graded rewards by its own standard error."""
+        """95 %: of an accuracy Wilson's (1927), of a mean of graded rewards by its own standard error, inside [0, 1].
+
+        Graded rewards that are all equal have Wilson's, too: their spread says nothing of other prompts.
+        """
         n, mean = self.num_evaluated, self.value
         if not n:
             return None
-        if self.is_graded:
-            half = Z * math.sqrt(max(self.square - mean**2, 0.0) / n)
-            return mean - half, mean + half
+        is_share = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
+        spread = math.sqrt(max(self.square - mean**2, 0.0)) if self.square is not None else 0.0
+        if not is_share or (self.is_graded and spread > ROUNDING):
+            half = Z * spread / math.sqrt(n)
+            return (max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean - half, mean + half)
         middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
-        half = Z / (1 + Z**2 / n) * math.sqrt(max(mean * (1 - mean), 0.0) / n + Z**2 / (4 * n**2))
-        return middle - half, middle + half
+        half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+    def is_paired(self, later: "Accuracy") -> bool:
+        """Whether nearly all prompts of `later` were judged in this evaluation, too, the run's first."""
+        return self.step == 0 and later.gain is not None and later.gain.num_pairs >= 0.9 * (later.num_evaluated or 0)
 
     def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
-        """95 % of later - self, two independent samples: Newcombe (1998), method 10."""
+        """95 % of later - self: of the same prompts where `is_paired`, else of two independent samples.
+
+        Pairs: Agresti and Min (2005), the normal interval with half a prompt more of each of the four outcomes, so two
+        more in all, one of them with a difference of 1 in size. Independent: Newcombe (1998), method 10.
+        """
+        if self.is_paired(later):
+            n = later.gain.num_pairs + 2
+            mean = later.gain.mean * later.gain.num_pairs / n
+            square = (later.gain.square * later.gain.num_pairs + 1) / n
+            half = Z * math.sqrt(max(square - mean**2, 0.0) / n)
+            return mean - half, mean + half
         if self.interval is None or later.interval is None:
             return None
         (low, high), (later_low, later_high), gain = self.interval, later.interval, later.value - self.value
@@ -151,10 +181,20 @@ def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]
     counts = run.series(f"agent/{agent}/num_evaluated{tail}")
     squares = run.series(f"agent/{agent}/accuracy_square{tail}")
     numbers, square = dict(zip(counts.steps, counts.values)), dict(zip(squares.steps, squares.values))
+    gains = _gains(run, agent, tail)
     return [
-        Accuracy(step, value, int(numbers[step]) if step in numbers else None, square.get(step))
+        Accuracy(step, value, int(numbers[step]) if step in numbers else None, square.get(step), gains.get(step))
         for step, value in zip(series.steps, series.values)
     ]
+
+
+def _gains(run: Run, agent: str, tail: str) -> dict[int, PairedGain]:
+    means, squares, numbers = (
+        run.series(f"agent/{agent}/{name}{tail}")
+        for name in ("held_out_gain", "held_out_gain_square", "num_held_out_pairs")
+    )
+    columns = zip(means.steps, means.values, squares.values, numbers.values)
+    return {step: PairedGain(mean, square, int(number)) for step, mean, square, number in columns}
 
 
 def evaluated_skills(run: Run) -> list[str]:

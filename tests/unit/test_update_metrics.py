@@ -11,8 +11,8 @@ from hacpo_mega.agent.policy_loss import BatchReport, ratios_by_key
 from hacpo_mega.algorithm import GradientProducts, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_answers, add_diagnosis, add_update, add_view
 from hacpo_mega.logbook.sharing import fates_of
+from hacpo_mega.logbook.step_metrics import add_answers, add_diagnosis, add_update, add_view
 from hacpo_mega.records import DroppedAnswer, Rollout, Stop, Trajectory, UpdateStats, Verdict, ViewCounts
 
 NAMES = ("a", "b", "c")
@@ -126,7 +126,8 @@ def test_drift_of_reencoding_is_shown_per_source():
     pairs = {name: value for name, value in found.items() if "/from/" in name and value}
     assert pairs == {
         "agent/b/from/a/token_ratio": 6 / 5, "agent/b/from/a/changed": 2 / 8, "agent/b/from/a/view/num_answers": 8,
-        "agent/b/from/a/view/num_trained": 5, "agent/b/from/a/view/num_changed": 2, "agent/b/from/a/view/num_too_long": 1,
+        "agent/b/from/a/view/num_trained": 5, "agent/b/from/a/view/num_changed": 2,
+        "agent/b/from/a/view/num_too_long": 1,
         "agent/b/from/c/view/num_answers": 7, "agent/b/from/c/view/num_trained": 7,
     }  # fmt: skip
     assert str(fates_of(found | {"agent/b/from/a/inside": 0.4}, "b", "a")) == (
