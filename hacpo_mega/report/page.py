@@ -60,7 +60,7 @@ def _unshared(run: Run) -> Html:
     lines = [
         tag("div", tag("b", f"{learner} learnt next to nothing from {source}"), f": {_reached(fates)} ({fates})")
         for learner, source in run.pairs
-        if (fates := Fates.total(run.fates(learner, source).values())).share is not None and fates.share < SHARED_LEAST
+        if (fates := Fates.total(run.fates(learner, source).values())).is_lost
     ]
     return tag("div", *lines, class_="alert") if lines else Html()
 
