@@ -27,11 +27,13 @@ from hacpo_mega.models.visible import one_line, say
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 WIDTH = 120
 AGENT_CELLS = ("reward", "held-out", "unjudged", "ratio", "in-band", "shared")
+CELLS = (*AGENT_CELLS, "phases", "mfu", "tokens", "left", "safe")  # in the order of a line
 ENDING = ("phases", "tokens", "left", "safe")  # the groups of a line after those of the agents
 # What a line loses first when it is longer than its width; without words it says once what its numbers are.
-LESS = ("in-band", "shorter phases", "ratio", "phases", "tokens", "unjudged", "words", "left", "safe", "shared")
+LESS = ("in-band", "shorter phases", "words", "second phase", "ratio", "phases", "tokens", "unjudged", "left", "safe",
+        "shared")  # fmt: skip
 SHOWN_SHARE = 0.05  # of a step: shorter phases are not shown
-LONGEST = 2  # phases of a line with little room
+LONGEST = 2  # phases of a line with little room, and the longest alone with less
 STEPS_AVERAGED = 8  # for the time that is left
 CLEARING_S = 0.5  # that a bar may take to leave a process which ends
 
@@ -163,7 +165,7 @@ class StepLine:
             if len(line) <= self._width or self._num_left_out == len(LESS):
                 break
             self._num_left_out += 1
-            if LESS[self._num_left_out - 1] == "shorter phases":
+            if LESS[self._num_left_out - 1] in ("shorter phases", "second phase"):
                 self._widths.pop("phases", None)
         lines = [line] if len(line) <= self._width else _broken(line, self._width)
         shown = [cell for cell in AGENT_CELLS if any(cell in cells for cells in self._shown(groups))]
@@ -180,7 +182,8 @@ class StepLine:
         """The cells of every group of a line; a group that is left out has none."""
         names = list(dict.fromkeys([*self._names, *agent_names(metrics)]))
         groups = {name: _agent_cells(name, metrics.values, names) for name in names}
-        groups["phases"] = _phase_cells(metrics, longest_alone="shorter phases" in self._less)
+        most = 1 if "second phase" in self._less else LONGEST if "shorter phases" in self._less else None
+        groups["phases"] = _phase_cells(metrics, most)
         groups["tokens"] = _rate_cells(metrics)
         return groups | {part: {part: Cell("", end[part])} if part in end else {} for part in ("left", "safe")}
 
@@ -188,7 +191,7 @@ class StepLine:
         """The cells of each group that have a place, in their order."""
         for group in groups:
             cells = () if group in self._less else self._widths[group]
-            yield sorted((cell for cell in cells if cell not in self._less), key=_place_of_cell)
+            yield sorted((cell for cell in cells if cell not in self._less), key=CELLS.index)
 
     def _laid_out(self, begin: str, groups: Mapping[str, Mapping[str, Cell]]) -> str:
         for group, cells in groups.items():
@@ -206,18 +209,11 @@ class StepLine:
         """A cell in its place; blank where the step has none."""
         word, number = cell or ("", "")
         word_width, width = self._widths[group][name]
+        if name == "phases":
+            return number.ljust(width)
         if not word_width or ("words" in self._less and group not in ENDING):
             return number.rjust(width)
         return f"{word:<{word_width}} {number:>{width}}"
-
-
-def _place_of_cell(name: str) -> tuple[int, int, str]:
-    """Numbers of agents in their order, phases in that of a step, then how long it was."""
-    if name in AGENT_CELLS:
-        return 0, AGENT_CELLS.index(name), ""
-    if name in PHASES:
-        return 1, PHASES.index(name), ""
-    return (3 if name == "whole" else 2), 0, name
 
 
 def _broken(line: str, width: int) -> list[str]:
@@ -254,17 +250,17 @@ def in_step_order(phases: Iterable[str]) -> list[str]:
     return sorted(phases, key=lambda phase: (rank.get(phase, len(rank)), phase))
 
 
-def _phase_cells(metrics: StepMetrics, *, longest_alone: bool) -> dict[str, Cell]:
-    """The longer phases with the step's seconds, or the LONGEST of them alone."""
+def _phase_cells(metrics: StepMetrics, most: int | None) -> dict[str, Cell]:
+    """The longer phases with the step's seconds, at `most` so many of them, as one cell: they change by the step."""
     names = agent_names(metrics)
     step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in names), default=0.0)
     long = {phase: s for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"}
-    if longest_alone:
-        least = sorted(long.values())[-LONGEST:]
+    if most is not None:
+        least = sorted(long.values())[-most:]
         long = {phase: s for phase, s in long.items() if s in least}
-    cells = {phase: Cell(phase.replace("_", " "), f"{s:.1f}") for phase, s in long.items()}
-    whole = Cell("of", f"{step_s:.1f} s") if step_s else Cell("", "s")
-    return cells | {"whole": whole} if cells else {}
+    text = " ".join(f"{phase.replace('_', ' ')} {s:.1f}" for phase, s in long.items())
+    of_all = f" of {step_s:.1f}" if step_s else ""
+    return {"phases": Cell("", f"{text}{of_all} s")} if text else {}
 
 
 def _rate_cells(metrics: StepMetrics) -> dict[str, Cell]:

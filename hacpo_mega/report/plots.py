@@ -226,7 +226,7 @@ def draw_phases(run: Run) -> Figure | None:
         return None
     order = in_step_order({phase for phases in tables.values() for phase in phases})
     colours = [phase_colour(phase) for phase in order]
-    figure, axes = panels(len(tables), 2, 2.6, steps=run.span)
+    figure, axes = panels(len(tables), 3 if len(tables) == 3 else 2, 2.6, steps=run.span)
     for (agent, phases), axis in zip(tables.items(), axes):
         steps = sorted({step for by_step in phases.values() for step in by_step})
         axis.set_title(agent, color=agent_colour(run, agent), fontweight="bold")

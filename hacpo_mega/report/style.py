@@ -29,7 +29,7 @@ figure { margin:0; overflow-x:auto } figure svg { width:100%; min-width:560px; h
 table { border-collapse:collapse; font-variant-numeric:tabular-nums; width:100% }
 th { text-align:left; color:var(--faint); font-weight:500; font-size:13px }
 th, td { padding:6px 14px 6px 0; border-bottom:1px solid var(--line); vertical-align:top }
-.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align:right }
+.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align:right; white-space:nowrap }
 article { margin:0 0 26px } .prompt { display:flex; gap:14px; align-items:baseline; flex-wrap:wrap; margin:0 0 8px }
 .prompt pre { font-weight:650; max-height:14em; overflow:auto } .prompt .gold pre { display:inline }
 .skill { font-size:12px; color:var(--faint); border:1px solid var(--line); border-radius:99px; padding:0 9px }
