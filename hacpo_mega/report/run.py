@@ -141,9 +141,9 @@ class Accuracy:
         if not n:
             return None
         is_share = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
-        spread = math.sqrt(max(self.square - mean**2, 0.0)) if self.square is not None else 0.0
-        if not is_share or (self.is_graded and spread > ROUNDING):
-            half = Z * spread / math.sqrt(n)
+        variance = 0.0 if self.square is None else max(self.square - mean**2, 0.0)
+        if not is_share or (self.is_graded and variance > ROUNDING):
+            half = Z * math.sqrt(variance / n)
             return (max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean - half, mean + half)
         middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))

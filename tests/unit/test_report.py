@@ -24,6 +24,7 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.logbook.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
 from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS
+from hacpo_mega.report.page import render_page
 from hacpo_mega.report.plots import (
     draw_bands,
     draw_cosine,
@@ -129,6 +130,17 @@ def test_summary_is_the_run_in_short(reported: Path) -> None:
     steps = read_metrics(reported / "metrics.jsonl")
     learn = [steps[step].timing["agent/qwen/phase/learn_s"] for step in range(1, 11)]
     assert qwen["phase_s"]["learn"] == pytest.approx(sum(learn) / 10, abs=1e-6)
+
+
+@pytest.mark.parametrize(("later", "colour"), [(0.52, ""), (0.62, "up"), (0.38, "down")])
+def test_a_gain_is_green_only_where_its_interval_excludes_0(tmp_path: Path, later: float, colour: str) -> None:
+    """200 prompts: .50 to .52 may be chance, .62 and .38 are none."""
+    with MetricsWriter(tmp_path) as writer:
+        for step, accuracy in ((0, 0.5), (1, later)):
+            writer.write(step, StepMetrics({"agent/a/accuracy": accuracy, "agent/a/num_evaluated": 200.0}, {}))
+    text = render_page(load_run(tmp_path), [])
+    assert f'<div class="{f"gain {colour}".strip()}">{later - 0.5:+.3f} [' in text
+    assert f'<span class="{colour}">{later - 0.5:+.3f} [' in text
 
 
 def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:
@@ -325,7 +337,7 @@ def test_the_fate_of_every_answer_is_stacked_and_said_on_the_page(gappy: Run) ->
     assert top == 64.0 and marks[FATE_COLOURS["too_long"]] == [(0.5, 17.5)]
     reached = marks[FATE_COLOURS["reached"]]
     assert reached and all(end - begin <= 17 for begin, end in reached)
-    page = Page(write_report(gappy.folder).read_text(encoding="utf-8")).text
+    page = Page(render_page(gappy, [])).text
     assert "of others: " in page and "learnt next to nothing" not in page
 
 
@@ -337,7 +349,7 @@ def test_a_page_is_not_proud_where_nothing_was_shared(tmp_path: Path) -> None:
         line["values"] |= {f"agent/a/from/b/view/num_{fate}": number for fate, number in fates.items()}
         line["values"]["agent/a/from/b/inside"] = 0.5
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    text = Page(render_page(load_run(tmp_path), [])).text
     assert (
         "a learnt next to nothing from b: 3 of 180 usable answers reached it (114 undecodable, 60 too long, "
         "3 outside the band, 12 with advantage 0 or unjudged, which is no loss)"
@@ -358,6 +370,39 @@ def test_a_share_is_drawn_to_100_percent_and_panels_fill_their_row(gappy: Run) -
     assert max(axis.get_yticks()) == 1.0 and axis.get_ylim()[1] == 1.02
     right = [axis.get_subplotspec().get_position(axis.figure).x1 for axis in draw_health(gappy).axes]
     assert len(right) % 2 == 1 and right[-1] == max(right), "the last of an odd number is as wide as the page"
+
+
+def test_only_what_trained_a_learner_has_its_colour_and_the_rest_its_reason(tmp_path: Path) -> None:
+    """A chat with its system message apart, below the name of its row, and three fates of an answer."""
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    prompt = json.loads(path.read_text().splitlines()[0]) | {"skill": "", "row": {"uid": "row-7"}}
+    prompt["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    answer = prompt["answers"][0] | {"advantage": {"a": 3.4, "b": -2.0}, "ratio": {"a": 1.0}}
+    fates = ({"b": "undecodable"}, {"b": "outside_band"}, {})
+    answers = [answer | {"text": f"text {n}", "not_trained": fate} for n, fate in enumerate(fates)]
+    answers[1] = answers[1] | {"ratio": {"a": 1.0, "b": 0.3}}
+    path.write_text(json.dumps(prompt | {"answers": answers}) + "\n")
+    text = render_page(load_run(tmp_path), [])
+    trained = '<span class="learner up"><b>→ a</b> A +3.40, ratio 1.000</span>'
+    assert text.count(trained) == 3
+    assert '<span class="learner"><b>→ b</b> not trained: undecodable</span>' in text
+    assert '<span class="learner"><b>→ b</b> A -2.00, ratio 0.300, outside the band</span>' in text
+    assert text.count("→ b") == 2, "who shares nothing is not named"
+    assert '<div class="message system"><small>system</small><pre>Be brief.</pre></div>' in text
+    assert '<span class="skill">row-7</span>' in text and "&quot;role&quot;" not in text
+
+
+def test_an_older_run_without_reasons_shows_what_was_not_trained(tmp_path: Path) -> None:
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    prompt = json.loads(path.read_text().splitlines()[0])
+    chat = '[{"role":"system","content":"Be brief."},{"role":"user","content":"1+1?"}]'
+    answer = prompt["answers"][0] | {"advantage": {"a": 3.4, "b": -2.0}, "ratio": {"a": 1.0}}
+    del answer["not_trained"]
+    path.write_text(json.dumps(prompt | {"prompt": chat, "answers": [answer]}) + "\n")
+    text = render_page(load_run(tmp_path), [])
+    assert '<span class="learner"><b>→ b</b> not trained</span>' in text and "<pre>1+1?</pre>" in text
 
 
 def test_equal_answers_are_shown_once_with_their_number(tmp_path: Path) -> None:
