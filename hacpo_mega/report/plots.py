@@ -123,7 +123,7 @@ def _trained(run: Run, learner: str, source: str, curves: dict[str, Series]) -> 
 def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
     """How many answers stand behind the points of a panel, below its title; nothing where nobody counted them."""
     numbers = [n for by_step, _ in counts for n in by_step.values()]
-    return f"\n{span_of(numbers)} answers a step" if numbers else ""
+    return f"\n{span_of(numbers)} answer{'s' if max(numbers) > 1 else ''} a step" if numbers else ""
 
 
 def draw_omega(run: Run) -> Figure | None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -349,6 +350,27 @@ def test_console_shows_the_phase_on_a_terminal() -> None:
         console.phase("publish")
     assert "publish" in terminal.getvalue() and "\x1b[" in terminal.getvalue()
     assert "step 1/40  | llama" in terminal.getvalue()
+
+
+def test_bars_leave_a_terminal_before_the_last_words_of_a_process_that_ends_at_once() -> None:
+    terminal = Terminal()
+    with Console(40, file=terminal) as console:
+        console.phase("roll_out")
+        killer = threading.Thread(target=console.clear)  # as a signal is heard: in another thread
+        killer.start()
+        killer.join()
+        said = terminal.getvalue()
+        assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l"), "the cursor is back"
+        assert said.endswith("\x1b[1A\x1b[2K"), "and both bars are erased"
+
+
+def test_a_terminal_gets_lines_that_are_broken_between_words(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal()
+    Console(40, file=terminal).say("warning: the prompts are too easy for every agent /a/path/of-a-folder/that/is/long")
+    assert terminal.getvalue().splitlines() == [
+        "warning: the prompts are too", "easy for every agent", "/a/path/of-a-folder/that/is/long",
+    ]  # fmt: skip
 
 
 def test_phase_seconds_take_the_slowest_agent_in_the_order_of_a_step() -> None:
