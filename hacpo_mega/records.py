@@ -9,7 +9,7 @@ import enum
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -244,6 +244,27 @@ class Sample(TokenSequence):
             assert per_token is None or per_token.shape == (self.num_trained,), (per_token.shape, self.num_trained)
 
 
+DropReason = Literal[
+    "zero_advantage",
+    "unjudged",
+    "too_long",
+    "undecodable",
+    "unencodable",
+    "changed",
+    "control_tokens",
+    "not_finite",
+]
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+
+
+class DroppedAnswer(NamedTuple):
+    """An answer of one source that a learner is not trained on, and why (ViewCounts)."""
+
+    prompt_index: int
+    rollout_index: int
+    reason: DropReason
+
+
 @dataclass(frozen=True)
 class ViewCounts:
     """What became of the answers of a pool. `num_own` + `num_cross` are trained on; of the rest it says why not.
@@ -258,7 +279,8 @@ class ViewCounts:
     num_zero_advantage   that would change no gradient: neither scored nor trained, own ones too
     `num_compared` answers were read back after they had been encoded; `num_changed` of them reads differently.
     `token_ratio_sum` adds up learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
-    Counts of parts of a pool add up (`+`).
+    Counts of parts of a pool add up (`+`). `dropped` names every answer that is not trained on, for one reason each;
+    counts alone are compared.
     """
 
     num_own: int = 0
@@ -276,6 +298,7 @@ class ViewCounts:
     num_changed: int = 0
     num_not_finite: int = 0
     token_ratio_sum: float = 0.0
+    dropped: tuple[DroppedAnswer, ...] = field(default=(), compare=False)
 
     def __add__(self, other: "ViewCounts") -> "ViewCounts":
         return ViewCounts(*map(operator.add, vars(self).values(), vars(other).values()))

@@ -19,6 +19,7 @@ from hacpo_mega.agent.policy_loss import (
     REPORTS,
     PolicyLoss,
     SampleKey,
+    outside_band,
     own_token_logprobs,
     ratios_by_key,
     scores_of_update,
@@ -45,6 +46,7 @@ from hacpo_mega.records import (
     Sample,
     Score,
     UpdateStats,
+    ViewCounts,
 )
 from hacpo_mega.samples.packing import plan_updates
 
@@ -146,13 +148,17 @@ class Agent(Answering):
         rollouts: Sequence[Rollout],
         scores: Sequence[Score | None],
         updates: Sequence[UpdateStats],
+        views: Sequence[ViewCounts],
     ) -> AnswerNotes:
         """What this cell knows of the answers to the lane's `prompts`, for the log; rollouts and scores are its own."""
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
+        reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, view in enumerate(views) for a in view.dropped}
+        reasons |= {key: "outside_band" for update in updates for key in outside_band(update)}
         seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
         tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
         scored = tuple((*key, score.mean_logprob) for key, score in scores_of_update(updates[0]).items())
-        return AnswerNotes(ratios, seen, tuple(tokens), scored)
+        ids = tuple(self.codec.encode_prompt(prompt.text) for prompt in prompts) if self._logs_tokens else ()
+        return AnswerNotes(ratios, seen, ids, tuple(tokens), scored, reasons)
 
     def _describe_tokens(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
@@ -163,8 +169,9 @@ class Agent(Answering):
             old = None if score is None else score.token_logprobs
             new = learnt.get((rollout.prompt_index, rollout.rollout_index))
             ratios = None if old is None or new is None else np.exp(new - old)
-            pieces = self.codec.pieces(rollout.token_ids.tolist())
-            yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, pieces, old, ratios)
+            ids = tuple(rollout.token_ids.tolist())
+            pieces = self.codec.pieces(ids)
+            yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, ids, pieces, old, ratios)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
         """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""

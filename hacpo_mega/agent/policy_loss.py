@@ -179,6 +179,16 @@ def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
     }
 
 
+def outside_band(result: UpdateStats) -> list[SampleKey]:
+    """Others' answers of an update that have no gradient: their weight is 0."""
+    keys = (
+        report.key_B3[~terms.is_self_B & (terms.weight_B == 0) & terms.ratio_B.isfinite()].tolist()
+        for report in result.reports
+        for terms in (report.terms,)
+    )
+    return [tuple(key) for found in keys for key in found]
+
+
 def own_token_logprobs(updates: Iterable[UpdateStats], agent: int) -> dict[tuple[int, int], np.ndarray]:
     """By (prompt index, rollout index), what an agent said of each token of its own answers in the update they trained.
 

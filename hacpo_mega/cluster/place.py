@@ -23,7 +23,7 @@ Not here: the arithmetic (rank_map.py) and model-parallel groups (Megatron makes
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -219,6 +219,10 @@ class Place:
         """Waits for every process of the job."""
         with self._waiting("a barrier of all ranks"):
             self._job.wait_for_all()
+
+    def before_end(self, action: Callable[[], None]) -> None:
+        """Has `action` done before the last words of this process, where a signal or another's death ends it."""
+        self._watchdog.before_end = action
 
     def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""

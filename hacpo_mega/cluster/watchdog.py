@@ -68,7 +68,7 @@ class Watchdog:
     told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
     progress   what its main thread is at
-    at_end     what is done last where this process ends at once
+    before_end, at_end   what is done before its last words, and last, where this process ends at once
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Watchdog:
         self._defers = False
         self._outlook = ""
         self.told, self.is_leaving = 0, False
+        self.before_end: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
@@ -243,6 +244,7 @@ class Watchdog:
     def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
         self._tell(f"down {status} {cause}")
+        self.before_end()
         sys.stdout.flush()
         if status == STALLED:
             if self._stack_file is not None:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hacpo_mega.commands.export import CARD, TrainedAgent, draft_of, model_card
-from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.rollout_log import logged_steps, prompt_text, read_rollouts
 from hacpo_mega.megatron.hf_writer import copy_files
 from hacpo_mega.models.folder import copied_files
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
@@ -64,7 +64,7 @@ def calibration_ids(agent: TrainedAgent) -> list[list[int]]:
     while steps and len(found) < NUM_CALIBRATED:
         for prompt in read_rollouts(agent.run_dir, steps.pop()):
             own = [answer["text"] for answer in prompt["answers"] if answer["agent"] == agent.agent.name]
-            found += [[*codec.encode_prompt(prompt["prompt"]), *codec.encode_answer(text, True)] for text in own[:1]]
+            found += [[*codec.encode_prompt(prompt_text(prompt)), *codec.encode_answer(text, True)] for text in own[:1]]
     if not found:
         raise ValueError(f"{agent.run_dir}/rollouts holds no answers of {agent.agent.name} to calibrate with")
     return found[:NUM_CALIBRATED]

@@ -269,7 +269,7 @@ class LoggingConfig(Section):
     trace_steps: Annotated[tuple[Count, ...], Field(min_length=1)] = (2,)
     """Steps that `trace` is about, each once; the first step of a run also warms up, and is the one of a run of one."""
     rollout_tokens: Flag = False
-    """Log every answer's tokens, their log-probs and own ratios, which makes rollouts/ several times larger."""
+    """Log every answer's tokens, their ids, log-probs and own ratios: rollouts/ is then several times larger."""
 
 
 class Config(Section):

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ from hacpo_mega.algorithm import REWARD_TOLERANCE
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.grading.judge import JudgeReport
+from hacpo_mega.logbook.sharing import SHARED_LEAST, Fates, fates_of
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
@@ -24,6 +26,8 @@ GAP_WINDOW = 16  # steps
 
 UNJUDGED_STEPS = 3
 IDLE_STEPS = 3
+
+SHARED_STEPS = 3
 
 SPIKE_FACTOR = 5.0
 SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
@@ -302,6 +306,64 @@ class IdleAlarm:
             f"all answers to a prompt earned the same {steps}: the prompts are too easy or too hard for every agent, "
             "or the reward tells no answers apart. Give other prompts, or more rollout.rollouts_per_prompt"
         )
+
+
+REMEDIES = {
+    "outside_band": 'widen algorithm.delta, or set algorithm.band = "calibrated"',
+    "too_long": "raise rollout.max_answer_tokens, which holds in {learner}'s tokens, too, or ask for shorter answers",
+    "undecodable": "look at {source}'s answers in rollouts/: it samples control tokens, or ids that are no text",
+    "unencodable": "{learner}'s tokenizer lacks signs that {source} writes: look at its answers in rollouts/",
+    "changed": "set rollout.train_changed_reencodings = true, if the changes are harmless",
+    "control_tokens": "look at {source}'s answers in rollouts/: they spell out control tokens of {learner}",
+    "not_finite": "the weights of {source} are broken: go back to a checkpoint before that",
+}
+
+
+class SharingAlarm:
+    """Says once for every ordered pair of agents that a source's answers do not teach the learner.
+
+    The warning comes after 3 steps in a row in each of which less than 5 % of the usable answers of all ranks give the
+    learner a gradient, as soon as these were 8 answers. Usable are answers that are judged and have an advantage other
+    than 0: the others teach nobody, their own agent neither. A step without a usable answer does not end such a row.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._rows: dict[tuple[str, str], tuple[int, Fates]] = {}  # steps in a row, and the answers of all of them
+        self._told: set[tuple[str, str]] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pairs that were spoken of, and the rows of the others, as plain values."""
+        rows = [[*pair, steps, fates.reached, dict(fates.lost)] for pair, (steps, fates) in self._rows.items()]
+        return {"told": [list(pair) for pair in sorted(self._told)], "rows": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._told = {(learner, source) for learner, source in state["told"]}
+        self._rows = {(k, j): (steps, Fates(reached, dict(lost))) for k, j, steps, reached, lost in state["rows"]}
+
+    def warnings(self, values: Mapping[str, float]) -> Iterator[str]:
+        """A line for every pair whose row is long enough by now; `values` are the step's reduced metrics."""
+        for pair in permutations(self._names, 2):
+            if pair in self._told or (fates := fates_of(values, *pair)) is None:
+                continue
+            if fates.share is not None and fates.share >= SHARED_LEAST:
+                self._rows.pop(pair, None)
+                continue
+            steps, before = self._rows.get(pair, (0, Fates(0, {})))
+            self._rows[pair] = steps, whole = steps + 1, Fates.total((before, fates))
+            if steps >= SHARED_STEPS and whole.is_lost:
+                self._told.add(pair)
+                del self._rows[pair]
+                yield _unshared(*pair, steps, whole)
+
+
+def _unshared(learner: str, source: str, num_steps: int, fates: Fates) -> str:
+    remedy = REMEDIES[fates.reasons[0][0]].format(learner=learner, source=source)
+    return (
+        f"warning: {fates.reached} of {fates.answers:,} of {source}'s answers reach {learner} in {num_steps} steps: "
+        f"{fates}. {learner} learns next to nothing from {source}: {remedy}"
+    )
 
 
 class ResidueAlarm:

@@ -1,33 +1,42 @@
 """What a person sees while a run goes on: a bar with the phase on a terminal, plain lines in a Slurm log.
 
 One line per step, for example
-    step 12/40 | qwen reward .42 ratio .87 | llama reward .512 | learn 1.4 of 2.1 s | 850 tok/s | 0:01:02 left | safe 10
-within 120 columns: what is left out (LESS) when it would be longer is in metrics.jsonl.
+    step 12/40 | qwen reward .420 ratio .870 shared 63% | llama reward .512 | learn 1.4 of 2.1 s | 0:01:02 left | safe 9
+within the terminal's columns, at most 120: what is left out (LESS) when it would be longer is in metrics.jsonl. A
+number keeps its place from the first step that has it, and the place is blank where a step has none.
 Not here: what is measured (metrics.py).
 """
 
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from statistics import fmean
-from typing import Self, TextIO
+from textwrap import fill
+from typing import NamedTuple, Self, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hacpo_mega.logbook.held_out import are_accuracies, held_out
 from hacpo_mega.logbook.metrics import StepMetrics
+from hacpo_mega.logbook.sharing import fates_of_learner
 from hacpo_mega.models.visible import one_line, say
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 WIDTH = 120
-# What a line loses first when it is longer than WIDTH: numbers of agents, then groups of its end.
-LESS = ("in-band", "shorter phases", "ratio", "phases", "tokens", "unjudged", "reward beside accuracy", "words")
+AGENT_CELLS = ("reward", "held-out", "unjudged", "ratio", "in-band", "shared")
+CELLS = (*AGENT_CELLS, "phases", "mfu", "tokens", "left", "safe")  # in the order of a line
+ENDING = ("phases", "tokens", "left", "safe")  # the groups of a line after those of the agents
+# What a line loses first when it is longer than its width; without words it says once what its numbers are.
+LESS = ("in-band", "shorter phases", "words", "second phase", "ratio", "phases", "tokens", "unjudged", "left", "safe",
+        "shared")  # fmt: skip
 SHOWN_SHARE = 0.05  # of a step: shorter phases are not shown
-LONGEST = 2  # phases of a line with little room
+LONGEST = 2  # phases of a line with little room, and the longest alone with less
 STEPS_AVERAGED = 8  # for the time that is left
+CLEARING_S = 0.5  # that a bar may take to leave a process which ends
 
 
 class Console:
@@ -45,7 +54,7 @@ class Console:
         file: TextIO | None = None,
         quiet: bool = False,
     ) -> None:
-        self._num_steps, self._names = num_steps, tuple(names)
+        self._num_steps = num_steps
         self._ended: list[float] = []
         self._rich = RichConsole(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
@@ -61,6 +70,7 @@ class Console:
         )
         self._run = self._bar.add_task("run", total=num_steps, completed=steps_done, phase="")
         self._step = self._bar.add_task(f"step {steps_done + 1}", total=len(PHASES), phase="")
+        self._line = StepLine(names, min(WIDTH, self._rich.width) if self._has_terminal else WIDTH)
 
     @property
     def _has_terminal(self) -> bool:
@@ -77,17 +87,34 @@ class Console:
 
         `safe_step` is the step that the run would go on from if it died now; None where it would begin again.
         """
-        end = [] if (left := self._left(step)) is None else [f"{left} left"]
-        end += [] if safe_step is None else [f"safe {safe_step}"]
-        self.say(format_step(f"step {step}/{self._num_steps}", metrics, self._names, end))
+        end = {} if (left := self._left(step)) is None else {"left": f"{left} left"}
+        end |= {} if safe_step is None else {"safe": f"safe {safe_step}"}
+        begin = f"step {step}/{self._num_steps}".ljust(len(f"step {self._num_steps}/{self._num_steps}"))
+        for line in self._line.of(begin, metrics, end):
+            self.say(line)
         self._bar.update(self._run, completed=step)
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 
     def say(self, text: str) -> None:
-        """Prints one line, made visible, above a bar; a full disk below, or a reader that is gone, ends no run."""
+        """Prints one line, made visible, above a bar; a full disk below, or a reader that is gone, ends no run.
+
+        On a terminal it is broken between words.
+        """
+        text = one_line(text)
+        if self._has_terminal and len(text) > self._rich.width:
+            text = fill(text, self._rich.width, break_long_words=False, break_on_hyphens=False)
         with suppress(OSError):
-            self._rich.print(one_line(text))
+            self._rich.print(text)
             self._rich.file.flush()
+
+    def clear(self) -> None:
+        """Takes the bars off the terminal and gives the cursor back, for a process that ends at once, in any thread."""
+        if self._bar.disable:
+            return
+        # A thread: the main one may hold the lock of the bars for good.
+        stop = threading.Thread(target=self._bar.stop, daemon=True)
+        stop.start()
+        stop.join(CLEARING_S)
 
     def _left(self, step: int) -> timedelta | None:
         """How long the steps that are left take at the pace of the last ones; None before there is one."""
@@ -111,17 +138,94 @@ def warn(text: str) -> None:
         say(one_line(text), file=sys.stderr)
 
 
-def format_step(begin: str, metrics: StepMetrics, names: Sequence[str] = (), end: Sequence[str] = ()) -> str:
-    """A step's line between `begin` and the parts of its `end`, with as much of it as WIDTH columns hold."""
-    order = dict.fromkeys([*names, *agent_names(metrics)])
-    for number in range(len(LESS) + 1):
-        less = LESS[:number]
-        agents = ((name, _format_agent(name, metrics.values, less)) for name in order)
-        parts = [begin, *(f"{name} {numbers}" for name, numbers in agents if numbers), *_pace(metrics, less), *end]
-        line = " | ".join(parts)
-        if len(line) <= WIDTH:
-            break
-    return line
+class Cell(NamedTuple):
+    """A number of a line with its word before it; either may be empty."""
+
+    word: str
+    number: str
+
+
+class StepLine:
+    """Lays out the lines of steps so that they can be read downwards: every number has a place, which only ever widens.
+
+    names   the agents in the order of their configuration; those that only the metrics know follow
+    width   columns of a line; one that cannot be made short enough is broken between its groups
+    """
+
+    def __init__(self, names: Sequence[str] = (), width: int = WIDTH) -> None:
+        self._names, self._width = tuple(names), width
+        self._num_left_out = 0  # of LESS
+        self._told: list[str] = []  # which numbers lines without words have
+        self._widths: dict[str, dict[str, tuple[int, int]]] = {}  # of word and number, by group and cell
+
+    def of(self, begin: str, metrics: StepMetrics, end: Mapping[str, str] | None = None) -> list[str]:
+        """The line of a step from `begin` to the parts of its `end`, in most cases alone."""
+        while True:
+            groups = self._groups(metrics, end or {})
+            line = self._laid_out(begin, groups)
+            if len(line) <= self._width or self._num_left_out == len(LESS):
+                break
+            self._num_left_out += 1
+            if LESS[self._num_left_out - 1] in ("shorter phases", "second phase"):
+                self._widths.pop("phases", None)
+        lines = [line] if len(line) <= self._width else _broken(line, self._width)
+        shown = [cell for cell in AGENT_CELLS if any(cell in cells for cells in self._shown(groups))]
+        if "words" in self._less and shown != self._told:
+            self._told = shown
+            lines.insert(0, f"from here on the numbers of each agent are: {', '.join(shown)}")
+        return lines
+
+    @property
+    def _less(self) -> tuple[str, ...]:
+        return LESS[: self._num_left_out]
+
+    def _groups(self, metrics: StepMetrics, end: Mapping[str, str]) -> dict[str, dict[str, Cell]]:
+        """The cells of every group of a line; a group that is left out has none."""
+        names = list(dict.fromkeys([*self._names, *agent_names(metrics)]))
+        groups = {name: _agent_cells(name, metrics.values, names) for name in names}
+        most = 1 if "second phase" in self._less else LONGEST if "shorter phases" in self._less else None
+        groups["phases"] = _phase_cells(metrics, most)
+        groups["tokens"] = _rate_cells(metrics)
+        return groups | {part: {part: Cell("", end[part])} if part in end else {} for part in ("left", "safe")}
+
+    def _shown(self, groups: Mapping[str, Mapping[str, Cell]]) -> Iterator[list[str]]:
+        """The cells of each group that have a place, in their order."""
+        for group in groups:
+            cells = () if group in self._less else self._widths[group]
+            yield sorted((cell for cell in cells if cell not in self._less), key=CELLS.index)
+
+    def _laid_out(self, begin: str, groups: Mapping[str, Mapping[str, Cell]]) -> str:
+        for group, cells in groups.items():
+            widths = self._widths.setdefault(group, {})
+            for name, cell in cells.items():
+                widths[name] = tuple(map(max, widths.get(name, (0, 0)), map(len, cell)))
+        parts = [begin]
+        for (group, cells), shown in zip(groups.items(), self._shown(groups)):
+            if shown:
+                label = [] if group in ENDING else [group]
+                parts.append(" ".join([*label, *(self._spelled(group, name, cells.get(name)) for name in shown)]))
+        return " | ".join(parts).rstrip(" |")
+
+    def _spelled(self, group: str, name: str, cell: Cell | None) -> str:
+        """A cell in its place; blank where the step has none."""
+        word, number = cell or ("", "")
+        word_width, width = self._widths[group][name]
+        if name == "phases":
+            return number.ljust(width)
+        if not word_width or ("words" in self._less and group not in ENDING):
+            return number.rjust(width)
+        return f"{word:<{word_width}} {number:>{width}}"
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """A line in parts of at most `width` columns where its groups allow it, those that follow below its first group."""
+    begin, *groups = line.split(" | ")
+    lines = [begin]
+    for group in groups:
+        if len(lines[-1]) + 3 + len(group) > width and lines[-1] != begin:
+            lines.append(" " * len(begin))
+        lines[-1] += f" | {group}"
+    return lines
 
 
 def agent_names(metrics: StepMetrics) -> list[str]:
@@ -147,43 +251,53 @@ def in_step_order(phases: Iterable[str]) -> list[str]:
     return sorted(phases, key=lambda phase: (rank.get(phase, len(rank)), phase))
 
 
-def _pace(metrics: StepMetrics, less: Sequence[str]) -> list[str]:
-    """The longest phases with the step's seconds, and tokens of answers per second, of all agents together."""
-    agents = agent_names(metrics)
-    step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in agents), default=0.0)
-    parts = []
-    long = [(phase, s) for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"]
-    if "shorter phases" in less:
-        longest = sorted(s for _, s in long)[-LONGEST:]
-        long = [(phase, s) for phase, s in long if s in longest]
-    if long and "phases" not in less:
-        of_all = f" of {step_s:.1f}" if step_s else ""
-        parts.append(" ".join(f"{phase.replace('_', ' ')} {s:.1f}" for phase, s in long) + f"{of_all} s")
-    numbers = ((f"agent/{name}/num_answers", f"agent/{name}/answer_tokens_mean") for name in agents)
+def _phase_cells(metrics: StepMetrics, most: int | None) -> dict[str, Cell]:
+    """The longer phases with the step's seconds, at `most` so many of them, as one cell: they change by the step."""
+    names = agent_names(metrics)
+    step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in names), default=0.0)
+    long = {phase: s for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"}
+    if most is not None:
+        least = sorted(long.values())[-most:]
+        long = {phase: s for phase, s in long.items() if s in least}
+    text = " ".join(f"{phase.replace('_', ' ')} {s:.1f}" for phase, s in long.items())
+    of_all = f" of {step_s:.1f}" if step_s else ""
+    return {"phases": Cell("", f"{text}{of_all} s")} if text else {}
+
+
+def _rate_cells(metrics: StepMetrics) -> dict[str, Cell]:
+    """Tokens of the answers of all agents per second, where GPUs are known of each, and how well learning uses them."""
+    names = agent_names(metrics)
+    if (per_gpu := metrics.timing.get("rate/answer_tokens_per_gpu_s")) is not None:
+        mfu = metrics.timing.get("rate/learn_mfu")
+        used = {} if mfu is None else {"mfu": Cell("MFU", f"{mfu:.0%}")}
+        return used | {"tokens": Cell("", f"{per_gpu:,.0f} tok/s/GPU")}
+    step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in names), default=0.0)
+    numbers = ((f"agent/{name}/num_answers", f"agent/{name}/answer_tokens_mean") for name in names)
     tokens = sum(metrics.values.get(count, 0.0) * metrics.values.get(mean, 0.0) for count, mean in numbers)
-    if tokens and step_s and "tokens" not in less:
-        parts.append(f"{tokens / step_s:,.0f} tok/s")
-    return parts
+    return {"tokens": Cell("", f"{tokens / step_s:,.0f} tok/s")} if tokens and step_s else {}
 
 
-def _format_agent(name: str, values: Mapping[str, float], less: Sequence[str]) -> str:
+def _agent_cells(name: str, values: Mapping[str, float], names: Sequence[str]) -> dict[str, Cell]:
+    """What a line says of an agent, by AGENT_CELLS."""
     prefix = f"agent/{name}/"
     ratios = _over_sources(values, prefix, "ratio_mean")
     inside = _over_sources(values, prefix, "inside")
-    parts = []
+    cells = {}
+    if f"{prefix}reward_mean" in values:
+        cells["reward"] = Cell("reward", _short(values[f"{prefix}reward_mean"]))
     if (found := held_out(values, name)) is not None:
-        word = "" if "words" in less else "accuracy " if are_accuracies([found]) else "held-out "
-        parts.append(f"{word}{_short(found.value)}")
-    if f"{prefix}reward_mean" in values and not (parts and "reward beside accuracy" in less):
-        word = "" if "words" in less else "reward "
-        parts.append(f"{word}{_short(values[f'{prefix}reward_mean'])}")
-    if values.get(f"{prefix}num_unjudged") and "unjudged" not in less:
-        parts.append(f"unjudged {values[f'{prefix}num_unjudged'] / values[f'{prefix}num_answers']:.0%}")
-    if ratios and "ratio" not in less:
-        parts.append(f"ratio {_short(fmean(ratios))}")
-    if inside and "in-band" not in less:
-        parts.append(f"in-band {fmean(inside):.0%}")
-    return " ".join(parts)
+        cells["held-out"] = Cell("accuracy" if are_accuracies([found]) else "held-out", _short(found.value))
+    if values.get(f"{prefix}num_unjudged"):
+        share = values[f"{prefix}num_unjudged"] / values[f"{prefix}num_answers"]
+        cells["unjudged"] = Cell("unjudged", f"{share:.0%}")
+    if ratios:
+        cells["ratio"] = Cell("ratio", _short(fmean(ratios)))
+    if inside:
+        cells["in-band"] = Cell("in-band", f"{fmean(inside):.0%}")
+    fates = fates_of_learner(values, name, names)
+    if fates is not None and fates.share is not None:
+        cells["shared"] = Cell("shared", f"{fates.share:.0%}")
+    return cells
 
 
 def _over_sources(values: Mapping[str, float], prefix: str, name: str) -> list[float]:

@@ -11,6 +11,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/eval/reward_mean, eval/reward_square [/<skill>]    in place of accuracy, of graders that may give a
                                                                     part of a reward: the mean of it and of its square
+    agent/<name>/held_out_gain, held_out_gain_square, num_held_out_pairs [/<skill>]     by prompt, since step 0
     agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way
     agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
     agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update
@@ -20,6 +21,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<learner>/from/<source>/ratio_mean, ratio_min, ratio_max, below, inside, above      others' answers in it
     agent/<learner>/from/<source>/weight_mean, weight_ess, weight_max, positive_share         and what they weigh there
     agent/<learner>/from/<source>/token_ratio, changed                                        and in its own tokens
+    agent/<learner>/from/<source>/view/num_answers, num_trained, num_<why not>    each once, on their way to it
     agent/<learner>/from/<source>/grad_share, grad_cosine, grad_norm, self/grad_norm          with diagnose_every alone
     agent/<name>/grad_norm, grad_norm_max, lr, num_updates, num_skipped_updates               its optimizer
     agent/<name>/num_trained_answers, num_trained_tokens, num_microbatches                    and what it read
@@ -32,7 +34,9 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/wait/<phase>_s                                       seconds in which a rank waited for others, mean
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device
     agent/<name>/asleep_bytes                                         and what is held there while its engine sleeps
+    agent/<name>/learn_mfu       model FLOP/s of learning over the peak of its GPUs, where models/flops.py knows that
     capability/<name>, omega/<learner>/<source>                                               the job
+    rate/learn_mfu, answer_tokens_per_gpu_s        the same of all agents; tokens of answers per second and GPU
     start/<part>_s, start/processor_s                              before the first step: slowest rank (start_parts.py)
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers, what the loss saw of its
@@ -65,7 +69,7 @@ Parts = list[list[float]]
 METRICS_LINE = "a line of metrics"
 
 # Names with these endings describe the machine and change between two identical runs; the rest must not.
-TIMING_SUFFIXES = ("_s", "_bytes")
+TIMING_SUFFIXES = ("_s", "_bytes", "_mfu")
 
 
 @dataclass(frozen=True)

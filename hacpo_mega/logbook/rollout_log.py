@@ -2,13 +2,17 @@
 
 Each lane writes its own prompts, whole or not at all, so no lane waits for another.
 A line is one prompt:
-    {"step", "lane", "prompt_index", "id", "skill", "prompt", "gold", "row" (other fields of its row, if it has any),
+    {"step", "lane", "prompt_index", "id", "skill", "prompt" (text, or the messages of a chat), "gold",
+     "tools" (their schemas, if it has any), "row" (other fields of its row, if it has any),
      "prompt_seen": {agent: what it reads, with its template and special tokens, where that is not the prompt},
+     "prompt_token_ids": {agent: the ids of that}, with logging.rollout_tokens
      "answers": [
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
          "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it},
+         "not_trained": {learner: why it is not: "too_long" and other DropReasons; "outside_band": it has no gradient},
          and with logging.rollout_tokens
-         "tokens": [text of every token], "token_logprob": [nats of each trained one, before the step's first update],
+         "tokens": [text of every token], "token_ids": [their ids for its own agent],
+         "token_logprob": [nats of each trained one, before the step's first update],
          "token_ratio": [of each trained one, for its own agent in the update that trained it]}, ...]}
 Not here: metrics, which are about many answers (metrics.py).
 """
@@ -16,13 +20,14 @@ Not here: metrics, which are about many answers (metrics.py).
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hacpo_mega.config.chat_messages import messages_of, messages_text, tools_of
 from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.json_lines import json_lines
 from hacpo_mega.logbook.metrics import json_number
@@ -33,9 +38,12 @@ if TYPE_CHECKING:  # a report reads what is written here, without torch
     from hacpo_mega.records import Pool, Trajectory
 
 
+AnswerPlace = tuple[int, int, int]  # prompt index, source agent, rollout index
+
+
 @dataclass(frozen=True)
 class AnswerTokens:
-    """The tokens of a rollout as text, with what its agent said of them; the last two cover the trained tokens.
+    """The tokens of a rollout, ids and texts, with what its agent said of them; the last two cover the trained tokens.
 
     logprobs   before the step's first update, nats; None where the answer was not scored
     ratios     in the update that trained it over `logprobs`; None where it trained none
@@ -43,6 +51,7 @@ class AnswerTokens:
 
     prompt_index: int
     rollout_index: int
+    ids: tuple[int, ...]
     pieces: tuple[str, ...]
     logprobs: np.ndarray | None
     ratios: np.ndarray | None
@@ -54,14 +63,18 @@ class AnswerNotes:
 
     ratios         of every answer it was trained on here, by (prompt index, source agent, rollout index)
     prompts_seen   what its model reads for each prompt of the lane
-    tokens         of the answers that its own cell gave; empty unless the run logs tokens
+    prompt_ids     the ids of that, and
+    tokens         of the answers that its own cell gave; both empty unless the run logs tokens
     mean_logprobs  (prompt index, rollout index, nats) of own answers that were exchanged without a score
+    not_trained    why it learns nothing from an answer, by (prompt index, source agent, rollout index)
     """
 
-    ratios: dict[tuple[int, int, int], float]
+    ratios: Mapping[AnswerPlace, float]
     prompts_seen: tuple[str, ...]
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
     tokens: tuple[AnswerTokens, ...] = ()
     mean_logprobs: tuple[tuple[int, int, float], ...] = ()
+    not_trained: Mapping[AnswerPlace, str] = field(default_factory=dict)
 
 
 class RolloutLog:
@@ -102,26 +115,23 @@ class RolloutLog:
         step: int,
         pool: "Pool",
         advantages_PNG: "Tensor",
-        ratios_PNG: "Tensor | None" = None,
-        prompts_seen: Sequence[str] | None = None,
-        tokens: Sequence[AnswerTokens] = (),
-        mean_logprobs: Sequence[tuple[int, int, float]] = (),
+        notes: AnswerNotes | None = None,
     ) -> None:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
         advantages_PNG  what this learner trained with, float [P, N, G]
-        ratios_PNG      learner over source in the update that trained it, float [P, N, G]; NaN where not known here
-        prompts_seen    what this learner's model reads for each prompt; None: the prompts themselves
-        tokens          of answers that this learner gave, any number of them
-        mean_logprobs   (prompt index, rollout index, nats) of answers that this learner gave and `pool` knows none of
+        notes           what else it knows; None: nothing, and its model reads the prompts as they are
         """
+        notes = notes or AnswerNotes({}, tuple(prompt.text for prompt in pool.prompts))
         view = {
             "learner": self._agents[self._learner],
             "advantage": advantages_PNG.tolist(),
-            "ratio": None if ratios_PNG is None else ratios_PNG.tolist(),
-            "prompts_seen": [prompt.text for prompt in pool.prompts] if prompts_seen is None else list(prompts_seen),
-            "tokens": [_described_tokens(answer) for answer in tokens],
-            "mean_logprob": [(p, g, {"mean_logprob": _finite(value)}) for p, g, value in mean_logprobs],
+            "ratio": [(*place, ratio) for place, ratio in notes.ratios.items() if math.isfinite(ratio)],
+            "not_trained": [(*place, reason) for place, reason in notes.not_trained.items()],
+            "prompts_seen": list(notes.prompts_seen),
+            "prompt_ids": list(notes.prompt_ids),
+            "tokens": [_described_tokens(answer) for answer in notes.tokens],
+            "mean_logprob": [(p, g, {"mean_logprob": _finite(value)}) for p, g, value in notes.mean_logprobs],
         }
         views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
         if self._writes:
@@ -136,27 +146,34 @@ class RolloutLog:
             {(v["learner"], *place): answer for v in views for *place, answer in v[kind]}
             for kind in ("tokens", "mean_logprob")
         )
+        ratios, reasons = (_by_answer(views, kind) for kind in ("ratio", "not_trained"))
         for p, (prompt, by_agent) in enumerate(zip(pool.prompts, pool.trajectories_PNG)):
             answers = [
                 _describe(trajectory, self._agents[n])
                 | scored.get((self._agents[n], prompt.index, g), {})
                 | tokens.get((self._agents[n], prompt.index, g), {})
-                | {kind: _from_views(views, kind, p, n, g) for kind in ("advantage", "ratio")}
+                | {
+                    "advantage": _advantages(views, p, n, g),
+                    "ratio": ratios.get((prompt.index, n, g), {}),
+                    "not_trained": reasons.get((prompt.index, n, g), {}),
+                }
                 for n, group in enumerate(by_agent)
                 for g, trajectory in enumerate(group)
             ]
+            ids = {v["learner"]: v["prompt_ids"][p] for v in views if v["prompt_ids"]}
             yield {
                 "step": step,
                 "lane": self._lane,
                 "prompt_index": prompt.index,
                 "id": prompt.id,
                 "skill": prompt.skill,
-                "prompt": prompt.text,
+                **_described_prompt(prompt.text),
                 "gold": prompt.gold,
                 **({"row": json.loads(prompt.row)} if prompt.row else {}),
                 "prompt_seen": {
                     v["learner"]: v["prompts_seen"][p] for v in views if v["prompts_seen"][p] != prompt.text
                 },
+                **({"prompt_token_ids": ids} if ids else {}),
                 "answers": answers,
             }
 
@@ -191,13 +208,35 @@ def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
     """(prompt index, rollout index, what the log says of the answer's tokens)."""
     numbers = {"token_logprob": answer.logprobs, "token_ratio": answer.ratios}
     known = {name: [json_number(float(f"{x:.6g}")) for x in v.tolist()] for name, v in numbers.items() if v is not None}
-    return answer.prompt_index, answer.rollout_index, {"tokens": list(answer.pieces)} | known
+    texts = {"tokens": list(answer.pieces), "token_ids": list(answer.ids)}
+    return answer.prompt_index, answer.rollout_index, texts | known
 
 
-def _from_views(views: list[dict[str, Any]], kind: str, p: int, n: int, g: int) -> dict[str, float]:
-    """One answer's number for every learner that knows it."""
-    known = [view for view in views if view[kind] is not None and math.isfinite(view[kind][p][n][g])]
-    return {view["learner"]: view[kind][p][n][g] for view in known}
+def _described_prompt(text: str) -> dict[str, Any]:
+    """A prompt as its line has it; `prompt_text` is the inverse."""
+    messages, tools = messages_of(text), tools_of(text)
+    return {"prompt": text if messages is None else messages} | ({"tools": tools} if tools else {})
+
+
+def prompt_text(line: Mapping[str, Any]) -> str:
+    """The text that stood for the prompt of a logged line; lines of older runs have it as it was."""
+    prompt = line["prompt"]
+    return prompt if isinstance(prompt, str) else messages_text(prompt, line.get("tools", ()))
+
+
+def _advantages(views: list[dict[str, Any]], p: int, n: int, g: int) -> dict[str, float]:
+    """One answer's for every learner that knows it."""
+    known = [(view["learner"], view["advantage"][p][n][g]) for view in views]
+    return {learner: advantage for learner, advantage in known if math.isfinite(advantage)}
+
+
+def _by_answer(views: list[dict[str, Any]], kind: str) -> dict[AnswerPlace, dict[str, Any]]:
+    """By learner, what those that know it say of an answer."""
+    found: dict[AnswerPlace, dict[str, Any]] = {}
+    for view in views:
+        for *place, value in view[kind]:
+            found.setdefault(tuple(place), {})[view["learner"]] = value
+    return found
 
 
 def _finite(value: float) -> float | None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Self
 
 import tomli_w
-import torch
 from torch import Tensor
 
 from hacpo_mega.checkpoint.files import remove_unfinished
@@ -92,17 +91,8 @@ class RunFolder:
 
     def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
         """Logs a lane's answers with this learner's advantages and what it notes. Collective over the leaders."""
-        if self._rollouts is None:
-            return
-        keys = [
-            [(trajectory.rollout.prompt_index, n, trajectory.rollout.rollout_index) for trajectory in group]
-            for by_agent in pool.trajectories_PNG
-            for n, group in enumerate(by_agent)
-        ]
-        flat = [[notes.ratios.get(key, torch.nan) for key in row] for row in keys]
-        ratios_PNG = torch.tensor(flat, dtype=torch.float64).reshape(advantages_PNG.shape)
-        of_mine = (notes.prompts_seen, notes.tokens, notes.mean_logprobs)
-        self._rollouts.write(step, pool, advantages_PNG, ratios_PNG, *of_mine)
+        if self._rollouts is not None:
+            self._rollouts.write(step, pool, advantages_PNG, notes)
 
     def misplaced(self) -> str | None:
         """Why what this process finds at `run_dir` is not the folder that the run opened; None when it is.

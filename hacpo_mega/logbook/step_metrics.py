@@ -19,6 +19,7 @@ from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.held_out import ACCURACY, REWARD_MEAN, REWARD_SQUARE
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.records import (
+    DROP_REASONS,
     Judgement,
     Prompt,
     Rollout,
@@ -151,12 +152,48 @@ def add_held_out(
                 metrics.add(f"agent/{name}/{REWARD_SQUARE}{tail}", judgement.reward**2, 1)
 
 
+class FirstRewards:
+    """What an agent's held-out answers on this rank earned in the run's first evaluation, to pair later ones with.
+
+    Held-out prompts are the same in all evaluations of a run, so that the gain of each prompt is known: metrics
+    held_out_gain and its mean square over num_held_out_pairs prompts that were judged both times.
+    """
+
+    def __init__(self) -> None:
+        self._rewards: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The rewards by the prompts' ids, as plain values."""
+        return dict(self._rewards)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores `state_dict()`."""
+        self._rewards = dict(state)
+
+    def compare(
+        self, metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement], step: int
+    ) -> None:
+        """Keeps what was judged before step 1, and adds the gains of later steps."""
+        judged = [(p, j.reward) for p, j in zip(prompts, judgements, strict=True) if j.is_judged]
+        if step == 0:
+            self._rewards = {prompt.id: reward for prompt, reward in judged}
+            return
+        for prompt, reward in judged:
+            if (before := self._rewards.get(prompt.id)) is None:
+                continue
+            for tail in ("", f"/{prompt.skill}") if prompt.skill else ("",):
+                metrics.add(f"agent/{name}/held_out_gain{tail}", reward - before, 1)
+                metrics.add(f"agent/{name}/held_out_gain_square{tail}", (reward - before) ** 2, 1)
+                metrics.count(f"agent/{name}/num_held_out_pairs{tail}", 1)
+
+
 def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequence[ViewCounts]) -> None:
     """What became of all answers on their way into this learner's samples (samples/learner_view.py).
 
     `views` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
     again, how much finer the learner's tokenizer cuts (mean over answers of learner's / source's tokens), and the share
-    of answers that read differently afterwards.
+    of answers that read differently afterwards. Of every other source whose answers are offered, `view/` below its name
+    counts each answer once: as trained, or by the one reason why it is not.
     """
     counts, prefix = sum(views, start=ViewCounts()), f"agent/{names[learner]}/view"
     for field in dataclasses.fields(counts):
@@ -168,6 +205,11 @@ def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequen
         pair = f"agent/{names[learner]}/from/{source}"
         metrics.add(f"{pair}/token_ratio", view.token_ratio_sum, view.num_reencoded)
         metrics.add(f"{pair}/changed", view.num_changed, view.num_compared)
+        if source != names[learner] and (offered := view.num_cross + len(view.dropped)):
+            reasons = Counter(answer.reason for answer in view.dropped)
+            fates = {"answers": offered, "trained": view.num_cross}
+            for fate, number in (fates | {reason: reasons[reason] for reason in DROP_REASONS}).items():
+                metrics.count(f"{pair}/view/num_{fate}", number)
 
 
 def add_update(

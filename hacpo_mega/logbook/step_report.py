@@ -24,6 +24,7 @@ from hacpo_mega.logbook.alarms import (
     JudgeAlarm,
     OmegaAlarm,
     ResidueAlarm,
+    SharingAlarm,
     UnjudgedLimit,
 )
 from hacpo_mega.logbook.console import Console, warn
@@ -31,6 +32,7 @@ from hacpo_mega.logbook.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.rollout_log import AnswerNotes
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.step_metrics import (
+    FirstRewards,
     add_advantages,
     add_answers,
     add_capability,
@@ -95,7 +97,7 @@ class StepReport:
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
         self._engine_alarm = EngineAlarm(self._names, dtype)
-        self._grad_norm_alarm = GradNormAlarm(self._names)
+        self._grad_norm_alarm, self._sharing_alarm = GradNormAlarm(self._names), SharingAlarm(self._names)
         is_weighed = config.rollout.engine_correction == "sequence"
         highest_weight = max(1.0, config.rollout.engine_correction_cap) if is_weighed else 1.0
         answers = config.answers_per_prompt, highest_weight
@@ -103,23 +105,27 @@ class StepReport:
         # These watch one start: their state is not kept.
         self._residue_alarm = ResidueAlarm(self._names)
         self._idle_alarm = IdleAlarm(config.answers_compared, config.algorithm.advantages)
-        self._alarms = {
+        self.first_rewards = FirstRewards()
+        self._kept = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,
             "unjudged": self._unjudged_limit,
             "engine": self._engine_alarm,
             "grad_norm": self._grad_norm_alarm,
             "advantage": self._advantage_alarm,
+            "sharing": self._sharing_alarm,
+            "first_rewards": self.first_rewards,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the alarms have seen and said on this rank, as plain values."""
-        return {name: alarm.state_dict() for name, alarm in self._alarms.items()}
+        """What the alarms have seen and said on this rank, and what gains are measured from, as plain values."""
+        return {name: kept.state_dict() for name, kept in self._kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
-        for name in self._alarms.keys() & state.keys():  # an older run knows fewer alarms
-            self._alarms[name].load_state_dict(state[name])
+        """Restores `state_dict()`; what an older version did not keep begins anew."""
+        for name, kept in self._kept.items():
+            if name in state:
+                kept.load_state_dict(state[name])
 
     def write(
         self,
@@ -212,6 +218,7 @@ class StepReport:
             *self._advantage_alarm.warnings(advantages, highest_omega),
             *self._grad_norm_alarm.warnings(norms),
             *self._residue_alarm.warnings(residues),
+            *self._sharing_alarm.warnings(reduced.values),
             *(self._idle_alarm.warnings(rewards, trained) if known else ()),
         ):
             self._console.say(warning)

@@ -6,10 +6,30 @@ layer's experts those count to which a token goes.
 """
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.lora import Lora, adapter_slots
 from hacpo_mega.models.segments import Cut
+
+# TFLOP/s of bf16 and fp16 without sparsity by the name that CUDA gives a device, from NVIDIA's data sheets. A part of a
+# device (MIG) has another name.
+PEAK_TFLOPS: Mapping[str, float] = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A800-SXM4-80GB": 312.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA H20": 148.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H800": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA B200": 2250.0,
+}
 
 
 def matrix_parameters(model: Architecture) -> int:
@@ -47,6 +67,17 @@ def learning_flops(model: Architecture, num_sequences: float, length: float, lor
     attention = forward - num_sequences * 2.0 * matrix_parameters(model) * length
     adapters = num_sequences * 2.0 * _met_adapters(model, lora) * length
     return 2.0 * forward + attention + 3.0 * adapters
+
+
+def shared_learning_flops(
+    model: Architecture, groups: Iterable[tuple[int, Sequence[int]]], lora: Lora | None = None
+) -> float:
+    """`learning_flops` of answers that share the reading of their prompts: (tokens of a prompt, of each answer)."""
+    total = 0.0
+    for prompt, answers in groups:
+        before = learning_flops(model, 1.0, prompt, lora)
+        total += before + sum(learning_flops(model, 1.0, prompt + answer, lora) - before for answer in answers)
+    return total
 
 
 def _met_adapters(model: Architecture, lora: Lora) -> float:

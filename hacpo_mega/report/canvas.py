@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -15,6 +15,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from hacpo_mega.report.run import Series
+
+LEAST_BAR = 0.08  # of a strip: one answer shows, too
+COUNTS_HEIGHT = 0.22  # of the strip below a panel's points, over theirs
 
 # The page's colour for each part of a figure that is not data; the values are those of a PNG, on white paper.
 PAPER, INK, FAINT, GRID = "#ffffff", "#22262c", "#6a717c", "#e4e7eb"
@@ -82,26 +85,61 @@ def to_inline_svg(figure: Figure, stem: str) -> str:
     return svg
 
 
-def panels(num: int, columns: int, height: float, share_y: bool = True) -> tuple[Figure, list[Axes]]:
-    """A page-wide figure with `num` axes on a grid; the rest of the last row stays empty."""
+def panels(
+    num: int, columns: int, height: float, share_y: bool = True, steps: tuple[int, int] | None = None
+) -> tuple[Figure, list[Axes]]:
+    """A page-wide figure with `num` axes over the first to the last of the `steps`; a short last row is stretched."""
     columns = min(num, columns)
-    rows = math.ceil(num / columns)
+    rows, last = math.ceil(num / columns), num % columns or columns
     figure = Figure(figsize=(8.6, height * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=share_y)
-    axes = list(grid.flat)
-    for spare in axes[num:]:
-        spare.set_visible(False)
-    for axis in axes[max(0, num - columns) : num]:
-        axis.set_xlabel("step")
-        axis.tick_params(labelbottom=True)
+    grid = figure.add_gridspec(rows, math.lcm(columns, last))
+    axes: list[Axes] = []
+    for place in range(num):
+        row, column = divmod(place, columns)
+        width = grid.ncols // (last if row == rows - 1 else columns)
+        shared = {"sharex": axes[0], "sharey": axes[0] if share_y else None} if axes else {}
+        axes.append(figure.add_subplot(grid[row, column * width : (column + 1) * width], **shared))
+    for place, axis in enumerate(axes):
+        if place // columns == rows - 1:
+            axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], nbins=8 if columns == 1 else 5))
-    return figure, axes[:num]
+    if steps is not None:
+        axes[0].set_xlim(steps[0] - 0.5, steps[1] + 0.5)
+    return figure, axes
 
 
 def line(axis: Axes, series: Series, colour: str, **style: float) -> None:
-    """A curve; one lonely point would be invisible as a line, so few points get markers."""
-    marker = "o" if len(series.steps) <= 12 else None
-    axis.plot(series.steps, series.values, color=colour, marker=marker, markersize=4, **style)
+    """A curve over steps that follow each other, broken where one has no number.
+
+    A point without a neighbour would be invisible as a line, so it is a dot; few points are dots all.
+    """
+    known = [(step, value) for step, value in zip(series.steps, series.values) if math.isfinite(value)]
+    pieces = neighbours(known)
+    broken = [point for piece in pieces for point in (*piece, (piece[-1][0] + 0.5, math.nan))][:-1]
+    if not broken:
+        return
+    axis.plot(*zip(*broken), color=colour, **style)
+    dots = known if len(known) <= 12 else [piece[0] for piece in pieces if len(piece) == 1]
+    if dots:
+        axis.plot(*zip(*dots), color=colour, linestyle="none", marker="o", markersize=4, **style)
+
+
+def neighbours(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, float]]]:
+    """Points by step, in pieces of steps that follow each other."""
+    pieces: list[list[tuple[int, float]]] = []
+    for point in points:
+        if not pieces or point[0] != pieces[-1][-1][0] + 1:
+            pieces.append([])
+        pieces[-1].append(point)
+    return pieces
+
+
+def dots(axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | None], colour: str) -> None:
+    """Points by themselves, each with its interval where it has one: nothing was measured between them."""
+    axis.plot(series.steps, series.values, color=colour, linestyle="none", marker="o", markersize=5)
+    bars = [(step, *interval) for step, interval in zip(series.steps, intervals) if interval is not None]
+    if bars:
+        axis.vlines(*zip(*bars), color=colour, alpha=0.55, linewidth=1.4)
 
 
 def band(
@@ -119,7 +157,7 @@ def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     points = [(s.values[-1], s.steps[-1], name, c) for s, name, c in ends if s and math.isfinite(s.values[-1])]
     points.sort(key=lambda point: point[0])
     low, high = axis.get_ylim()
-    last = max((point[1] for point in points), default=0)
+    last = axis.get_xlim()[1]
     inches = axis.figure.get_figheight() * 0.8 / max(1, axis.get_subplotspec().get_gridspec().nrows)
     gap = (high - low) * 0.155 / max(inches, 0.5)
     place = -math.inf
@@ -141,20 +179,59 @@ def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
 def smooth(series: Series) -> Series:
     """The mean over a window of steps around each point: a tenth of the run, at least 3 and at most 25 steps."""
     half = max(1, min(12, len(series.values) // 20))
-    windows = (series.values[max(0, i - half) : i + half + 1] for i in range(len(series.values)))
-    finite = ([value for value in window if math.isfinite(value)] for window in windows)
-    return Series(series.steps, tuple(fmean(values) if values else math.nan for values in finite))
+    known = {step: value for step, value in zip(series.steps, series.values) if math.isfinite(value)}
+    windows = ([known[s] for s in range(step - half, step + half + 1) if s in known] for step in series.steps)
+    values = (fmean(window) if step in known else math.nan for step, window in zip(series.steps, windows))
+    return Series(series.steps, tuple(values))
 
 
-def stack(axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], colours: list[str]) -> None:
-    """Layers on top of each other, constant over each step: one shape per layer, however many steps there are."""
-    edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
-    low = [0.0] * len(edges)
+def stack(
+    axis: Axes, steps: Sequence[int], layers: Sequence[Sequence[float]], colours: list[str], alpha: float = 1.0
+) -> None:
+    """Layers on top of each other: a bar for each of the `steps`, nothing between; one shape per layer."""
+    low = [0.0] * len(steps)
     for values, colour in zip(layers, colours):
-        high = [base + value for base, value in zip(low, [values[0], *values, values[-1]])]
-        axis.fill_between(edges, low, high, step="mid", color=colour, linewidth=0)
+        high = [base + value for base, value in zip(low, values)]
+        _bars(axis, steps, low, high, color=colour, alpha=alpha)
         low = high
-    axis.margins(x=0.01)
+
+
+def counts_below(axes: Sequence[Axes], counts: Sequence[Sequence[tuple[Mapping[int, float], str]]]) -> None:
+    """How many answers stand behind the points of panels with common limits: strips of bars below the points.
+
+    `counts` are, for each panel, answers by step with a colour; a strip each. A bar is full at the most of all panels.
+    """
+    most = max((n for panel in counts for by_step, _ in panel for n in by_step.values()), default=0)
+    if not most:
+        return
+    low, high = axes[0].get_ylim()
+    ticks = [tick for tick in axes[0].get_yticks() if low <= tick <= high]
+    height = COUNTS_HEIGHT * (high - low)
+    axes[0].set_ylim(low - height, high)
+    axes[0].set_yticks(ticks)
+    for axis, panel in zip(axes, counts):
+        for place, (by_step, colour) in enumerate(panel):
+            bottom, full = low - height + place * height / len(panel), 0.8 * height / len(panel)
+            known = [(step, n) for step, n in by_step.items() if n]
+            top = [bottom + full * max(LEAST_BAR, n / most) for _, n in known]
+            _bars(axis, [step for step, _ in known], [bottom] * len(known), top, color=colour, alpha=0.45)
+
+
+def span_of(numbers: Sequence[float]) -> str:
+    """The least and the most of some counts, for people."""
+    low, high = round(min(numbers)), round(max(numbers))
+    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _bars(axis: Axes, steps: Sequence[int], low: Sequence[float], high: Sequence[float], **style: str | float) -> None:
+    """A bar per step that is as wide as a step; neighbours make one outline."""
+    edges: list[tuple[float, float, float]] = []
+    for step, base, top in zip(steps, low, high):
+        if edges and edges[-1][0] != step - 0.5:
+            edges.append((edges[-1][0], math.nan, math.nan))
+        edges += [(step - 0.5, base, top), (step + 0.5, base, top)]
+    if edges:
+        axis.fill_between(*zip(*edges), linewidth=0, **style)
 
 
 def legend(figure: Figure, names: list[str], colours: list[str]) -> None:

@@ -5,6 +5,19 @@ from hacpo_mega.report.run import Run
 # Legible on white and on near-black alike, and apart from each other for the common kinds of colour blindness.
 AGENT_COLOURS = ("#3d7fd9", "#e2762b", "#23a37c", "#b865c9", "#c79a1e", "#d64c61", "#36a9c4", "#8a9099")
 BAND_COLOURS = {"below": "#8b95a5", "inside": "#2aa37d", "above": "#e0a030"}
+# Fates of others' answers: what teaches, then reasons why not; at the end those that would teach nobody.
+FATE_COLOURS = {
+    "reached": "#2aa37d",
+    "outside_band": "#e0a030",
+    "too_long": "#d64c61",
+    "undecodable": "#b865c9",
+    "unencodable": "#5f6fc4",
+    "changed": "#36a9c4",
+    "control_tokens": "#8d6e63",
+    "not_finite": "#d17ba3",
+    "unjudged": "#70757f",
+    "zero_advantage": "#b9bfc8",
+}
 # In the order of a step.
 PHASE_COLOURS = {
     "roll_out": "#4f86c6",
@@ -18,12 +31,12 @@ PHASE_COLOURS = {
     "evaluate": "#b07cc6",
     "write": "#a98467",
     "checkpoint": "#c26a77",
-    "load": "#6d7580",
+    "load": "#3e8e9c",
     "export": "#8d6e63",
-    "wait": "#c3c7ce",
-    "other": "#70757f",
+    "wait": "#c9cdd4",
+    "other": "#5b616b",
 }
-UNKNOWN_PHASE = "#6d7580"
+UNKNOWN_PHASE = "#b0705f"
 
 
 def agent_colour(run: Run, agent: str) -> str:

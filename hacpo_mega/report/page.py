@@ -3,6 +3,7 @@
 import datetime
 from typing import Any
 
+from hacpo_mega.logbook.sharing import Fates
 from hacpo_mega.report.benchmarks import render_benchmarks
 from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag
@@ -21,7 +22,8 @@ POLICY = (
 def render_page(run: Run, pictures: list[Picture]) -> str:
     """The whole page as text."""
     name = run.folder.resolve().name
-    parts = [_head(run, name), _cards(run), _facts(run), _accuracy_section(run), render_benchmarks(run.folder)]
+    parts = [_head(run, name), _unshared(run), _cards(run), _facts(run), _accuracy_section(run)]
+    parts.append(render_benchmarks(run.folder))
     parts += [_picture(picture) for picture in pictures]
     if (samples := render_samples(run)) is not None:
         note = (
@@ -53,6 +55,26 @@ def _cards(run: Run) -> Html:
     return tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
 
 
+def _unshared(run: Run) -> Html:
+    """What stands above everything: pairs of agents of which one has taught the other next to nothing."""
+    lines = [
+        tag("div", tag("b", f"{learner} learnt next to nothing from {source}"), f": {_reached(fates)} ({fates})")
+        for learner, source in run.pairs
+        if (fates := Fates.total(run.fates(learner, source).values())).is_lost
+    ]
+    return tag("div", *lines, class_="alert") if lines else Html()
+
+
+def _reached(fates: Fates) -> str:
+    return f"{fates.reached:,} of {fates.usable:,} usable answers reached it"
+
+
+def _learnt_from_others(run: Run, agent: str) -> Fates | None:
+    """The fate of all others' answers on their way to an agent; None where none was offered, or nobody counted."""
+    found = [fates for source in run.agents if source != agent for fates in run.fates(agent, source).values()]
+    return Fates.total(found) if found else None
+
+
 def _card(run: Run, agent: str) -> Html:
     """What an agent gained: accuracy if it was evaluated, else the reward of its first and last steps."""
     found = accuracies(run, agent)
@@ -72,7 +94,19 @@ def _card(run: Run, agent: str) -> Html:
     answers = run.series(f"agent/{agent}/num_answers").values
     counted = [tag("div", f"{int(sum(answers)):,} answers given", class_="sub")] if answers else []
     name = tag("div", agent, class_="name")
-    return tag("div", name, *lines, *counted, class_="card", style=f"--agent:{agent_colour(run, agent)}")
+    return tag(
+        "div", name, *lines, *counted, *_shared(run, agent), class_="card", style=f"--agent:{agent_colour(run, agent)}"
+    )
+
+
+def _shared(run: Run, agent: str) -> list[Html]:
+    """Whether what it gained was learnt from others, too."""
+    fates = _learnt_from_others(run, agent)
+    if fates is None or fates.share is None:
+        return []
+    whose = "learnt alone: " if fates.is_lost else "of others: "
+    text = f"{whose}{_reached(fates)} ({fates.share:.0%})"
+    return [tag("div", text, class_="alone" if fates.is_lost else "sub")]
 
 
 def _change(what: str, start: float, end: float, interval: tuple[float, float] | None) -> list[Html]:
@@ -80,8 +114,15 @@ def _change(what: str, start: float, end: float, interval: tuple[float, float] |
     spread = _between(interval, "+.3f")
     return [
         tag("div", tag("small", f"{start:.3f} → "), f"{end:.3f}", class_="big"),
-        tag("div", f"{gain:+.3f}{spread}", tag("small", f"  {what}"), class_="gain up" if gain > 0 else "gain down"),
+        tag("div", f"{gain:+.3f}{spread}", tag("small", f"  {what}"), class_=f"gain {_direction(interval)}".strip()),
     ]
+
+
+def _direction(interval: tuple[float, float] | None) -> str:
+    """Green or red, where the interval of a gain excludes 0."""
+    if interval is None or interval[0] <= 0.0 <= interval[1]:
+        return ""
+    return "up" if interval[0] > 0.0 else "down"
 
 
 def _facts(run: Run) -> Html:
@@ -117,18 +158,21 @@ def _duration(run: Run) -> str | None:
 
 
 def _accuracy_section(run: Run) -> Html:
-    rows, points = [], []
+    rows, shown, points = [], [], []
     for agent in run.agents:
         for skill in [None, *evaluated_skills(run)]:
             if found := accuracies(run, agent, skill):
                 points += found
+                shown.append(found)
                 rows.append(_accuracy_row(f"{agent} · {skill}" if skill else agent, found, bold=skill is None))
     if not rows:
         return Html()
+    paired = [found[0].is_paired(found[-1]) for found in shown if len(found) > 1]
+    how = "prompt by prompt" if paired and all(paired) else "as of two independent samples"
     measure = measure_of(points)
     note = (
         f"In brackets 95 %: {'Wilson' if measure == 'accuracy' else 'by the standard error of the mean'}; of the "
-        "difference as of two independent samples, which is too wide when both evaluations use the same prompts."
+        f"difference {how}. It is green or red where that excludes 0."
     )
     head = ["agent", "before", "after", "difference", "prompts", "steps"]
     return join(
@@ -143,7 +187,7 @@ def _accuracy_row(name: str, found: list[Accuracy], bold: bool) -> list[str]:
     later = len(found) > 1
     gain = last.value - first.value
     spread = _between(first.gain_interval(last), "+.3f")
-    difference = tag("span", f"{gain:+.3f}{spread}", class_="up" if gain > 0 else "down" if gain < 0 else "")
+    difference = tag("span", f"{gain:+.3f}{spread}", class_=_direction(first.gain_interval(last)))
     return [
         tag("b", name) if bold else name,
         f"{first.value:.3f}{_error(first)}",

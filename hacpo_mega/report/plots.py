@@ -7,14 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from hacpo_mega.logbook.console import in_step_order
-from hacpo_mega.report.canvas import dressed, label_ends, legend, line, panels, smooth, stack, to_inline_svg, to_png
-from hacpo_mega.report.colours import BAND_COLOURS, agent_colour, phase_colour
+from hacpo_mega.logbook.sharing import WORDS, Fates
+from hacpo_mega.report.canvas import (
+    FAINT,
+    counts_below,
+    dots,
+    dressed,
+    label_ends,
+    legend,
+    line,
+    panels,
+    smooth,
+    span_of,
+    stack,
+    to_inline_svg,
+    to_png,
+)
+from hacpo_mega.report.colours import BAND_COLOURS, FATE_COLOURS, agent_colour, phase_colour
 from hacpo_mega.report.run import Run, Series, accuracies, measure_of, phase_series
 from hacpo_mega.report.timeline import draw_timeline
+
+FEW = 8  # answers: what is drawn of fewer is pale
 
 
 def draw_accuracy(run: Run) -> Figure | None:
@@ -22,15 +40,12 @@ def draw_accuracy(run: Run) -> Figure | None:
     curves = {agent: found for agent in run.agents if (found := accuracies(run, agent))}
     if not curves:
         return None
-    figure, (axis,) = panels(1, 1, 3.4)
+    figure, (axis,) = panels(1, 1, 3.4, steps=run.span)
     ends = []
     for agent, found in curves.items():
         series = Series(tuple(point.step for point in found), tuple(point.value for point in found))
         colour = agent_colour(run, agent)
-        if all(point.interval is not None for point in found):
-            low, high = zip(*(point.interval for point in found))
-            axis.fill_between(series.steps, low, high, color=colour, alpha=0.15, linewidth=0)
-        line(axis, series, colour)
+        dots(axis, series, [point.interval for point in found], colour)
         ends.append((series, f"{agent} {series.values[-1]:.3f}", colour))
     axis.set_ylabel(f"{measure_of(point for found in curves.values() for point in found)} on held-out prompts")
     label_ends(axis, ends)
@@ -42,38 +57,72 @@ def draw_reward(run: Run) -> Figure | None:
     curves = {agent: found for agent in run.agents if (found := run.series(f"agent/{agent}/reward_mean"))}
     if not curves:
         return None
-    figure, (axis,) = panels(1, 1, 3.0)
-    ends = []
+    figure, (axis,) = panels(1, 1, 3.0, steps=run.span)
+    ends, judged = [], []
     for agent, series in curves.items():
         colour = agent_colour(run, agent)
         trend = smooth(series)
-        axis.plot(series.steps, series.values, color=colour, alpha=0.3, linewidth=1)
+        line(axis, series, colour, alpha=0.3, linewidth=1)
         line(axis, trend, colour)
         ends.append((trend, agent, colour))
-    axis.set_ylabel("mean reward of own answers")
+        judged += _judged(run, agent)
+    axis.set_ylabel(f"mean reward of own answers{f', {span_of(judged)} a step' if judged else ''}")
     label_ends(axis, ends)
     return figure
 
 
-def _draw_by_learner(run: Run, name_of: Callable[[str, str], str], label: str, level: float | None) -> Figure | None:
-    """A panel per learner, a curve per source in the source's colour."""
+def _judged(run: Run, agent: str) -> list[float]:
+    """How many answers of an agent a step's mean reward is over."""
+    unjudged = dict(zip(*vars(run.series(f"agent/{agent}/num_unjudged")).values()))
+    answers = run.series(f"agent/{agent}/num_answers")
+    return [number - unjudged.get(step, 0.0) for step, number in zip(answers.steps, answers.values)]
+
+
+def _draw_by_learner(
+    run: Run, name_of: Callable[[str, str], str], label: str, level: float | None, *, is_share: bool = False
+) -> Figure | None:
+    """A panel per learner, a curve per source in the source's colour, and below it the answers that it is over."""
     curves = {pair: found for pair in run.pairs if (found := run.series(name_of(*pair)))}
     learners = [agent for agent in run.agents if any(learner == agent for learner, _ in curves)]
     if not learners:
         return None
-    figure, axes = panels(len(learners), 3 if len(learners) != 4 else 2, 2.7)
+    figure, axes = panels(len(learners), 3 if len(learners) != 4 else 2, 2.7, steps=run.span)
+    counts = []
     for learner, axis in zip(learners, axes):
         axis.set_title(f"{learner} learns from")
         if level is not None:
             axis.axhline(level, color=matplotlib.rcParams["axes.labelcolor"], linewidth=0.8, linestyle=(0, (4, 3)))
-        for (who, source), series in curves.items():
-            if who == learner:
-                line(axis, series, agent_colour(run, source), alpha=0.95)
+        of_learner = {source: series for (who, source), series in curves.items() if who == learner}
+        for source, series in of_learner.items():
+            line(axis, series, agent_colour(run, source), alpha=0.95)
+        counts.append(
+            [(_trained(run, learner, source, of_learner), agent_colour(run, source)) for source in of_learner]
+        )
+    if is_share:
+        axes[0].set_ylim(-0.02, 1.02)
+        axes[0].set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+        axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if "/from/" in name_of("", ""):  # else it is of no answer alone
+        counts_below(axes, counts)
+        for learner, axis, of_panel in zip(learners, axes, counts):
+            axis.set_title(f"{learner} learns from{_answers(of_panel)}")
     for learner, axis in zip(learners, axes):  # when the shared y limits are known
         ends = [(s, source, agent_colour(run, source)) for (who, source), s in curves.items() if who == learner]
         label_ends(axis, ends)
     axes[0].set_ylabel(label)
     return figure
+
+
+def _trained(run: Run, learner: str, source: str, curves: dict[str, Series]) -> dict[int, float]:
+    """How many answers of a source stand behind the points of its curve, by step."""
+    numbers = run.series(f"agent/{learner}/from/{source}/view/num_trained")
+    return {step: n for step, n in zip(numbers.steps, numbers.values) if step in curves[source].steps}
+
+
+def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
+    """How many answers stand behind the points of a panel, below its title; nothing where nobody counted them."""
+    numbers = [n for by_step, _ in counts for n in by_step.values()]
+    return f"\n{span_of(numbers)} answer{'s' if max(numbers) > 1 else ''} a step" if numbers else ""
 
 
 def draw_omega(run: Run) -> Figure | None:
@@ -93,56 +142,95 @@ def draw_ratio(run: Run) -> Figure | None:
 
 def draw_ess(run: Run) -> Figure | None:
     """Effective sample size of the cross weights, as a share of the answers."""
-    figure = _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/weight_ess", "effective share", None)
-    for axis in figure.axes if figure else ():
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    return figure
+    name, label = "agent/{}/from/{}/weight_ess", "effective share"
+    return _draw_by_learner(run, name.format, label, None, is_share=True)
 
 
 def draw_cosine(run: Run) -> Figure | None:
     """Cosine between the gradient of own answers and that of a source's, over the steps that were diagnosed."""
-    return _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/grad_cosine", "cosine with own gradient", 0.0)
+    return _draw_by_learner(run, "agent/{}/from/{}/grad_cosine".format, "cosine with own gradient", 0.0)
 
 
 def draw_signs(run: Run) -> Figure | None:
     """What share of the pull of cross answers makes answers likelier; the rest makes them less likely."""
-    figure = _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/positive_share", "share of the pull", 0.5)
-    for axis in figure.axes if figure else ():
-        axis.set_ylim(0, 1)
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    return figure
+    name, label = "agent/{}/from/{}/positive_share", "share of the pull"
+    return _draw_by_learner(run, name.format, label, 0.5, is_share=True)
 
 
 def draw_bands(run: Run) -> Figure | None:
-    """Where cross answers lie: below, inside or above the band, stacked to one."""
+    """Where cross answers lie: below, inside or above the band, stacked to one, and how many they are."""
     shares = {(k, j): [run.series(f"agent/{k}/from/{j}/{side}") for side in BAND_COLOURS] for k, j in run.pairs}
     shares = {pair: sides for pair, sides in shares.items() if all(sides) and len({s.steps for s in sides}) == 1}
     if not shares:
         return None
-    figure, axes = panels(len(shares), 4 if len(shares) > 6 else 3 if len(shares) > 2 else 2, 2.3)
+    figure, axes = _pair_panels(run, len(shares))
+    counts = []
     for ((learner, source), sides), axis in zip(shares.items(), axes):
-        axis.set_title(f"{learner} from {source}")
-        stack(axis, sides[0].steps, [side.values for side in sides], list(BAND_COLOURS.values()))
-        axis.set_ylim(0, 1)
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        counts.append([(_trained(run, learner, source, {source: sides[0]}), FAINT)])
+        axis.set_title(f"{learner} from {source}{_answers(counts[-1])}")
+        table = dict(zip(sides[0].steps, zip(*(side.values for side in sides))))
+        few = [step for step in table if counts[-1][0][0].get(step, FEW) < FEW]
+        for steps, alpha in (([step for step in table if step not in few], 1.0), (few, 0.35)):
+            layers = [[table[step][n] for step in steps] for n in range(len(sides))]
+            stack(axis, steps, layers, list(BAND_COLOURS.values()), alpha)
+    axes[0].set_ylim(0, 1)
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    counts_below(axes, counts)
     axes[0].set_ylabel("share of cross answers")
     legend(figure, list(BAND_COLOURS), list(BAND_COLOURS.values()))
     return figure
 
 
+def _pair_panels(run: Run, num: int) -> tuple[Figure, list[Axes]]:
+    return panels(num, 4 if num > 6 else 3 if num > 2 else 2, 2.3, steps=run.span)
+
+
+def draw_fates(run: Run) -> Figure | None:
+    """What became of others' answers on their way to a learner, counted; a panel per pair."""
+    tables = {pair: found for pair in run.pairs if (found := run.fates(*pair))}
+    if not tables:
+        return None
+    seen = {fate for table in tables.values() for fates in table.values() for fate, n in counted(fates).items() if n}
+    order = [fate for fate in FATE_COLOURS if fate in seen]
+    figure, axes = _pair_panels(run, len(tables))
+    for ((learner, source), table), axis in zip(tables.items(), axes):
+        whole = Fates.total(table.values())
+        share = "" if whole.share is None else f": {whole.share:.0%} teach"
+        axis.set_title(f"{learner} from {source}{share}")
+        layers = [[counted(fates).get(fate, 0) for fates in table.values()] for fate in order]
+        stack(axis, list(table), layers, [FATE_COLOURS[fate] for fate in order])
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylabel("answers of a step")
+    names = {"reached": "teaches"} | WORDS
+    legend(figure, [names[fate] for fate in order], [FATE_COLOURS[fate] for fate in order])
+    return figure
+
+
+def counted(fates: Fates) -> dict[str, int]:
+    """Answers by the names of FATE_COLOURS."""
+    return {"reached": fates.reached, **fates.lost}
+
+
 def draw_phases(run: Run) -> Figure | None:
-    """Seconds per step, stacked by phase, a panel per agent."""
-    tables = {agent: phases for agent in run.agents if (phases := phase_series(run, agent))}
+    """Seconds per training step, stacked by phase, a panel per agent. Loading belongs to no step and is left out."""
+    tables = {}
+    for agent in run.agents:
+        by_step = {
+            phase: {step: s for step, s in seconds.items() if step}
+            for phase, seconds in phase_series(run, agent).items()
+        }
+        if phases := {phase: seconds for phase, seconds in by_step.items() if seconds and phase != "load"}:
+            tables[agent] = phases
     if not tables:
         return None
     order = in_step_order({phase for phases in tables.values() for phase in phases})
     colours = [phase_colour(phase) for phase in order]
-    figure, axes = panels(len(tables), 2, 2.6)
+    figure, axes = panels(len(tables), 3 if len(tables) == 3 else 2, 2.6, steps=run.span)
     for (agent, phases), axis in zip(tables.items(), axes):
         steps = sorted({step for by_step in phases.values() for step in by_step})
         axis.set_title(agent, color=agent_colour(run, agent), fontweight="bold")
         stack(axis, steps, [[phases.get(phase, {}).get(s, 0.0) for s in steps] for phase in order], colours)
-        axis.set_ylim(bottom=0)
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("seconds per step")
     legend(figure, [phase.replace("_", " ") for phase in order], colours)
     return figure
@@ -150,13 +238,13 @@ def draw_phases(run: Run) -> Figure | None:
 
 HEALTH = {
     "grad_norm": "gradient norm before clipping",
+    "lr": "learning rate",
     "answer_tokens_mean": "tokens per answer",
     "truncated": "share of answers cut at the limit",
     "self/clipped": "share of own answers clipped",
     "self/positive_share": "share of the pull of own answers that makes likelier",
     "cross_coefficient_share": "share of others' answers in the squared loss coefficients",
     "kl": "KL to the initial policy (nats)",
-    "lr": "learning rate",
 }
 
 
@@ -166,7 +254,7 @@ def draw_health(run: Run) -> Figure | None:
     charts = {name: curves for name, curves in charts.items() if curves}
     if not charts:
         return None
-    figure, axes = panels(len(charts), 2, 2.2, share_y=False)
+    figure, axes = panels(len(charts), 2, 2.2, share_y=False, steps=run.span)
     for (name, curves), axis in zip(charts.items(), axes):
         axis.set_title(HEALTH[name])
         for agent, series in curves:
@@ -190,10 +278,21 @@ class Picture:
 
 # The one without a name is called as what was measured on held-out prompts.
 FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
-    ("", "", draw_accuracy, "Greedy answers to held-out prompts; the shade is the 95 % interval."),
+    ("", "", draw_accuracy, "Greedy answers to held-out prompts; lines are 95 % intervals."),
     ("reward", "Reward while training", draw_reward, "Sampled answers of each step; thin as measured, thick smoothed."),
     ("omega", "Capability ratio", draw_omega, "Above 1 the learner did better than the source in the last steps."),
-    ("bands", "Cross answers and the band", draw_bands, "Only answers inside the band give a cross gradient."),
+    (
+        "fates",
+        "What became of others' answers",
+        draw_fates,
+        "Each answer of a source once: it teaches the learner, or why not. Where its advantage is 0 it teaches nobody.",
+    ),
+    (
+        "bands",
+        "Cross answers and the band",
+        draw_bands,
+        "Only answers inside the band give a cross gradient. Grey bars: how many there are; pale: fewer than 8.",
+    ),
     ("ratio", "Cross ratio", draw_ratio, "Learner over source per answer; the shade is the band of the first update."),
     ("ess", "Effective sample size", draw_ess, "Of the weights of cross answers: 100 % when all weigh the same."),
     (
@@ -212,7 +311,7 @@ FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
         "phases",
         "Where the time goes",
         draw_phases,
-        "Of each agent's slowest rank; exchange includes waiting for others.",
+        "Of each agent's slowest rank, without loading; exchange includes waiting for others.",
     ),
     ("timeline", "One step of all agents", draw_timeline, "Bars are phases; pale inside one, the rank waits."),
     ("health", "Health", draw_health, "What to look at first when a run goes wrong."),

@@ -13,6 +13,7 @@ from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.logbook.sharing import Fates, fates_of
 from hacpo_mega.models.documents import toml_file
 
 Z = 1.959963984540054  # of 95 %
@@ -60,6 +61,16 @@ class Run:
         return max(self.steps)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The first and the last step of the run, which all its figures have in common."""
+        return min(self.steps), self.num_steps
+
+    def fates(self, learner: str, source: str) -> dict[int, Fates]:
+        """By step, the fate of the answers of `source` on their way to `learner`; none in runs that did not count."""
+        found = {step: fates_of(metrics.values, learner, source) for step, metrics in self.steps.items()}
+        return {step: fates for step, fates in found.items() if fates is not None}
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
         """Ordered pairs (learner, source) of different agents."""
         return [(learner, source) for learner in self.agents for source in self.agents if learner != source]
@@ -92,17 +103,28 @@ def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str,
 
 
 @dataclass(frozen=True)
+class PairedGain:
+    """What prompts earn more than in the run's first evaluation, over those judged in both: mean, and mean square."""
+
+    mean: float
+    square: float
+    num_pairs: int
+
+
+@dataclass(frozen=True)
 class Accuracy:
     """Mean reward of an agent's held-out answers at one step.
 
     num_evaluated   None when the run did not say
     square          mean squared reward; None of graders whose rewards are 0 or 1
+    gain            since the run's first evaluation, by prompt; None where nobody compared them
     """
 
     step: int
     value: float
     num_evaluated: int | None
     square: float | None = None
+    gain: PairedGain | None = None
 
     @property
     def is_graded(self) -> bool:
@@ -116,19 +138,38 @@ class Accuracy:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 %, inside [0, 1]: of an accuracy Wilson's (1927), of graded rewards by their own standard error."""
+        """95 %: of an accuracy Wilson's (1927), of a mean of graded rewards by its own standard error, inside [0, 1].
+
+        Graded rewards that are all equal have Wilson's, too: their spread says nothing of other prompts.
+        """
         n, mean = self.num_evaluated, self.value
         if not n:
             return None
-        if self.is_graded:
-            middle, half = mean, Z * math.sqrt(max(self.square - mean**2, 0.0) / n)
-        else:
-            middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
-            half = Z / (1 + Z**2 / n) * math.sqrt(max(mean * (1 - mean), 0.0) / n + Z**2 / (4 * n**2))
-        return max(middle - half, 0.0), min(middle + half, 1.0)
+        is_share = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
+        variance = 0.0 if self.square is None else max(self.square - mean**2, 0.0)
+        if not is_share or (self.is_graded and variance > ROUNDING):
+            half = Z * math.sqrt(variance / n)
+            return (max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean - half, mean + half)
+        middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+        half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+    def is_paired(self, later: "Accuracy") -> bool:
+        """Whether nearly all prompts of `later` were judged in this evaluation, too, the run's first."""
+        return self.step == 0 and later.gain is not None and later.gain.num_pairs >= 0.9 * (later.num_evaluated or 0)
 
     def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
-        """95 % of later - self, two independent samples: Newcombe (1998), method 10; None where one says no error."""
+        """95 % of later - self: of the same prompts where `is_paired`, else of two independent samples.
+
+        Pairs: Agresti and Min (2005), the normal interval with half a prompt more of each of the four outcomes, so two
+        more in all, one of them with a difference of 1 in size. Independent: Newcombe (1998), method 10.
+        """
+        if self.is_paired(later):
+            n = later.gain.num_pairs + 2
+            mean = later.gain.mean * later.gain.num_pairs / n
+            square = (later.gain.square * later.gain.num_pairs + 1) / n
+            half = Z * math.sqrt(max(square - mean**2, 0.0) / n)
+            return mean - half, mean + half
         if None in (self.interval, later.interval) or self.all_equal or later.all_equal:
             return None
         (low, high), (later_low, later_high), gain = self.interval, later.interval, later.value - self.value
@@ -141,7 +182,17 @@ class Accuracy:
 def accuracies(run: Run, agent: str, skill: str | None = None) -> list[Accuracy]:
     """The evaluations of an agent, by step; of one skill (or benchmark) if given."""
     found = ((step, held_out(metrics.values, agent, skill)) for step, metrics in run.steps.items())
-    return [Accuracy(step, *point) for step, point in found if point is not None]
+    gains = _gains(run, agent, f"/{skill}" if skill else "")
+    return [Accuracy(step, *point, gains.get(step)) for step, point in found if point is not None]
+
+
+def _gains(run: Run, agent: str, tail: str) -> dict[int, PairedGain]:
+    means, squares, numbers = (
+        run.series(f"agent/{agent}/{name}{tail}")
+        for name in ("held_out_gain", "held_out_gain_square", "num_held_out_pairs")
+    )
+    columns = zip(means.steps, means.values, squares.values, numbers.values)
+    return {step: PairedGain(mean, square, int(number)) for step, mean, square, number in columns}
 
 
 def evaluated_skills(run: Run) -> list[str]:

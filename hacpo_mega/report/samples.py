@@ -1,9 +1,12 @@
 """Sample prompts of a run side by side: every agent's answers with reward, and ratio and advantage for each learner."""
 
+import json
 import math
 from typing import Any
 
-from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.config.chat_messages import messages_of, tools_of
+from hacpo_mega.logbook.rollout_log import logged_steps, prompt_text, read_rollouts
+from hacpo_mega.logbook.sharing import WORDS
 from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, tag
 from hacpo_mega.report.run import Run
@@ -12,6 +15,7 @@ PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away
 LONGEST_ANSWER = 6000
 MOST_TOKENS = 400  # of a strip; the rest is counted
+ROW_NAMES = ("uid", "id", "name", "index")  # fields of a row that may say what it is called
 # A token's ratio is marked from these distances of its logarithm on: barely, and clearly.
 MARKED, STRONG = 0.01, 0.2
 
@@ -47,14 +51,36 @@ def _is_uniform(prompt: dict[str, Any]) -> bool:
 def _render_prompt(run: Run, prompt: dict[str, Any]) -> Html:
     head = tag(
         "div",
-        tag("span", prompt["skill"] or prompt["id"], class_="skill"),
-        tag("pre", prompt["prompt"]),
+        *(tag("span", name, class_="skill") for name in _names(prompt)),
+        *_messages(prompt_text(prompt)),
         tag("span", "gold ", tag("b", prompt["gold"]), class_="gold"),
         class_="prompt",
     )
     agents = list(dict.fromkeys(answer["agent"] for answer in prompt["answers"]))
     columns = [_render_column(run, agent, [a for a in prompt["answers"] if a["agent"] == agent]) for agent in agents]
     return tag("article", head, tag("div", *columns, class_="columns", style=f"--columns:{len(columns)}"))
+
+
+def _names(prompt: dict[str, Any]) -> list[str]:
+    """Its skill and what its row calls itself; its own id, a hash, only where both are missing."""
+    row = prompt.get("row") or {}
+    own = next((str(row[key]) for key in ROW_NAMES if isinstance(row.get(key), str | int) and row[key] != ""), "")
+    return [name for name in (prompt["skill"], own) if name] or [prompt["id"]]
+
+
+def _messages(text: str) -> list[Html]:
+    """A prompt as a person reads it: of a chat every message below its role."""
+    messages = messages_of(text)
+    if messages is None:
+        return [tag("pre", text)]
+    tools = [{"role": "tools", "content": json.dumps(tools_of(text), ensure_ascii=False)}] if tools_of(text) else []
+    alone = len(messages) == 1 and not tools
+    return [
+        tag("pre", message["content"]) if alone else tag(
+            "div", tag("small", message["role"]), tag("pre", message["content"]), class_=f"message {message['role']}"
+        )
+        for message in (*tools, *messages)
+    ]  # fmt: skip
 
 
 def _render_column(run: Run, agent: str, answers: list[dict[str, Any]]) -> Html:
@@ -88,7 +114,7 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
         *(["cut at the limit"] if answer["stop"] == "length" else ["cut as late"] if answer["stop"] == "cut" else []),
         *([f"{times} times"] if times > 1 else []),
     ]
-    learners = list(dict.fromkeys([*answer["advantage"], *answer["ratio"]]))
+    learners = _learners(answer)
     return tag(
         "div",
         tag("pre", _shorten(answer["text"])),
@@ -99,12 +125,33 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
     )
 
 
+def _learners(answer: dict[str, Any]) -> list[str]:
+    """Those who have to do with an answer: its own agent, and whoever trained on it or left it out for a reason."""
+    reasons = answer.get("not_trained")
+    others = answer["advantage"] if reasons is None else reasons  # an older run does not say why
+    own = [answer["agent"]] if answer["agent"] in answer["advantage"] else []
+    known = {*own, *others, *answer["ratio"]}
+    return [learner for learner in dict.fromkeys([*answer["advantage"], *answer["ratio"], *others]) if learner in known]
+
+
 def _render_learner(answer: dict[str, Any], learner: str) -> Html:
+    """In colour what trained the learner, with its advantage; else why it did not."""
     advantage, ratio = answer["advantage"].get(learner), answer["ratio"].get(learner)
-    parts = [] if advantage is None else [f" A {advantage:+.2f}"]
+    reason = _why_not_trained(answer, learner)
+    parts = [] if advantage is None or (reason and ratio is None) else [f" A {advantage:+.2f}"]
     parts += [] if ratio is None else [f" ratio {ratio:.3f}"]
-    sign = "" if not advantage else " up" if advantage > 0 else " down"
+    parts += [f" {reason}"] if reason else []
+    sign = "" if not advantage or reason else " up" if advantage > 0 else " down"
     return tag("span", tag("b", f"→ {learner}"), ",".join(parts), class_=f"learner{sign}")
+
+
+def _why_not_trained(answer: dict[str, Any], learner: str) -> str:
+    """The reason in words; empty where the learner was trained on the answer."""
+    reason = answer.get("not_trained", {}).get(learner)
+    if reason is None:
+        return "" if learner in answer["ratio"] or learner == answer["agent"] else "not trained"
+    words = WORDS.get(reason, reason.replace("_", " "))
+    return words if reason == "outside_band" else f"not trained: {words}"
 
 
 def _render_strips(answer: dict[str, Any], learners: list[str]) -> list[Html]:
@@ -121,7 +168,7 @@ def _render_strips(answer: dict[str, Any], learners: list[str]) -> list[Html]:
 
 def _render_strip(answer: dict[str, Any], learner: str) -> Html:
     """Tokens on the colour of the learner's advantage, underlined by its ratio: its own by token, others' by answer."""
-    advantage = answer["advantage"].get(learner, 0.0)
+    advantage = 0.0 if _why_not_trained(answer, learner) else answer["advantage"].get(learner, 0.0)
     tokens, is_own = answer["tokens"], learner == answer["agent"]
     of_answer = None if is_own else answer["ratio"].get(learner)
     ratios = answer.get("token_ratio", []) if is_own else [of_answer] * len(tokens)

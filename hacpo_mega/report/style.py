@@ -15,24 +15,29 @@ h3 { font-size:15px; margin:28px 0 8px } h4 { font-size:13.5px; margin:0 0 8px }
 small, .note, .sub { color:var(--faint); font-weight:400 } .note { margin:0 0 14px }
 pre { font:12.5px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
   overflow-wrap:anywhere; margin:0 }
-figure { margin:0 } figure svg { width:100%; height:auto; display:block }
+figure { margin:0; overflow-x:auto } figure svg { width:100%; min-width:560px; height:auto; display:block }
 .cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(230px,1fr)); gap:14px; margin:26px 0 0 }
 .card { background:var(--soft); border-radius:10px; padding:16px 18px; border-top:3px solid var(--agent) }
 .card .name { font-weight:650 }
 .card .big { font-size:25px; font-weight:650; font-variant-numeric:tabular-nums; margin:4px 0 }
 .card .big small { font-size:17px } .card .gain { font-size:14px; font-weight:600 }
-.facts-grid { display:grid; grid-template-columns:max-content 1fr; gap:3px 18px; margin:22px 0 0 }
+.card .alone { font-size:13px; color:var(--wrong) }
+.alert { margin:18px 0 0; padding:10px 16px; border-left:4px solid var(--wrong); background:var(--soft) }
+.facts-grid { display:grid; grid-template-columns:fit-content(38%) 1fr; gap:3px 18px; margin:22px 0 0 }
 .facts-grid dt { color:var(--faint) } .facts-grid dd { margin:0; overflow-wrap:anywhere }
 .wide { overflow-x:auto }
 table { border-collapse:collapse; font-variant-numeric:tabular-nums; width:100% }
 th { text-align:left; color:var(--faint); font-weight:500; font-size:13px }
 th, td { padding:6px 14px 6px 0; border-bottom:1px solid var(--line); vertical-align:top }
-.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align:right }
+.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align:right; white-space:nowrap }
 article { margin:0 0 26px } .prompt { display:flex; gap:14px; align-items:baseline; flex-wrap:wrap; margin:0 0 8px }
 .prompt pre { font-weight:650; max-height:14em; overflow:auto } .prompt .gold pre { display:inline }
 .skill { font-size:12px; color:var(--faint); border:1px solid var(--line); border-radius:99px; padding:0 9px }
 .gold { color:var(--faint); font-size:13px }
 .columns { display:grid; grid-template-columns:repeat(var(--columns),minmax(200px,1fr)); gap:14px; overflow-x:auto }
+@media (max-width:560px) { body { padding:24px 14px 60px } .columns { grid-template-columns:1fr } }
+.message { margin:0 0 6px } .message small { display:block; font-size:11px }
+.prompt .message.system pre { font-weight:400; color:var(--faint) }
 .column { min-width:0 }
 .answer { background:var(--soft); border-left:4px solid var(--faint); border-radius:0 8px 8px 0; padding:9px 12px;
   margin:0 0 8px }

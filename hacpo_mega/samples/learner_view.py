@@ -21,7 +21,18 @@ import numpy as np
 import torch
 
 from hacpo_mega.config import AlgorithmConfig, RolloutConfig
-from hacpo_mega.records import Pool, Prompt, Rollout, Sample, Score, Stop, Trajectory, ViewCounts
+from hacpo_mega.records import (
+    DroppedAnswer,
+    DropReason,
+    Pool,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    Stop,
+    Trajectory,
+    ViewCounts,
+)
 from hacpo_mega.samples.tokenizers import TextCodec
 
 REPLACEMENT = "\ufffd"
@@ -95,6 +106,7 @@ def learner_view(
     of an answer travels. One that is missing is scored by the update that trains it. `own_routing` is of the same.
     """
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
+    dropped: tuple[list[DroppedAnswer], ...] = tuple([] for _ in rules.sources)
     samples = []
     trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # a tensor is slow to index one by one
     readings = _readings(pool, trains, learner, codec, rules)
@@ -105,16 +117,26 @@ def learner_view(
             if not is_self and not rules.shares_answers:
                 continue
             for g, trajectory in enumerate(group):
-                if not trains[p][j][g]:
-                    tallies[j]["num_zero_advantage" if trajectory.is_judged else "num_unjudged"] += 1
+                key = prompt.index, trajectory.rollout.rollout_index
+                answer_ids = _reason_not_wanted(trajectory, trains[p][j][g], tallies[j]) or _answer_ids(
+                    trajectory, is_self, codec, rules, readings, tallies[j]
+                )
+                if isinstance(answer_ids, str):
+                    dropped[j].append(DroppedAnswer(*key, answer_ids))
                     continue
-                answer_ids = _answer_ids(trajectory, is_self, codec, rules, readings, tallies[j])
-                if answer_ids is not None:
-                    advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
-                    key = prompt.index, trajectory.rollout.rollout_index
-                    own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
-                    samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, *own, rules))
-    return samples, tuple(ViewCounts(**tally) for tally in tallies)
+                advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
+                own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
+                samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, *own, rules))
+    return samples, tuple(ViewCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
+
+
+def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]) -> DropReason | None:
+    """Why an answer is not worth training on for any learner, counted; None where it is."""
+    if trains:
+        return None
+    reason: DropReason = "zero_advantage" if trajectory.is_judged else "unjudged"
+    tally[f"num_{reason}"] += 1
+    return reason
 
 
 class Reading(NamedTuple):
@@ -155,26 +177,26 @@ def _answer_ids(
     rules: ViewRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
-) -> np.ndarray | None:
-    """The answer in the learner's tokens, or None when it is not trained on; counts which and why."""
+) -> np.ndarray | DropReason:
+    """The answer in the learner's tokens, or why it is not trained on; counts which and why."""
     rollout = trajectory.rollout
     tally["num_unjudged"] += not trajectory.is_judged
     # An own answer without a verdict stays, with advantage 0: leaving it out would pack the others differently from
     # when they were scored, and their first ratio would no longer be exactly 1.
     if not trajectory.is_judged and not is_self:
-        return None
+        return "unjudged"
     # A source whose weights are broken must not block a sound learner. An own answer like that stays: its update is
     # skipped, and too many of those end the run (logbook/skipped_updates.py).
     if not is_self and not _is_finite(trajectory):
         tally["num_not_finite"] += 1
-        return None
+        return "not_finite"
     is_shown = rules.sources[trajectory.agent].shows(_sampled(rollout))
     tally["num_undecodable"] += not is_shown or REPLACEMENT in rollout.text
     if is_self:
         ids = rollout.token_ids
     else:  # one of the learner's tokenizer is held back, too: its model may have no row for an id that is no token
-        ids = _in_own_tokens(trajectory, codec, rules, readings, tally) if is_shown else None
-    if ids is not None:
+        ids = _in_own_tokens(trajectory, codec, rules, readings, tally) if is_shown else "undecodable"
+    if not isinstance(ids, str):
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
         tally["num_truncated"] += rollout.stop != Stop.EOS
@@ -195,22 +217,22 @@ def _in_own_tokens(
     rules: ViewRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
-) -> np.ndarray | None:
+) -> np.ndarray | DropReason:
     rollout = trajectory.rollout
     is_twin = _are_twins(rules.sources[trajectory.agent], codec)
     text_ids = _sampled(rollout).tolist() if is_twin else _reencoded(rollout.text, readings, rules, tally)
-    if text_ids is None:
-        return None
+    if isinstance(text_ids, str):
+        return text_ids
     if not codec.control_ids.isdisjoint(text_ids):
         tally["num_control_tokens"] += 1
-        return None
+        return "control_tokens"
     end = [_end(rollout, codec, is_twin)] if rollout.stop == Stop.EOS else []
     ids = np.array([*text_ids, *end], dtype=np.int32)
     if is_twin:
         return ids
     if len(ids) > rules.max_answer_tokens:
         tally["num_too_long"] += 1
-        return None
+        return "too_long"
     tally["num_reencoded"] += 1
     tally["token_ratio_sum"] += len(ids) / max(1, len(rollout.token_ids))
     return ids
@@ -224,18 +246,18 @@ def _end(rollout: Rollout, codec: TextCodec, is_twin: bool) -> int:
 
 def _reencoded(
     text: str, readings: Mapping[str, Reading], rules: ViewRules, tally: Counter[str]
-) -> tuple[int, ...] | None:
-    """The text in the learner's tokens, or None where it has none for it, or they read differently."""
+) -> tuple[int, ...] | DropReason:
+    """The text in the learner's tokens, or why not: it has none for it, or they read differently."""
     if REPLACEMENT in text:
-        return None
+        return "undecodable"
     ids, read = readings[text]
     if ids is None:
         tally["num_unencodable"] += 1
-        return None
+        return "unencodable"
     is_changed = read is not None and read != text
     tally["num_compared"] += read is not None
     tally["num_changed"] += is_changed
-    return None if is_changed and not rules.trains_changed else ids
+    return "changed" if is_changed and not rules.trains_changed else ids
 
 
 def _sample(

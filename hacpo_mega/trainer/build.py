@@ -54,6 +54,7 @@ from hacpo_mega.trainer.observers import (
     Verification,
 )
 from hacpo_mega.trainer.phases import Phases
+from hacpo_mega.trainer.rates import Rates, num_gpus, peak_flops
 from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
 
@@ -103,6 +104,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     steps_done = 0 if start is None else start.step
     names = tuple(agent.name for agent in config.agents)
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
+    place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first)
     require_named_functions(config)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
@@ -128,7 +130,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     band = BandTracker(len(names), config.algorithm) if config.algorithm.band == "calibrated" else None
     evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
     examiners = *_examiners(config, agent, band, metrics, phase), *_onlookers(config, trackers)
-    observers = [Skips(skips), *examiners, evaluation, *handed.observers]
+    observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *handed.observers]
     for observer in observers:
         observer.joins(agent, metrics)
     console.say(parts.finish(place.spans, metrics))
@@ -252,6 +254,17 @@ def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
         yield OwnMetrics(config.logging.metrics)
     if trackers:
         yield TrackedAnswers(trackers, config.logging.tracked_prompts, [agent.name for agent in config.agents])
+
+
+def _rates(config: Config, place: Place, agent: Agent | EngineRank) -> Iterator[Observer]:
+    """How well known GPUs are used. Collective over the job: ranks of another kind would be rated wrongly."""
+    if place.device.type != "cuda":
+        return
+    peak = peak_flops(place.device, agent.dtype)
+    peaks = {payload.decode() for payload in place.gather_job(str(peak).encode())}
+    if peak is not None and len(peaks) == 1:
+        shares = config.training.share_prompts
+        yield Rates(config.agents[place.agent], place, peak, num_gpus(place), share_prompts=shares)
 
 
 def _skips(config: Config, agent: Agent) -> SkippedUpdates:

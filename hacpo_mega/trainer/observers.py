@@ -191,4 +191,5 @@ class Evaluation(Observer):
         if self._agent.place.is_leader:
             graded = self._config.reward.may_be_graded
             add_held_out(self._metrics, self._agent.name, self._mine, judgements, may_be_graded=graded)
+            self._report.first_rewards.compare(self._metrics, self._agent.name, self._mine, judgements, after)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")

@@ -168,7 +168,7 @@ class Trainer:
             scores = self.schedule.complete(found.rollouts, found.scores, found.updates)
             trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
             found = replace(found, scores=scores, trajectories=trajectories)
-        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates)
+        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.views)
         known = notes, self.capability.values(), self.agent.asleep_bytes
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
 

@@ -64,6 +64,16 @@ def view_by_source(pool, advantages_PNG, learner, codec, rules, trains_PNG=None)
 
 
 def learner_view(*arguments):
-    """Samples, and the counts of all sources together."""
+    """Samples, and the counts of all sources together: every answer is a sample, or left out for one reason."""
     samples, counts = view_by_source(*arguments)
+    pool, learner, rules = arguments[0], arguments[2], arguments[4]
+    offered = {
+        (prompt.index, j, answer.rollout.rollout_index)
+        for prompt, by_agent in zip(pool.prompts, pool.trajectories_PNG)
+        for j, group in enumerate(by_agent)
+        for answer in (group if j == learner or rules.shares_answers else ())
+    }
+    trained = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
+    left_out = [(a.prompt_index, j, a.rollout_index) for j, view in enumerate(counts) for a in view.dropped]
+    assert sorted(trained + left_out) == sorted(offered)
     return samples, sum(counts, start=ViewCounts())

@@ -10,7 +10,7 @@ import torch
 
 from hacpo_mega.logbook.console import PHASES
 from hacpo_mega.logbook.metrics import Metrics, MetricsWriter
-from hacpo_mega.logbook.rollout_log import RolloutLog
+from hacpo_mega.logbook.rollout_log import AnswerNotes, RolloutLog
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
 
 NUM_EVALUATED = 600
@@ -39,8 +39,17 @@ def write_run(
                 pool = make_pool(agents, step, answer)
                 shape = (len(pool.prompts), len(agents), len(pool.trajectories_PNG[0][0]))
                 advantages_PNG = torch.randn(shape, generator=torch.Generator().manual_seed(step))
-                log.write(step, pool, advantages_PNG, 0.9 + 0.01 * advantages_PNG)
+                log.write(step, pool, advantages_PNG, notes_of(pool, advantages_PNG))
             writer.write(step, metrics.reduce())
+
+
+def notes_of(pool: Pool, advantages_PNG: torch.Tensor) -> AnswerNotes:
+    """All answers but the last of every group were trained: those are too long."""
+    keys = [(p.index, n, g) for p in pool.prompts for n in range(len(pool.trajectories_PNG[0])) for g in range(4)]
+    ratios = dict(zip(keys, (0.9 + 0.01 * advantages_PNG).flatten().tolist(), strict=True))
+    lost = {key: "too_long" for key in keys if key[2] == 3}
+    trained = {key: ratio for key, ratio in ratios.items() if key not in lost}
+    return AnswerNotes(trained, tuple(prompt.text for prompt in pool.prompts), not_trained=lost)
 
 
 def config_toml(agents: tuple[str, ...], num_steps: int) -> str:
@@ -81,6 +90,8 @@ def add_step(metrics: Metrics, agents: tuple[str, ...], progress: float, draw: r
             metrics.add(f"{pair}/above", 256 * 0.1, 256)
             metrics.add_weights(f"{pair}/weight", 200, 200 + 60 * draw.random(), 256)
             metrics.add(f"{pair}/positive_share", 80 + 20 * draw.random(), 180)
+            for what, number in (("answers", 256), ("trained", 256)):
+                metrics.count(f"{pair}/view/num_{what}", number)
             metrics.gauge(f"{pair}/grad_cosine", 0.6 * draw.random() - 0.1)
             metrics.gauge(f"omega/{learner}/{source}", 1 + 0.1 * (n - agents.index(source)) + 0.02 * draw.random())
 

@@ -18,6 +18,7 @@ from hacpo_mega.logbook.alarms import (
     JudgeAlarm,
     OmegaAlarm,
     ResidueAlarm,
+    SharingAlarm,
     UnjudgedLimit,
 )
 
@@ -89,6 +90,13 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
         GradNormAlarm: lambda alarm: list(alarm.warnings([math.inf, 1.0])),
         AdvantageAlarm: lambda alarm: list(alarm.warnings([1.0, 1e3], 1.0)),
     }
+    sharing, later = SharingAlarm(("gemma", "moe")), SharingAlarm(("gemma", "moe"))
+    lost = offered(0, None, too_long=20)
+    assert [list(sharing.warnings(lost)) for _ in range(2)] == [[], []]
+    later.load_state_dict(json.loads(json.dumps(sharing.state_dict())))
+    assert list(later.warnings(lost)) == list(sharing.warnings(lost)) != []
+    later.load_state_dict(json.loads(json.dumps(sharing.state_dict())))
+    assert list(later.warnings(lost)) == []
     made = {OmegaAlarm: (names,), EngineAlarm: (names, torch.float32), GradNormAlarm: (names,)}
     made[AdvantageAlarm] = (names, AlgorithmConfig(), 8)
     for kind, step in steps.items():
@@ -130,6 +138,50 @@ def test_rewards_of_rounding_are_no_reward():
     alarm = IdleAlarm()
     lines = [line for _ in range(3) for line in alarm.warnings([1e-9, None], [4.0, None])]
     assert len(lines) == 1 and "no answer of any agent earned anything" in lines[0]
+
+
+def offered(trained: int, inside: float | None = 1.0, **lost: int) -> dict[str, float]:
+    """What a step says of moe's answers on their way to gemma."""
+    pair = "agent/gemma/from/moe"
+    counts = {"trained": trained, "answers": trained + sum(lost.values())} | lost
+    band = {} if inside is None else {f"{pair}/inside": inside}
+    return {f"{pair}/view/num_{name}": float(number) for name, number in counts.items()} | band
+
+
+def unshared(*steps: dict[str, float]) -> list[list[str]]:
+    alarm = SharingAlarm(("gemma", "moe"))
+    return [list(alarm.warnings(step)) for step in steps]
+
+
+def test_a_source_that_reaches_nobody_is_named_in_the_third_step_with_the_reasons_and_what_to_do():
+    lost = offered(0, None, undecodable=42, too_long=20, zero_advantage=2)
+    said = unshared(lost, lost, lost, lost, lost)
+    assert [len(lines) for lines in said] == [0, 0, 1, 0, 0]
+    assert said[2] == [
+        "warning: 0 of 192 of moe's answers reach gemma in 3 steps: 126 undecodable, 60 too long, 6 with advantage 0 "
+        "or unjudged, which is no loss. gemma learns next to nothing from moe: look at moe's answers in rollouts/: it "
+        "samples control tokens, or ids that are no text"
+    ]
+
+
+def test_answers_outside_the_band_teach_no_more_than_those_that_are_left_out():
+    (line,) = unshared(*[offered(64, 1 / 64)] * 3)[2]
+    assert line.startswith("warning: 3 of 192 of moe's answers reach gemma in 3 steps: 189 outside the band. ")
+    assert line.endswith('widen algorithm.delta, or set algorithm.band = "calibrated"')
+
+
+def test_sharing_is_judged_by_usable_answers_and_in_a_row():
+    """One of 20 usable answers is enough; answers with advantage 0 are neither shared nor lost."""
+    bad, good = offered(0, None, too_long=20), offered(1, 1.0, too_long=19)
+    idle = offered(0, None, zero_advantage=60, unjudged=4)
+    assert unshared(*[good] * 9) == [[]] * 9
+    assert unshared(*[idle] * 9) == [[]] * 9
+    assert unshared(*[offered(2, 1.0, zero_advantage=998)] * 9) == [[]] * 9
+    assert [len(lines) for lines in unshared(bad, bad, good, bad, bad, bad)] == [0, 0, 0, 0, 0, 1]
+    assert [len(lines) for lines in unshared(bad, idle, bad, bad)] == [0, 0, 1, 0]
+    few = offered(0, None, too_long=2, zero_advantage=62)
+    assert [len(lines) for lines in unshared(*[few] * 5)] == [0, 0, 0, 1, 0], "six answers prove nothing, eight do"
+    assert unshared({}, {"agent/gemma/reward_mean": 0.5}) == [[], []], "nothing is shared where a method does not"
 
 
 def test_a_share_of_one_never_ends_a_run():

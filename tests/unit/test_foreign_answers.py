@@ -76,6 +76,7 @@ def test_a_control_token_spelled_out_is_not_trained_on(tmp_path, text, stop):
     assert spelling.shows(written.rollout.token_ids[: len(text)])
     seen, counts = seen_by(0, (reading, spelling), trajectory(reading, 0, 0, "1"), written, trains_changed=True)
     assert (list(seen), counts) == ([0], ViewCounts(num_own=1, num_control_tokens=1))
+    assert [answer.reason for answer in counts.dropped] == ["control_tokens"]
 
 
 def test_the_end_of_a_twin_inside_an_answer_is_not_trained_on(tmp_path):
@@ -144,6 +145,7 @@ def test_ids_beyond_a_real_tokenizer(real_codecs):
     assert odd.rollout.text == "It is 2"
     seen, counts = seen_by(1, sources, odd, trajectory(sources[1], 1, 0, "1"))
     assert (list(seen), counts) == ([1], ViewCounts(num_own=1, num_undecodable=1))
+    assert [answer.reason for answer in counts.dropped] == ["undecodable"]
 
 
 @real

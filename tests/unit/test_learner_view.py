@@ -232,3 +232,4 @@ def test_every_source_is_counted_by_itself(codecs):
         ViewCounts(num_cross=2, num_truncated=1),
         ViewCounts(num_unjudged=1, num_compared=1, num_too_long=1),
     )
+    assert [[answer.reason for answer in view.dropped] for view in counts] == [[], [], [], ["unjudged", "too_long"]]

@@ -1,11 +1,13 @@
 """Metrics: what reduction computes over processes, what a run folder keeps, what a killed or resumed run leaves."""
 
+import dataclasses
 import io
 import json
 import math
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +22,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hacpo_mega.cluster.place import gather_bytes
 from hacpo_mega.config import load_config
+from hacpo_mega.config.chat_messages import messages_text
 from hacpo_mega.jobs import from_python
-from hacpo_mega.logbook.console import Console, format_step, phase_seconds
+from hacpo_mega.logbook.console import Console, StepLine, phase_seconds
 from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
-from hacpo_mega.logbook.rollout_log import RolloutLog, logged_steps, read_rollouts
+from hacpo_mega.logbook.rollout_log import (
+    AnswerNotes,
+    AnswerTokens,
+    RolloutLog,
+    logged_steps,
+    prompt_text,
+    read_rollouts,
+)
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
 
 
@@ -241,16 +251,73 @@ def long_step(names: list[str]) -> StepMetrics:
 
 
 def test_a_step_is_one_line_of_120_columns_with_the_agents_as_they_were_configured() -> None:
-    line = format_step("step 1/9", long_step(["b"]), ["b"])
+    (line,) = StepLine(["b"]).of("step 1/9", long_step(["b"]))
     assert line == (
-        "step 1/9 | b accuracy .500 reward .500 unjudged 0% ratio .500"
+        "step 1/9 | b reward .500 accuracy .500 unjudged 0% ratio .500"
         " | roll out 3.0 learn 5.0 publish 1.0 of 10.0 s | 900 tok/s"
     )
     for names in (["qwen", "llama"], ["llama", "qwen", "mistral"], ["agent_4", "agent_3", "agent_2", "agent_1"]):
-        line = format_step("step 1000/4000", long_step(sorted(names)), names, ["1:23:45 left", "safe 990"])
+        *_, line = StepLine(names).of("step 1000/4000", long_step(sorted(names)), END)
         assert len(line) <= 120 and line.endswith(" | 1:23:45 left | safe 990")
         assert [part.split()[0] for part in line.split(" | ")[1 : 1 + len(names)]] == names
-        assert line.count(".500") >= len(names)
+        assert line.count(".500") >= 2 * len(names), "reward and held-out, both"
+
+
+END = {"left": "1:23:45 left", "safe": "safe 990"}
+
+
+def some_step(reward: float, **more: float) -> StepMetrics:
+    """A step of three agents, each offered 64 answers by one other, of which 61 would teach and 2 do."""
+    values = {}
+    for name, source in zip(("gemma", "moe", "mistral"), ("moe", "gemma", "moe")):
+        pair = f"agent/{name}/from/{source}"
+        values |= {f"agent/{name}/reward_mean": reward, f"{pair}/inside": 0.5}
+        values |= {f"{pair}/view/num_{what}": n for what, n in FATES.items()}
+        values |= {f"agent/{name}/{key}": value for key, value in more.items()}
+    return StepMetrics(values, {})
+
+
+FATES = {"answers": 64.0, "trained": 4.0, "zero_advantage": 3.0, "too_long": 20.0, "undecodable": 37.0}
+
+
+def test_three_agents_fit_80_columns_and_every_number_keeps_its_place() -> None:
+    steps = [some_step(0.25), some_step(1.0, accuracy=0.5), some_step(-0.05)]
+    layout = StepLine(("gemma", "moe", "mistral"), width=80)
+    lines = [line for step in steps for line in layout.of("step  1/25", step, END)]
+    assert lines == [
+        "from here on the numbers of each agent are: reward, shared",
+        "step  1/25 | gemma .250 3% | moe .250 3% | mistral .250 3% | safe 990",
+        "from here on the numbers of each agent are: reward, held-out, shared",
+        "step  1/25 | gemma 1.000 .500 3% | moe 1.000 .500 3% | mistral 1.000 .500 3%",
+        "step  1/25 | gemma -.050      3% | moe -.050      3% | mistral -.050      3%",
+    ]
+
+
+def test_a_number_that_a_step_has_not_leaves_its_place_blank() -> None:
+    layout = StepLine(("b",))
+    first, second, third = (*some_lines(layout, accuracy=0.5), *some_lines(layout), *some_lines(layout, accuracy=1.0))
+    assert first == "step 1/9 | b reward .500 accuracy .500 | 1:23:45 left | safe 990"
+    assert second == "step 1/9 | b reward .500               | 1:23:45 left | safe 990"
+    assert third == "step 1/9 | b reward .500 accuracy 1.000 | 1:23:45 left | safe 990", "wider once, then in its place"
+
+
+def some_lines(layout: StepLine, **more: float) -> list[str]:
+    values = {"agent/b/reward_mean": 0.5} | {f"agent/b/{name}": value for name, value in more.items()}
+    return layout.of("step 1/9", StepMetrics(values, {}), END)
+
+
+def test_a_line_that_stays_too_long_is_broken_between_agents() -> None:
+    names = [f"a_rather_long_name_{n}" for n in range(6)]
+    values = {f"agent/{name}/reward_mean": 0.5 for name in names}
+    lines = StepLine(names, width=80).of("step 1/9", StepMetrics(values, {}))[1:]
+    assert all(len(line) <= 80 for line in lines) and len(lines) == 3
+    assert " | ".join(line.strip(" |") for line in lines).split(" | ")[1:] == [f"{name} .500" for name in names]
+
+
+def test_a_step_says_how_gpus_are_used_where_they_are_known() -> None:
+    timing = {"agent/b/step_s": 10.0, "rate/learn_mfu": 0.384, "rate/answer_tokens_per_gpu_s": 1410.4}
+    (line,) = StepLine(["b"]).of("step 1/9", StepMetrics({"agent/b/reward_mean": 0.5}, timing))
+    assert line == "step 1/9 | b reward .500 | MFU 38% 1,410 tok/s/GPU"
 
 
 def test_console_says_how_long_it_takes_at_the_pace_of_the_last_steps(monkeypatch) -> None:
@@ -266,13 +333,13 @@ def test_console_says_how_long_it_takes_at_the_pace_of_the_last_steps(monkeypatc
 def test_a_mean_of_graded_rewards_is_not_called_an_accuracy() -> None:
     mean, square = "agent/a/eval/reward_mean", "agent/a/eval/reward_square"
     values = {mean: 0.5, square: 0.25}
-    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .500"
+    assert StepLine().of("step 1/2", StepMetrics(values, {})) == ["step 1/2 | a held-out .500"]
     values[square] = 0.5
-    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .500"
+    assert StepLine().of("step 1/2", StepMetrics(values, {})) == ["step 1/2 | a accuracy .500"]
     values[mean] = values[square] = 0.0
-    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a held-out .000"
+    assert StepLine().of("step 1/2", StepMetrics(values, {})) == ["step 1/2 | a held-out .000"]
     values = {"agent/a/accuracy": 0.0}
-    assert format_step("step 1/2", StepMetrics(values, {})) == "step 1/2 | a accuracy .000"
+    assert StepLine().of("step 1/2", StepMetrics(values, {})) == ["step 1/2 | a accuracy .000"]
 
 
 def test_console_says_which_step_a_crash_would_return_to() -> None:
@@ -289,7 +356,28 @@ def test_console_shows_the_phase_on_a_terminal() -> None:
         console.step(1, STEP)
         console.phase("publish")
     assert "publish" in terminal.getvalue() and "\x1b[" in terminal.getvalue()
-    assert "step 1/40 | llama" in terminal.getvalue()
+    assert "step 1/40  | llama" in terminal.getvalue()
+
+
+def test_bars_leave_a_terminal_before_the_last_words_of_a_process_that_ends_at_once() -> None:
+    terminal = Terminal()
+    with Console(40, file=terminal) as console:
+        console.phase("roll_out")
+        killer = threading.Thread(target=console.clear)  # as a signal is heard: in another thread
+        killer.start()
+        killer.join()
+        said = terminal.getvalue()
+        assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l"), "the cursor is back"
+        assert said.endswith("\x1b[1A\x1b[2K"), "and both bars are erased"
+
+
+def test_a_terminal_gets_lines_that_are_broken_between_words(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal()
+    Console(40, file=terminal).say("warning: the prompts are too easy for every agent /a/path/of-a-folder/that/is/long")
+    assert terminal.getvalue().splitlines() == [
+        "warning: the prompts are too", "easy for every agent", "/a/path/of-a-folder/that/is/long",
+    ]  # fmt: skip
 
 
 def test_phase_seconds_take_the_slowest_agent_in_the_order_of_a_step() -> None:
@@ -319,9 +407,9 @@ def leader_main(rank: int, store_file: str, folder: str) -> None:
     """Two leaders of a lane, one per agent: each knows its own advantages, and ratios of one answer."""
     group = dist.ProcessGroupGloo(dist.FileStore(store_file, 2), rank, 2)
     log = RolloutLog(Path(folder), 3, ("a", "b"), rank, lambda payload: gather_bytes(group, payload), writes=rank == 0)
-    ratios_PNG = torch.full((1, 2, 2), math.nan)
-    ratios_PNG[0, 1 - rank, 0] = 0.9 + rank
-    log.write(12, small_pool(), torch.arange(4.0).reshape(1, 2, 2) + 10 * rank, ratios_PNG, SEEN[rank])
+    ratios, lost = {(4, 1 - rank, 0): 0.9 + rank, (4, rank, 0): math.nan}, {(4, 1 - rank, 1): "too_long"}
+    notes = AnswerNotes(ratios, tuple(SEEN[rank]), not_trained=lost)
+    log.write(12, small_pool(), torch.arange(4.0).reshape(1, 2, 2) + 10 * rank, notes)
 
 
 @pytest.mark.nightly
@@ -340,6 +428,27 @@ def test_rollouts_of_a_lane_hold_every_learners_numbers(tmp_path: Path) -> None:
     assert [answer["advantage"] for answer in answers] == [{"a": float(i), "b": 10.0 + i} for i in range(4)]
     known = [answer["ratio"] for answer in answers]
     assert known == [{"b": pytest.approx(1.9)}, {}, {"a": pytest.approx(0.9)}, {}]
+    assert [answer["not_trained"] for answer in answers] == [{}, {"b": "too_long"}, {}, {"a": "too_long"}]
+
+
+def test_a_chat_is_logged_as_its_messages_and_tokens_with_their_ids(tmp_path: Path) -> None:
+    """Nothing in the log is JSON inside JSON, and the text that stood for the prompt comes back to the letter."""
+    chat = [{"role": "system", "content": 'Be "brief".'}, {"role": "user", "content": "1+1=\n\u2028?"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    texts = [messages_text(chat), messages_text(chat, tools), "plain", '[{"role":"user"}]']
+    pool, log = small_pool(), RolloutLog(tmp_path, 0, ("a", "b"), 0, alone, writes=True)
+    for step, text in enumerate(texts, start=1):
+        (prompt,) = pool.prompts
+        asked = Pool((dataclasses.replace(prompt, text=text),), pool.trajectories_PNG)
+        tokens = AnswerTokens(4, 1, (7, 300), ("a", "\ufffd"), None, None)
+        log.write(step, asked, torch.zeros(1, 2, 2), AnswerNotes({}, (text,), ((5, 6, 7),), (tokens,)))
+    lines = [read_rollouts(tmp_path, step)[0] for step in range(1, 5)]
+    assert [line["prompt"] for line in lines] == [chat, chat, *texts[2:]]
+    assert [line.get("tools") for line in lines] == [None, tools, None, None]
+    assert [prompt_text(line) for line in lines] == texts
+    assert prompt_text({"prompt": texts[0]}) == texts[0], "as older runs have it"
+    assert lines[0]["prompt_token_ids"] == {"a": [5, 6, 7]}
+    assert lines[0]["answers"][1]["token_ids"] == [7, 300] and "token_ids" not in lines[0]["answers"][0]
 
 
 def test_a_resumed_lane_drops_rollouts_it_will_write_again(tmp_path: Path) -> None:

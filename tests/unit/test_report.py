@@ -4,12 +4,16 @@ import gzip
 import json
 import math
 import re
+from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 from job import run_here
 from matplotlib import image
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from scipy.stats import binomtest
 from written_run import NUM_EVALUATED, Page, write_run
 
@@ -19,10 +23,21 @@ from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics, read_metrics
 from hacpo_mega.logbook.rollout_log import read_rollouts
 from hacpo_mega.logbook.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, PHASE_COLOURS
+from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS
 from hacpo_mega.report.page import render_page
-from hacpo_mega.report.plots import draw_pictures
-from hacpo_mega.report.run import load_run
+from hacpo_mega.report.plots import (
+    draw_bands,
+    draw_cosine,
+    draw_ess,
+    draw_fates,
+    draw_health,
+    draw_phases,
+    draw_pictures,
+    draw_ratio,
+    draw_reward,
+    draw_signs,
+)
+from hacpo_mega.report.run import Run, load_run
 from hacpo_mega.report.samples import choose_prompts
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
@@ -71,7 +86,20 @@ def test_page_shows_the_numbers_of_the_run(reported: Path) -> None:
 def test_curves_are_png_files_with_something_on_them(reported: Path) -> None:
     pictures = {path.stem: path for path in (reported / "report").glob("*.png")}
     assert set(pictures) == {
-        *("accuracy", "reward", "omega", "bands", "ratio", "ess", "signs", "cosine", "phases", "timeline", "health")
+        *(
+            "accuracy",
+            "reward",
+            "omega",
+            "fates",
+            "bands",
+            "ratio",
+            "ess",
+            "signs",
+            "cosine",
+            "phases",
+            "timeline",
+            "health",
+        )
     }
     for stem in ("accuracy", "reward", "omega", "ratio", "ess", "signs", "cosine"):
         for colour in AGENT_COLOURS[:2]:
@@ -126,6 +154,17 @@ def test_a_graded_reward_is_no_accuracy_in_a_report(tmp_path: Path) -> None:
     assert "0.900 (all 40 equal)" in text and "0.950 [0.935, 0.965]" in text and "+0.050 [" not in text
     short = summary(tmp_path)["agents"]["a"]
     assert (short["mean_reward_start"], short["mean_reward_end"]) == (0.9, 0.95) and "accuracy_end" not in short
+
+
+@pytest.mark.parametrize(("later", "colour"), [(0.52, ""), (0.62, "up"), (0.38, "down")])
+def test_a_gain_is_green_only_where_its_interval_excludes_0(tmp_path: Path, later: float, colour: str) -> None:
+    """200 prompts: .50 to .52 may be chance, .62 and .38 are none."""
+    with MetricsWriter(tmp_path) as writer:
+        for step, accuracy in ((0, 0.5), (1, later)):
+            writer.write(step, StepMetrics({"agent/a/accuracy": accuracy, "agent/a/num_evaluated": 200.0}, {}))
+    text = render_page(load_run(tmp_path), [])
+    assert f'<div class="{f"gain {colour}".strip()}">{later - 0.5:+.3f} [' in text
+    assert f'<span class="{colour}">{later - 0.5:+.3f} [' in text
 
 
 def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:
@@ -236,6 +275,158 @@ def test_what_is_no_run_is_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("seed = ")
     with pytest.raises(ValueError, match=r"config.toml: not valid TOML"):
         write_report(tmp_path)
+
+
+KNOWN = (2, 4, 5, 14)  # of 17 steps, those in which another agent's answers were trained on
+
+
+@pytest.fixture(scope="module")
+def gappy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose first agent trained on another's answers in KNOWN alone, once on one and else on 40."""
+    folder = tmp_path_factory.mktemp("runs") / "gappy"
+    write_run(folder, ("a", "b"), num_steps=17, evaluate_every=5)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        step, values, pair = line["step"], line["values"], "agent/a/from/b"
+        values["agent/a/reward_mean"] = values.get("agent/a/reward_mean", 0.5) if step in KNOWN else "nan"
+        for name in [name for name in values if name.startswith(pair) or name == "agent/a/grad_norm"]:
+            if step not in KNOWN and "/view/" not in name:
+                del values[name]
+        if step:
+            trained = {4: 1.0}.get(step, 40.0) if step in KNOWN else 0.0
+            lost = {"too_long": 20.0, "zero_advantage": 40.0 - trained + 4.0}
+            counts = {"answers": 64.0, "trained": trained} | lost
+            values |= {f"{pair}/view/num_{what}": number for what, number in counts.items()}
+        else:
+            line["timing"]["agent/a/phase/load_s"] = 1000.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return load_run(folder)
+
+
+def spans(axis: Axes) -> dict[str, list[tuple[float, float]]]:
+    """What each mark of a panel covers, from where to where in steps, by its colour; level lines are no marks."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in axis.lines:
+        if line.get_transform() == axis.transData:
+            x, y = (np.asarray(column, dtype=float) for column in line.get_data())
+            joined = line.get_linestyle() != "None"
+            for k in range(len(x) - 1 if joined else 0):
+                if np.isfinite(y[k : k + 2]).all():
+                    found.setdefault(to_hex(line.get_color()), []).append((x[k], x[k + 1]))
+            found.setdefault(to_hex(line.get_color()), []).extend((s, s) for s in x[np.isfinite(y)])
+    for marks in axis.collections:
+        for path in marks.get_paths():
+            x = path.vertices[:, 0]
+            found.setdefault(to_hex(marks.get_facecolor()[0]), []).append((x.min(), x.max()))
+    return found
+
+
+@pytest.mark.parametrize("draw", [draw_reward, draw_ratio, draw_ess, draw_signs, draw_cosine, draw_bands, draw_health])
+def test_no_picture_covers_a_step_without_its_number(gappy: Run, draw: Callable) -> None:
+    """In steps: no line is drawn over one that is missing, no bar reaches into its half step to each side."""
+    axis = draw(gappy).axes[0]
+    assert axis.get_xlim() == (-0.5, 17.5), "the run's steps, in every panel"
+    marks = spans(axis)
+    of_a = AGENT_COLOURS[0] if draw in (draw_reward, draw_health) else AGENT_COLOURS[1]
+    colours = BAND_COLOURS.values() if draw is draw_bands else [of_a]
+    for colour in colours:
+        assert marks[colour], f"nothing is drawn in {colour}"
+        for begin, end in marks[colour]:
+            assert {step for step in range(18) if begin - 0.49 < step < end + 0.49} <= set(KNOWN), (begin, end)
+    drawn = {step for colour in colours for begin, end in marks[colour] for step in range(18) if begin <= step <= end}
+    assert drawn == set(KNOWN)
+
+
+def test_the_number_of_answers_behind_a_point_shows(gappy: Run) -> None:
+    """Bars below the points are as high as answers are many, and the panel's title says how many."""
+    axis = draw_bands(gappy).axes[0]
+    assert axis.get_title() == "a from b\n1 to 40 answers a step"
+    bottom, tops = axis.get_ylim()[0], dict.fromkeys(KNOWN, 0.0)
+    for path in axis.collections[-1].get_paths():
+        for (x, y), (next_x, _) in zip(path.vertices, path.vertices[1:]):
+            for step in KNOWN:
+                if {x, next_x} == {step - 0.5, step + 0.5}:
+                    tops[step] = max(tops[step], y - bottom)
+    strip = 0.22 * 0.8  # of the share's 100 %; full at the 256 answers of the other panel, and 8 % full at least
+    assert tops == pytest.approx({2: strip * 40 / 256, 4: strip * 0.08, 5: strip * 40 / 256, 14: strip * 40 / 256})
+    opacity = {marks.get_alpha() for marks in axis.collections[:-1]}
+    assert opacity == {1.0, 0.35}, "one answer is paler than forty"
+
+
+def test_the_fate_of_every_answer_is_stacked_and_said_on_the_page(gappy: Run) -> None:
+    axis = draw_fates(gappy).axes[0]
+    marks = spans(axis)
+    assert axis.get_title() == "a from b: 12% teach"
+    top = max(path.vertices[:, 1].max() for marks in axis.collections for path in marks.get_paths())
+    assert top == 64.0 and marks[FATE_COLOURS["too_long"]] == [(0.5, 17.5)]
+    reached = marks[FATE_COLOURS["reached"]]
+    assert reached and all(end - begin <= 17 for begin, end in reached)
+    page = Page(render_page(gappy, [])).text
+    assert "of others: " in page and "learnt next to nothing" not in page
+
+
+def test_a_page_is_not_proud_where_nothing_was_shared(tmp_path: Path) -> None:
+    write_run(tmp_path, ("a", "b"), num_steps=3, evaluate_every=3)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        fates = {"answers": 64.0, "trained": 2.0, "too_long": 20.0, "undecodable": 38.0, "zero_advantage": 4.0}
+        line["values"] |= {f"agent/a/from/b/view/num_{fate}": number for fate, number in fates.items()}
+        line["values"]["agent/a/from/b/inside"] = 0.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = Page(render_page(load_run(tmp_path), [])).text
+    assert (
+        "a learnt next to nothing from b: 3 of 180 usable answers reached it (114 undecodable, 60 too long, "
+        "3 outside the band, 12 with advantage 0 or unjudged, which is no loss)"
+    ) in text
+    assert "learnt alone: 3 of 180 usable answers reached it (2%)" in text
+    assert "b learnt next to nothing" not in text
+
+
+def test_loading_neither_flattens_the_seconds_of_steps_nor_looks_like_another_phase(gappy: Run) -> None:
+    figure = draw_phases(gappy)
+    assert figure.axes[0].get_ylim()[1] < 20, "1,000 s of loading are in no step"
+    colours = [np.array(to_rgb(colour)) for colour in PHASE_COLOURS.values()]
+    assert min(np.abs(one - two).max() for one, two in combinations(colours, 2)) > 0.08
+
+
+def test_a_share_is_drawn_to_100_percent_and_panels_fill_their_row(gappy: Run) -> None:
+    axis = draw_ess(gappy).axes[0]
+    assert max(axis.get_yticks()) == 1.0 and axis.get_ylim()[1] == 1.02
+    right = [axis.get_subplotspec().get_position(axis.figure).x1 for axis in draw_health(gappy).axes]
+    assert len(right) % 2 == 1 and right[-1] == max(right), "the last of an odd number is as wide as the page"
+
+
+def test_only_what_trained_a_learner_has_its_colour_and_the_rest_its_reason(tmp_path: Path) -> None:
+    """A chat with its system message apart, below the name of its row, and three fates of an answer."""
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    prompt = json.loads(path.read_text().splitlines()[0]) | {"skill": "", "row": {"uid": "row-7"}}
+    prompt["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    answer = prompt["answers"][0] | {"advantage": {"a": 3.4, "b": -2.0}, "ratio": {"a": 1.0}}
+    fates = ({"b": "undecodable"}, {"b": "outside_band"}, {})
+    answers = [answer | {"text": f"text {n}", "not_trained": fate} for n, fate in enumerate(fates)]
+    answers[1] = answers[1] | {"ratio": {"a": 1.0, "b": 0.3}}
+    path.write_text(json.dumps(prompt | {"answers": answers}) + "\n")
+    text = render_page(load_run(tmp_path), [])
+    trained = '<span class="learner up"><b>→ a</b> A +3.40, ratio 1.000</span>'
+    assert text.count(trained) == 3
+    assert '<span class="learner"><b>→ b</b> not trained: undecodable</span>' in text
+    assert '<span class="learner"><b>→ b</b> A -2.00, ratio 0.300, outside the band</span>' in text
+    assert text.count("→ b") == 2, "who shares nothing is not named"
+    assert '<div class="message system"><small>system</small><pre>Be brief.</pre></div>' in text
+    assert '<span class="skill">row-7</span>' in text and "&quot;role&quot;" not in text
+
+
+def test_an_older_run_without_reasons_shows_what_was_not_trained(tmp_path: Path) -> None:
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
+    path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
+    prompt = json.loads(path.read_text().splitlines()[0])
+    chat = '[{"role":"system","content":"Be brief."},{"role":"user","content":"1+1?"}]'
+    answer = prompt["answers"][0] | {"advantage": {"a": 3.4, "b": -2.0}, "ratio": {"a": 1.0}}
+    del answer["not_trained"]
+    path.write_text(json.dumps(prompt | {"prompt": chat, "answers": [answer]}) + "\n")
+    text = render_page(load_run(tmp_path), [])
+    assert '<span class="learner"><b>→ b</b> not trained</span>' in text and "<pre>1+1?</pre>" in text
 
 
 def test_equal_answers_are_shown_once_with_their_number(tmp_path: Path) -> None:

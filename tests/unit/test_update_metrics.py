@@ -11,8 +11,9 @@ from hacpo_mega.agent.policy_loss import BatchReport, ratios_by_key
 from hacpo_mega.algorithm import GradientProducts, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.sharing import fates_of
 from hacpo_mega.logbook.step_metrics import add_answers, add_diagnosis, add_update, add_view
-from hacpo_mega.records import Rollout, Stop, Trajectory, UpdateStats, Verdict, ViewCounts
+from hacpo_mega.records import DroppedAnswer, Rollout, Stop, Trajectory, UpdateStats, Verdict, ViewCounts
 
 NAMES = ("a", "b", "c")
 LEARNER = 1
@@ -115,20 +116,29 @@ def test_drift_of_reencoding_is_shown_per_source():
     """Source a: 8 answers read back, 2 of them changed and left out, 1 too long, 5 trained on; c has b's tokenizer."""
     metrics = Metrics("b", lambda payload: [payload])
     views = (
-        ViewCounts(num_cross=5, num_compared=8, num_changed=2, num_too_long=1, num_reencoded=5, token_ratio_sum=6.0),
-        ViewCounts(num_own=8, num_empty=1),
+        ViewCounts(num_cross=5, num_compared=8, num_changed=2, num_too_long=1, num_reencoded=5, token_ratio_sum=6.0,
+                   dropped=(*[DroppedAnswer(0, g, "changed") for g in range(2)], DroppedAnswer(0, 2, "too_long"))),
+        ViewCounts(num_own=8, num_empty=1, dropped=(DroppedAnswer(0, 0, "zero_advantage"),)),
         ViewCounts(num_cross=7, num_undecodable=1),
-    )
+    )  # fmt: skip
     add_view(metrics, LEARNER, NAMES, views)
     found = metrics.reduce().values
-    pairs = {name: value for name, value in found.items() if "/from/" in name}
-    assert pairs == {"agent/b/from/a/token_ratio": 6 / 5, "agent/b/from/a/changed": 2 / 8}
+    pairs = {name: value for name, value in found.items() if "/from/" in name and value}
+    assert pairs == {
+        "agent/b/from/a/token_ratio": 6 / 5, "agent/b/from/a/changed": 2 / 8, "agent/b/from/a/view/num_answers": 8,
+        "agent/b/from/a/view/num_trained": 5, "agent/b/from/a/view/num_changed": 2,
+        "agent/b/from/a/view/num_too_long": 1,
+        "agent/b/from/c/view/num_answers": 7, "agent/b/from/c/view/num_trained": 7,
+    }  # fmt: skip
+    assert str(fates_of(found | {"agent/b/from/a/inside": 0.4}, "b", "a")) == (
+        "3 outside the band, 2 changed by re-encoding, 1 too long"
+    )
     totals = {
         "num_own": 8, "num_cross": 12, "num_zero_advantage": 0, "num_unjudged": 0, "num_too_long": 1,
         "num_unencodable": 0, "num_control_tokens": 0, "num_empty": 1, "num_truncated": 0, "num_undecodable": 1,
         "num_compared": 8, "num_reencoded": 5, "num_changed": 2, "num_not_finite": 0, "token_ratio_mean": 6 / 5,
     }  # fmt: skip
-    assert {name: value for name, value in found.items() if "/view/" in name} == {
+    assert {name: value for name, value in found.items() if "agent/b/view/" in name} == {
         f"agent/b/view/{name}": value for name, value in totals.items()
     }
 

@@ -20,6 +20,8 @@ reports of Qwen3-30B-A3B there (240.5 TFLOP/s, 24 %) over that, the others are a
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from hacpo_mega.models.flops import PEAK_TFLOPS
+
 KindName = Literal["h100", "h200", "a100-80", "b200", "cpu"]
 
 # Assumed, but for learn, score and experts (above).
@@ -90,11 +92,11 @@ def _nvidia(memory_gib: float, tflops: float, memory_gb_per_s: float, nvlink_gb_
 
 
 KINDS: Mapping[KindName, Mapping[str, Any]] = {
-    "h100": _nvidia(79.0, 989.4, 3350.0, 450.0, 50.0),
-    "h200": _nvidia(139.0, 989.4, 4800.0, 450.0, 50.0),
+    "h100": _nvidia(79.0, PEAK_TFLOPS["NVIDIA H100 80GB HBM3"], 3350.0, 450.0, 50.0),
+    "h200": _nvidia(139.0, PEAK_TFLOPS["NVIDIA H200"], 4800.0, 450.0, 50.0),
     # vLLM takes fewer requests at once by default on an A100.
-    "a100-80": _nvidia(79.0, 312.0, 2039.0, 300.0, 25.0, requests=256),
-    "b200": _nvidia(178.0, 2250.0, 8000.0, 900.0, 50.0),
+    "a100-80": _nvidia(79.0, PEAK_TFLOPS["NVIDIA A100-SXM4-80GB"], 2039.0, 300.0, 25.0, requests=256),
+    "b200": _nvidia(178.0, PEAK_TFLOPS["NVIDIA B200"], 8000.0, 900.0, 50.0),
     "cpu": {
         "processor": "cpu",
         "devices_per_node": 2,

@@ -1,0 +1,100 @@
+"""The fate of others' answers on their way to a learner, read from a step's metrics: does any of them teach it?
+
+Every answer of a source is counted once: it gives the learner a gradient, it lies outside the band, or it was left out
+for the one reason that samples/learner_view.py found. Not here: the warning (alarms.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+# Reasons, as people read them. The first two say nothing about sharing: such an answer teaches nobody, its own agent
+# neither.
+WORDS = {
+    "zero_advantage": "advantage 0",
+    "unjudged": "unjudged",
+    "outside_band": "outside the band",
+    "too_long": "too long",
+    "undecodable": "undecodable",
+    "unencodable": "unencodable",
+    "changed": "changed by re-encoding",
+    "control_tokens": "with control tokens",
+    "not_finite": "without a finite log-prob",
+}
+# Below this share of so many usable answers or more, a source teaches its learner next to nothing.
+SHARED_LEAST, SHARED_ANSWERS = 0.05, 8
+TEACH_NOBODY = ("zero_advantage", "unjudged")
+
+
+@dataclass(frozen=True)
+class Fates:
+    """How many answers of a source came to which end: `reached` gave a gradient, `lost` says why the others did not."""
+
+    reached: int
+    lost: Mapping[str, int]
+
+    @property
+    def answers(self) -> int:
+        """All that the source gave."""
+        return self.reached + sum(self.lost.values())
+
+    @property
+    def usable(self) -> int:
+        """Those that would teach: judged, with an advantage other than 0."""
+        return self.answers - sum(self.lost.get(reason, 0) for reason in TEACH_NOBODY)
+
+    @property
+    def share(self) -> float | None:
+        """Of the usable answers, those that gave a gradient; None where there is none."""
+        return self.reached / self.usable if self.usable else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether next to none of them did, and they are enough to say so."""
+        return self.usable >= SHARED_ANSWERS and self.reached < SHARED_LEAST * self.usable
+
+    @property
+    def reasons(self) -> list[tuple[str, int]]:
+        """Why usable answers were lost, the most frequent reason first."""
+        return sorted(
+            ((reason, n) for reason, n in self.lost.items() if n and reason not in TEACH_NOBODY),
+            key=lambda pair: (-pair[1], pair[0]),
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{number:,} {WORDS.get(reason, reason.replace('_', ' '))}" for reason, number in self.reasons]
+        if idle := self.answers - self.usable:
+            parts.append(f"{idle:,} with advantage 0 or unjudged, which is no loss")
+        return ", ".join(parts)
+
+    @classmethod
+    def total(cls, parts: Iterable["Fates"]) -> Self:
+        """Of several steps or sources together."""
+        found = list(parts)
+        reasons = dict.fromkeys(reason for fates in found for reason in fates.lost)
+        return cls(
+            sum(fates.reached for fates in found),
+            {reason: sum(fates.lost.get(reason, 0) for fates in found) for reason in reasons},
+        )
+
+
+def fates_of(values: Mapping[str, float], learner: str, source: str) -> Fates | None:
+    """A step's answers of `source` on their way to `learner`; None where none was offered, or nobody counted them."""
+    pair = f"agent/{learner}/from/{source}"
+    view = f"{pair}/view/num_"
+    if f"{view}answers" not in values:
+        return None
+    trained = values[f"{view}trained"]
+    reached = round(trained * values.get(f"{pair}/inside", 0.0))
+    lost = {
+        name.removeprefix(view): round(number)
+        for name, number in values.items()
+        if name.startswith(view) and name not in (f"{view}answers", f"{view}trained")
+    }
+    return Fates(reached, lost | {"outside_band": round(trained) - reached})
+
+
+def fates_of_learner(values: Mapping[str, float], learner: str, names: Iterable[str]) -> Fates | None:
+    """The same of all sources together."""
+    found = [fates for source in names if source != learner and (fates := fates_of(values, learner, source))]
+    return Fates.total(found) if found else None
