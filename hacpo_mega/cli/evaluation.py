@@ -23,10 +23,7 @@ def evaluate_model(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each benchmark.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are dropped, counted.")] = None,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option("--chat-template/--no-chat-template", help="Ask in the chat template, or not."),
-    ] = None,
+    chat_template: Annotated[bool | None, typer.Option("--chat-template/--no-chat-template", help="Ask in it.")] = None,
     template_arg: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, such as enable_thinking=false.")] = None,
     system_prompt: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
     prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
