@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
-from hacpo_mega.cluster.environment import inside_a_job
+from hacpo_mega.cluster.environment import inside_a_job, prepare_environment
 from hacpo_mega.config.choices import REWARD_KINDS
 from hacpo_mega.models.hub import model_folder
 
@@ -41,6 +41,7 @@ def evaluate_model(
     judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
 ) -> None:
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
+    prepare_environment()  # torch reads how loud it may be when it is imported
     from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, require_judge
 
     if not inside_a_job():
