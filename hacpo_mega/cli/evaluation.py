@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
-from hacpo_mega.cluster.environment import inside_a_job, reads_first
+from hacpo_mega.cluster.environment import inside_a_job, prepare_environment, reads_first
 from hacpo_mega.config.choices import REWARD_KINDS
 from hacpo_mega.models.hub import given_path, model_folder
 
@@ -40,6 +40,7 @@ def evaluate_model(
     judges: Annotated[int, typer.Option(min=1, help="Grading processes of each engine.")] = 1,
 ) -> None:
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
+    prepare_environment()  # torch reads how loud it may be when it is imported
     from hacpo_mega.evaluation.answers import require_place
     from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, require_judge, require_weights
 

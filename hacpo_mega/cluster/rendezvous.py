@@ -136,25 +136,27 @@ class RollCall:
                 self._store.wait(keys, timedelta(seconds=max(POLL_S, min(notice_s, left_s))))
                 return
             except RuntimeError:
-                self.explain(f"within {self._patience_s:g} s" if left_s <= notice_s else "yet; waiting")
+                if left_s <= notice_s:
+                    self.explain()
+                say(f"{self._absent()} not come yet; waiting", file=sys.stderr)
             notice_s *= 2
 
-    def explain(self, since: str | None = None) -> None:
-        """Unreachable, where others have not come, with a line on one rank of the job and none on the rest."""
-        since = since or f"within {self._patience_s:g} s"
-        absent = [r for r in range(self._rank_map.world_size) if not self._store.check([_here(r)])]
-        if not absent:
-            return
+    def explain(self) -> None:
+        """Unreachable where others have not come: with a line on one rank of the job, without a word on the rest."""
+        if absent := self._absent():
+            if self._store.add("absent", 1) > 1:
+                raise Unreachable("")
+            raise Unreachable(
+                f"{absent} not come within {self._patience_s:g} s: start all {self._rank_map.world_size} ranks, and "
+                "see the log of those that began"
+            )
+
+    def _absent(self) -> str:
+        """The ranks that have not come, as the beginning of a sentence; empty where all have."""
+        absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_here(rank)])]
         named = "; ".join(str(self._rank_map.coordinate(rank)) for rank in absent[:MOST_NAMED])
         more = f" and {len(absent) - MOST_NAMED} more ranks" if len(absent) > MOST_NAMED else ""
-        have = "has" if len(absent) == 1 else "have"
-        line = f"{named}{more} {have} not come {since}"
-        if since.endswith("waiting"):
-            say(line, file=sys.stderr)
-            return
-        if self._store.add("absent", 1) > 1:
-            raise Unreachable("")
-        raise Unreachable(f"{line}: start all {self._rank_map.world_size} ranks, and see the log of those that began")
+        return f"{named}{more} {'has' if len(absent) == 1 else 'have'}" if absent else ""
 
 
 def _here(rank: int) -> str:

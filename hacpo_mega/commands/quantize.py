@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.commands.export import CARD, TrainedAgent, draft_of, model_card
 from hacpo_mega.logbook.rollout_log import logged_steps, prompt_text, read_rollouts
@@ -89,5 +90,6 @@ def _cost(model: PreTrainedModel, before: Sequence[float], texts: Sequence[Seque
 
 def _load(folder: Path) -> PreTrainedModel:
     """The model in the 16 bits that vLLM's quantized layers compute in, on the GPU if there is one."""
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
