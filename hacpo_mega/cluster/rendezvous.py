@@ -138,7 +138,8 @@ class RollCall:
             except RuntimeError:
                 if left_s <= notice_s:
                     self.explain()
-                say(f"{self._absent()} not come yet; waiting", file=sys.stderr)
+                if absent := self._absent():
+                    say(f"{absent} not come yet; waiting", file=sys.stderr)
             notice_s *= 2
 
     def explain(self) -> None:
