@@ -3,7 +3,7 @@
     data.files, evaluation.files    every byte of a file; the rows of a data set of the Hub
     agents.NAME.model               every byte of tokenizer, templates and generation_config.json, and with kl_coef a
                                     fingerprint of the weights, from which the KL is measured (weight_files.py)
-    reward, algorithm               the files of the user's own functions
+    reward, algorithm               the files of the user's own functions, and @FILE in a judge's options
 
 A checkpoint keeps them under the keys with which --accept takes a change. Not here: the configuration itself
 (config/changes.py), config.json and the base of adapters, which no run goes on without (checkpoint/files.py).
@@ -61,18 +61,20 @@ def run_inputs(config: Config) -> Inputs:
     }
     for agent in config.agents:
         found[f"agents.{agent.name}.model"] = _of_model(agent, weights=config.algorithm.kl_coef > 0.0)
-    for key, name in _own_functions(config):
-        place = Path(name.rpartition(":")[0])
-        if place.suffix == ".py":
-            found[key] = _of_files((place,))
+    for key, file in _own_files(config):
+        found[key] = found.get(key, {}) | _of_files((Path(file),))
     return {key: files for key, files in found.items() if files}
 
 
-def _own_functions(config: Config) -> Iterator[tuple[str, str]]:
+def _own_files(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, file) of what the user has written to judge and to weigh answers."""
+    named = [("algorithm.advantages", config.algorithm.advantages), ("algorithm.objective", config.algorithm.objective)]
     for key, grader in config.reward.graders.items():
-        yield f"{key}.kind", grader.kind
-    for key in ("advantages", "objective"):
-        yield f"algorithm.{key}", getattr(config.algorithm, key) or ""
+        named.append((f"{key}.kind", grader.kind))
+        texts = (value for value in grader.options.values() if isinstance(value, str))
+        yield from ((f"{key}.options", text.removeprefix("@")) for text in texts if text.startswith("@"))
+    places = ((key, name.rpartition(":")[0]) for key, name in named if name is not None)
+    yield from ((key, place) for key, place in places if place.endswith(".py"))
 
 
 def _of_files(files: tuple[Path, ...]) -> dict[str, str]:

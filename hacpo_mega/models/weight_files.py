@@ -65,9 +65,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     short, weights that another reader would take otherwise.
     """
     index = read_json(folder / INDEX).get("weight_map")
-    if index is None and not (folder / SINGLE).is_file():
+    has_index = (folder / INDEX).is_file()
+    if not has_index and not (folder / SINGLE).is_file():
         raise ValueError(_no_safetensors(folder))
-    if index is not None and not _is_map_of_names(index):
+    if has_index and not _is_map_of_names(index):
         raise ValueError(f"{folder / INDEX}: weight_map must name a file for every tensor")
     tensors, problems = {}, [*_read_otherwise(folder, None if index is None else set(index.values()))]
     extra_names = extra_layers(read_json(folder / "config.json"))
@@ -244,7 +245,7 @@ def some(names: list[str]) -> str:
 
 def _read_otherwise(folder: Path, named: set[str] | None) -> Iterator[str]:
     """A line for every kind of file from which another reader would take weights; `named` are the index's files."""
-    stored = {path.name for path in folder.glob("*.safetensors")}
+    stored = {path.name for path in folder.glob("*.safetensors") if not path.name.startswith(".")}
     adapters = set(adapter_files(folder))
     if adapters:
         yield (

@@ -169,6 +169,25 @@ def test_what_is_cheap_to_tell_is_told_before_a_download(tmp_path, cache, monkey
     assert [str(one) for one in fetched] == ["org/far@main"], done.stderr
 
 
+def test_an_evaluation_tells_what_is_cheap_before_a_download(tmp_path, cache, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fetched = []
+    monkeypatch.setattr(fetch_models, "_fetch", fetched.append)
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("")
+    sound = {"file": "good.jsonl", "--out": "out", "--reward": "math"}
+    wrong = ({"file": "god.jsonl"}, {"--out": "full"}, {"--out": "good.jsonl"}, {"--reward": "mth"})
+    wrong += ({"--option": "x=1"}, {"--template-arg": "x"}, {"--prompt-template": "@gone.txt"})
+    for given in (*wrong, {}):
+        options = sound | given
+        file = options.pop("file")
+        done = run_here("eval", "org/far", file, *(word for option in options.items() for word in option))
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, (given, done.stderr)
+        assert bool(fetched) == (given == {}), (given, done.stderr)
+    assert done.stderr.startswith("model folder org/far has no config.json, and the Hugging Face cache has no model")
+
+
 class Hub(BaseHTTPRequestHandler):
     """The part of the Hub that a download asks: org/tiny is public, org/gated and org/gone refuse."""
 

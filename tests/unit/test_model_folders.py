@@ -273,7 +273,8 @@ def test_a_folder_of_shards_that_is_read_in_two_ways_is_one_line(folder, spoil, 
 
 
 def test_what_every_reader_passes_over_is_no_problem(folder):
-    """Mistral's second format, pickles, a buffer that the index does not name."""
+    """Mistral's second format, pickles, a buffer that the index does not name, a hidden file of another system."""
+    (folder / "._model-00001-of-00003.safetensors").write_bytes(b"x")
     save_file({"layers.0.wq": np.zeros(2, "f4")}, folder / "consolidated.safetensors")
     (folder / "params.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"x")
@@ -286,6 +287,12 @@ def test_an_index_of_a_single_file_is_no_problem(one_file):
     index = {"weight_map": dict.fromkeys(load_file(one_file / ONE_FILE), ONE_FILE)}
     (one_file / INDEX).write_text(json.dumps(index))
     load_config(run_file(one_file))
+
+
+def test_an_index_without_names_is_refused(one_file):
+    """vLLM reads the index wherever there is one."""
+    (one_file / INDEX).write_text("{}")
+    assert complaints(one_file) == [f"{one_file / INDEX}: weight_map must name a file for every tensor"]
 
 
 def test_files_that_vllm_would_load_beside_a_single_one_are_refused(one_file):

@@ -127,6 +127,18 @@ def test_what_the_run_does_not_read_again_may_change(work):
     ]
 
 
+def test_what_a_judge_reads_by_its_options_is_an_input(work):
+    template = work.folder / "judge.txt"
+    template.write_text("{prompt} {answer} {gold}")
+    judge = ("reward.kind=model", f"reward.options={{url='http://x.y', model='m', template='@{template}'}}")
+    make_step(work.config(*judge), 2, names=("one", "two"))
+    template.write_text("{answer} {gold} {prompt}")
+    (line,) = work.said(work.config(*judge))
+    assert line.startswith(
+        f"reward.options: {template} is not what it was: go on all the same with --accept reward.opt"
+    )
+
+
 def test_a_kl_that_begins_later_has_nothing_to_compare_with(work):
     make_step(work.config(), 2, names=("one", "two"))
     other_weights(work)
