@@ -28,8 +28,8 @@ SPELLED = {
     "\\degree": "^\\circ", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\varnothing": "\\emptyset", "\\lg": "\\log",
 }  # fmt: skip
 SIGNS = str.maketrans({
-    **{sign: f"\\{name} " for sign, name in zip("×·⋅÷π∞≤≥≠∪∩√", (
-        "times", "cdot", "cdot", "div", "pi", "infty", "le", "ge", "ne", "cup", "cap", "sqrt"
+    **{sign: f"\\{name} " for sign, name in zip("×·⋅÷π∞≤≥≠∪∩", (
+        "times", "cdot", "cdot", "div", "pi", "infty", "le", "ge", "ne", "cup", "cap"
     ))},
     **{sign: f"\\{name} " for sign, name in zip("αβγδεθλμπρσφωΩ±∓∈∅…≈∠△⌊⌋⌈⌉", (
         "alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "pi", "rho", "sigma", "phi", "omega",
@@ -59,7 +59,9 @@ SET_AS_TEXT = re.compile(
 )
 SMALL_MATRIX = re.compile(r"\\(begin|end)\{([pbvVB]?)(?:small)?matrix\*?\}(?:\[[lcr]\])?")
 ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt(?=[\s({])|\\sqrt\s*(?=\()")
-ROOT_SIGN = re.compile(r"√\s*(\d+)")
+ROOT_SIGN = re.compile(r"([√∛∜])\s*(?:(\d+)|\(([^()]*)\)|(?=[{\\a-zA-Zπ]))")
+DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose(?![a-zA-Z])\s*([^{}]*)\}")
 ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 OVER = re.compile(r"\{([^{}]*?)\s*\\over(?![a-zA-Z])\s*([^{}]*)\}")
 SAYS_NOT = r"(?![^{}]*\b(?:not?|never|neither|wrong|false|except|than|least|most)\b)"
@@ -148,6 +150,7 @@ def _as_latex(text: str) -> str:
     text = EN_DASH.sub("-", THOUSANDS.sub("", text))
     text = SET_AS_TEXT.sub(_unset, LOOKS.sub(" ", text))
     text = QUANTITY.sub(_quantity, text)
+    text = CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = OVER.sub(r"\\frac{\1}{\2}", SMALL_MATRIX.sub(r"\\\1{\2matrix}", text))
     text = ROOT_IN_BRACKETS.sub(r"\\sqrt{\1}", ROOT.sub(r"\\sqrt", text))
     text = STAR.sub("", text)
@@ -156,7 +159,7 @@ def _as_latex(text: str) -> str:
 
 def _without_odd_signs(text: str) -> str:
     """Digits, fractions, powers and signs that have one character each, in LaTeX."""
-    text = COMPATIBLE.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), ROOT_SIGN.sub(r"\\sqrt{\1}", text))
+    text = COMPATIBLE.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), ROOT_SIGN.sub(_root, text))
     text = FRACTION_SIGN.sub(_fraction, text)
     text = RAISED.sub(lambda signs: _script("^", signs[0]), text)
     return LOWERED.sub(lambda signs: _script("_", signs[0]), text).translate(SIGNS)
@@ -166,7 +169,7 @@ def _unset(found: re.Match[str]) -> str:
     """What is set as text, without that where it is a number or a formula."""
     if found[1] is None:
         return found[2]
-    return found[1] if re.search(r"\d", found[1]) else found[0]
+    return found[1] if re.search(r"(?<!\^)(?<!\^\{)\d", found[1]) else found[0]
 
 
 def _quantity(found: re.Match[str]) -> str:
@@ -175,6 +178,11 @@ def _quantity(found: re.Match[str]) -> str:
         return f"{found[3]}^\\circ"
     unit = re.sub(r"[\\.~]", " ", re.sub(r"[{}]", "", found[2]))
     return rf"{found[1]}\text{{ {unit}}}" if re.search("[a-zA-Z]", unit) else found[1]
+
+
+def _root(found: re.Match[str]) -> str:
+    content = found[2] or found[3]
+    return rf"\sqrt{DEGREES_OF_ROOTS[found[1]]}" + (f"{{{content}}}" if content else "")
 
 
 def _fraction(sign: re.Match[str]) -> str:

@@ -20,7 +20,8 @@ REPEATING = re.compile(
 )
 DOTTED = re.compile(r"(?<![\d.])(\d*)\.(\d*?)((\d)\4{2,}|(\d{2,})\5+)(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))")
 FUNCTION = r"\\(?:sin|cos|tan|cot|sec|csc|cis)(?![a-zA-Z])(?:\^(?:\{[^{}]*\}|\d))?"
-LEAF = r"(?:\d+(?:\.\d*)?|\.\d+|[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|phi|varphi|omega)(?![a-zA-Z])|\\frac(?:\{[^{}]*\}|\d){2})"
+GREEK = r"\\(?:alpha|beta|gamma|delta|theta|phi|varphi|omega)(?![a-zA-Z])"
+LEAF = rf"(?:\d+(?:\.\d*)?|\.\d+|[a-zA-Z]|{GREEK}|\\frac(?:\{{[^{{}}]*\}}|\d){{2}})"
 BRACKETS = r"(?:\((?:[^()]|\([^()]*\))*\)|\{(?:[^{}]|\{[^{}]*\})*\})"
 DEGREE = r"\^\s*(?:\{\\circ\}|\\circ(?![a-zA-Z]))"
 IN_WORDS = re.compile(r"\\text\{\s*degrees?\s*\}")

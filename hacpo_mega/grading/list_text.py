@@ -1,6 +1,7 @@
 r"""Lists, sets and tuples as texts: their elements, for elements that a parser of formulas cannot read.
 
-5 \text{ cm}, 6 \text{ cm} or (20\%, 1\frac{1}{2}): each element is an answer of its own. Texts are as `tidy` leaves them.
+5 \text{ cm}, 6 \text{ cm} or (20\%, 1\frac{1}{2}): each element is an answer of its own. Texts are as `tidy` leaves
+them.
 """
 
 import re

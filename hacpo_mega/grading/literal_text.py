@@ -1,12 +1,13 @@
-r"""Answers that are no arithmetic: times of day, dates, ranges, telephone numbers, orders of letters.
+r"""Answers that are no arithmetic: times of day, dates, ranges, telephone numbers, orders of letters, congruences.
 
 A parser of formulas calculates them: 12:30 becomes 2/5, 2024-01-05 becomes 2018, HTT and THT the same product. Hence
-they are compared as texts. A time may lack a.m. or p.m. on one side; 2:3 is a ratio and equals 4:6. Texts are as
-`plain` leaves them.
+they are compared as texts. A time may lack a.m. or p.m. on one side; 2:3 is a ratio, and 1:2:3 equals 2:4:6. Texts are
+as `plain` leaves them.
 """
 
 import re
 from collections import Counter
+from fractions import Fraction
 
 HALF = r"(?:([ap])\.?m\.?|(morning|midnight)|(noon|afternoon|evening|night))"
 CLOCK = re.compile(rf"(\d{{1,2}}):([0-5]\d)(?::([0-5]\d))?{HALF}?|(\d{{1,2}}){HALF}")
@@ -16,6 +17,10 @@ DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}|\d
 DASH = re.compile(r"--+|[–—‐‑]|(?<=\d)\s*to\s*(?=\d)", re.IGNORECASE)
 RUN = re.compile(r"\(?\d[\d.:]*\)?(?:-\d[\d.:]*)+")
 PADDED_RUN = re.compile(r"0\d+(?:-\d+)+|\d+(?:-\d+)*-0\d+(?:-\d+)*")
+MODULUS = re.compile(r"\(?\\?(?:[pb]?mod|operatorname\{mod\})\s*(?:\{(\d+)\}|(\d+))\)?")
+CONGRUENCE = re.compile(r"(?:([a-zA-Z])(?:\\equiv|≡|=))?(-?\d+(?:,-?\d+)*)\s*;(\d+)")
+RATIO = re.compile(r"\d+(?:\.\d+)?(?::\d+(?:\.\d+)?){2,9}")
+IN_A_SENTENCE = re.compile(r"\d+(?:[:/–-]\d+)+(?:\s*[ap]\.?m\b)?", re.IGNORECASE)
 CAPITALS = re.compile(r"[A-Z]{3,}")
 BETWEEN_LETTERS = re.compile(r"\s|\\(?:to|rightarrow)(?![a-zA-Z])")
 BETWEEN_WORDS = re.compile(r"\s*(?:,|;|\band\b|\bor\b)\s*(?:(?:and|or)\b\s*)?")
@@ -23,14 +28,20 @@ BETWEEN_WORDS = re.compile(r"\s*(?:,|;|\band\b|\bor\b)\s*(?:(?:and|or)\b\s*)?")
 
 def literal_verdict(gold: str, answer: str) -> bool | None:
     """Whether two plain texts say the same where one of them is no arithmetic; None where both may be calculated."""
-    for read in (_clock, _run_of_digits, _letters):
+    for read in (_clock, _run_of_digits, _letters, _congruence, _ratio):
         wanted, found = read(gold, True), read(answer, False)
         if wanted is not None:
-            found = read(answer.upper() if answer.islower() else answer, True)
+            found = read(answer, True) or read(answer.upper(), True)
             return found is not None and _is_same(wanted, found)
         if found is not None:
             return False
     return None
+
+
+def last_literal(text: str) -> str | None:
+    """The last time, date or range of a sentence."""
+    found = IN_A_SENTENCE.findall(text)
+    return found[-1] if found else None
 
 
 def _is_same(wanted: tuple, found: tuple) -> bool:
@@ -79,3 +90,17 @@ def _letters(text: str, is_gold: bool) -> tuple | None:
     if words and all(map(CAPITALS.fullmatch, words)):
         return "letters", frozenset(Counter(words).items())
     return None
+
+
+def _congruence(text: str, is_gold: bool) -> tuple | None:
+    r"""The modulus and the residues of "x \equiv 5 \pmod{7}"."""
+    found = CONGRUENCE.fullmatch(MODULUS.sub(r";\1\2", text).replace(" ", "")) if is_gold else None
+    if found is None or int(found[3]) == 0:
+        return None
+    return "congruence", int(found[3]), frozenset(int(residue) % int(found[3]) for residue in found[2].split(","))
+
+
+def _ratio(text: str, is_gold: bool) -> tuple | None:
+    """The terms of "1:2:3" in parts of the first; two terms are a fraction."""
+    terms = [Fraction(term) for term in text.split(":")] if RATIO.fullmatch(text) else [0]
+    return ("ratio", *(term / terms[0] for term in terms)) if terms[0] else None

@@ -22,12 +22,12 @@ from sympy import FiniteSet, Interval
 
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_mega.grading.answer_limits import too_large
-from hacpo_mega.grading.answer_values import are_far_apart, is_out_of_bounds
 from hacpo_mega.grading.answer_sets import as_sets, with_imaginary_unit
+from hacpo_mega.grading.answer_values import are_far_apart, is_out_of_bounds
 from hacpo_mega.grading.choice import lone_letter, stated_letter
 from hacpo_mega.grading.formula_text import as_formula, with_distinct_letters
 from hacpo_mega.grading.list_text import are_equal_lists
-from hacpo_mega.grading.literal_text import literal_verdict
+from hacpo_mega.grading.literal_text import last_literal, literal_verdict
 from hacpo_mega.grading.number_text import (
     is_of_another_value,
     read_decimal_comma,
@@ -36,7 +36,7 @@ from hacpo_mega.grading.number_text import (
     value_text,
     with_digits,
 )
-from hacpo_mega.grading.units import LONGEST, PERCENT, Quantity, read_quantities, read_total, scale
+from hacpo_mega.grading.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
@@ -45,6 +45,7 @@ MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
 MARKED = re.compile(r"(?<!\\)\$[^$]+\$|\\[\[(]")  # where formulas stand between words; "$255" is money
 WITH_UNITS = re.compile(r"\\(?:text|mathrm|mbox|circ|%)|%|\d [a-z]")
+UNITS = "units of different things"
 LITERAL = "a time, a date, a range or letters"
 WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
@@ -137,18 +138,18 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
         decision = decide(gold, text, rules)
         if decision.is_equal or not has_words:
             return decision
+    if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
+        return Decision(True, LITERAL, gold, literal)
     found = _extracted(as_formula(region(text)), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
-    if (
-        scale(*(side.measure for side in read_quantities(tidy(gold), tidy(text[-LONGEST:]), _has_money(gold, text))))
-        is None
-    ):
-        return Decision(False, "units of different things", gold, text[-LONGEST:])
-    numbers = read_number(plain(gold)), read_number(plain(read))
+    sides = read_quantities(tidy(gold), tidy(text[-LONGEST:]), _has_money(gold, text))
+    if (ratio := scale(*(side.measure for side in sides))) is None:
+        return Decision(False, UNITS, gold, text[-LONGEST:])
+    numbers = read_number(plain(value_text(sides[0].value, ""))), read_number(plain(read))
     if None not in numbers:
-        return Decision(_are_close(*numbers, rules), "numbers", gold, read, *map(str, numbers))
+        return Decision(_are_equal_numbers(*numbers, sides, ratio, rules), "numbers", gold, read, *map(str, numbers))
     return _compared(gold, read, found, rules)
 
 
@@ -168,7 +169,7 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     texts = tidy(gold), tidy(answer)
     if is_same_text(*map(plain, texts)):
         return Decision(True, "the same text", gold, answer)
-    if reason := too_large(texts[1], texts[0]):
+    if None in _numbers(*map(plain, texts)) and (reason := too_large(texts[1], texts[0])):
         return Decision(False, f"refused: {reason}", gold, answer)
     if (is_same := literal_verdict(*map(plain, texts))) is not None:
         return Decision(is_same, LITERAL, gold, answer)
@@ -188,23 +189,19 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
 def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rules: MatchRules) -> Decision:
     """Whether two quantities are the same: their units first, then their values."""
     if (ratio := scale(gold.measure, answer.measure)) is None:
-        return Decision(False, "units of different things", *said)
+        return Decision(False, UNITS, *said)
     values = value_text(gold.value, answer.value), value_text(answer.value, gold.value)
     values = tuple(map(plain, values))
     if (is_same := literal_verdict(*values)) is not None:
         return Decision(is_same, LITERAL, *said)
     numbers = _numbers(*values)
     if None not in numbers and not ratio.power_of_pi:
-        wanted, found = numbers[0], numbers[1] * ratio.factor
-        percents = [side.measure == PERCENT for side in (gold, answer)]
-        pairs = [(wanted, found)]
-        if percents[0] != percents[1]:
-            pairs.append((wanted / 100, found) if percents[0] else (wanted, found / 100))
-        return Decision(any(_are_close(*pair, rules) for pair in pairs), "numbers", *said, *map(str, numbers))
+        is_equal = _are_equal_numbers(*numbers, (gold, answer), ratio, rules)
+        return Decision(is_equal, "numbers", *said, *map(str, numbers))
     numerals = read_numeral(plain(gold.value)), read_numeral(plain(answer.value))
     if None not in numerals and any(base for _, base in numerals):  # "5 N" is no numeral
         (digits, base), (answer_digits, answer_base) = numerals
-        equal = digits == answer_digits and None in (base, answer_base)
+        equal = digits == answer_digits and (base == answer_base or None in (base, answer_base))
         return Decision(equal, "numerals in a base", *said, *map(str, numerals))
     formulas = with_distinct_letters(gold.formula, ratio.times(answer.formula))
     return _compared(*formulas, _parsed(formulas[1]), rules)
@@ -238,6 +235,17 @@ def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
     if numbers[1] is not None and numbers[0] is None and "." in answer:
         return read_decimal_comma(gold), numbers[1]
     return numbers
+
+
+def _are_equal_numbers(
+    gold: Fraction, answer: Fraction, sides: Sequence[Quantity], ratio: Ratio, rules: MatchRules
+) -> bool:
+    r"""Whether two values are close in gold's unit; 50\% is 50 and 0.5 where the other side is no percentage."""
+    percents = [side.measure == PERCENT for side in sides]
+    pairs = [(gold, answer * ratio.factor)]
+    if percents[0] != percents[1]:
+        pairs.append((gold / 100, answer) if percents[0] else (gold, answer / 100))
+    return any(_are_close(*pair, rules) for pair in pairs)
 
 
 def _are_close(gold: Fraction, answer: Fraction, rules: MatchRules) -> bool:

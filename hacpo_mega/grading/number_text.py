@@ -17,7 +17,9 @@ POWER_OF_TEN = re.compile(rf"([+-]?)({WHOLE}(?:\.\d*)?|\.\d+)(?:[eE]([+-]?\d{{1,
 BARE_POWER = re.compile(rf"([+-]?){TEN}")
 FRACTION = re.compile(r"([+-]?)(\d+)?\\frac(?: ?(\d)|\{([+-]?\d+)\}) ?(?:(\d)|\{([+-]?\d+)\})")
 SLASH = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
-NUMERAL = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+)\})")
+NUMERAL = re.compile(
+    r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|sixteen)\})"
+)
 BARE_NUMERAL = re.compile(r"-?[0-9A-Z]*[0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?")
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,(?:\d\d|\d{4,})")
 
@@ -30,6 +32,7 @@ WORD_NUMBER = re.compile(rf"(?:\b(?:{'|'.join((*SMALL, *LARGE, 'and'))})\b[\s-]*
 IN_WORDS = re.compile(
     rf"\\(?:text|mbox|mathrm|textbf)\s*\{{\s*({WORD_NUMBER.pattern})([^{{}}]*)\}}|{WORD_NUMBER.pattern}", re.IGNORECASE
 )
+BASE_IN_WORDS = re.compile(r"\s*\(?(?:\\text\{\s*)?\(?\bbase[\s-]*(?:\}\s*)?(\d+|[a-z]+)\s*\)?\}?\)?\Z")
 MANY = re.compile(
     rf"({WHOLE}(?:\.\d+)?)\s*(?:\\(?:text|mbox|mathrm|textbf)\s*\{{\s*)?\b({'|'.join(LARGE)})s?\b([^{{}}]*)(\}}?)",
 )
@@ -66,6 +69,7 @@ def is_of_another_value(text: str) -> bool:
 
 def with_digits(text: str) -> str:
     r"""A tidy answer whose number is in words in digits: "\text{seven}", "5 \text{ million dollars}"."""
+    text = BASE_IN_WORDS.sub(r"_{\1}", text)
     if (found := IN_WORDS.fullmatch(text)) is not None:
         value = _number_of_words(found[1] or found[0])
         if value is not None:
@@ -119,7 +123,8 @@ def read_number(text: str) -> Fraction | None:
 def read_numeral(text: str) -> tuple[str, int | None] | None:
     """Digits and base of "1101_2"; the base is None for bare digits, and all is None for anything else."""
     if found := NUMERAL.fullmatch(text):
-        return found[1], int(found[2] or found[3])
+        base = found[2] or found[3]
+        return found[1], int(base) if base.isdigit() else SMALL[base]
     return (text, None) if BARE_NUMERAL.fullmatch(text) else None
 
 

@@ -38,11 +38,10 @@ PREFIXES = {
     "k": 3, "c": -2, "m": -3, "μ": -6, "n": -9, "M": 6, "G": 9, "d": -1, "p": -12, "kilo": 3, "centi": -2, "milli": -3,
     "micro": -6, "nano": -9, "mega": 6, "giga": 9, "deci": -1, "pico": -12, "hecto": 2, "deca": 1, "deka": 1,
 }  # fmt: skip
-NEUTRAL = frozenset(
-    "a an and approx approximately about all altogether apart away away. each every exactly following for from high "
-    "in is it left long more old of on only overall roughly tall the there these they thick to total wide answer final "
-    "average first nearest remaining respectively with".split()
-)
+FILLING = """a an and approx approximately about all altogether apart away each every exactly following for from high in
+is it left long more old of on only overall roughly tall the there these they thick to total wide answer final average
+first nearest remaining respectively with"""
+NEUTRAL = frozenset(FILLING.split())
 # measures that may stand for each other although their bases differ
 LOOSE = {frozenset(pair) for pair in (("deg", "degc"), ("deg", "degf"), ("gbp", "g"))}
 MONEY = frozenset(("usd", "eur", "gbp", "jpy", "inr"))
@@ -55,7 +54,10 @@ WORDS = (
 )
 POWER = r"\^(?:\{[-+]?\d\}|[-+]?\d)"
 BARE = r"(?<![a-zA-Z\\])[a-zA-Z]+"
-SIGN = r"\^\s*(?:\{\\circ\}|\\circ(?![a-zA-Z]))|[kMm]?\\Omega(?![a-zA-Z])|\\(?:mu|AA|%|cdot|times)(?![a-zA-Z])|[%¢€£¥₹/()\s]"
+SIGN = (
+    r"\^\s*(?:\{\\circ\}|\\circ(?![a-zA-Z]))|[kMm]?\\Omega(?![a-zA-Z])|\\(?:mu|AA|%|cdot|times)(?![a-zA-Z])"
+    r"|[%¢€£¥₹/()\s]"
+)
 FRACTION = rf"\\frac\{{\s*(?:{WORDS}|{BARE})(?:{POWER})?\s*\}}\{{\s*(?:{WORDS}|{BARE})(?:{POWER})?\s*\}}"
 PIECES = rf"(?:(?:{FRACTION}|{WORDS}|{SIGN}|{BARE})(?:{POWER})?)+"
 SUFFIX = re.compile(PIECES + r"\Z")
@@ -65,16 +67,16 @@ LONGEST = 100
 CURRENCY_BEFORE = re.compile(
     r"\A([-+]?)\s*(?:\\(?:text|mathrm|mbox)\s*\{\s*)?([€£¥₹]|(?:USD|EUR|GBP|INR|Rs)\b\.?)\s*\}?\s*(?=[\d.\\])"
 )
-RULES = (
-    (re.compile(r"\\frac\{(.*?\}?(?:\^\S+)?)\}\{(.*)\}"), r" \1 / \2 "),
-    (re.compile(r"\^\s*(?:\{\\circ\}|\\circ)"), " degree "), (re.compile(r"\\mu\s*"), "μ"), (re.compile(r"\\Omega"), " ohm "),
-    (re.compile(r"\\AA"), " angstrom "), (re.compile(r"\\?%"), " percent "),
-    (re.compile(r"\\(?:text[a-z]*|mbox|hbox|mathrm|mathsf|operatorname)(?![a-z])|\\(?:cdot|times)|[~*·]|\\[,;:! ]"), " "),
-    (re.compile(r"\^\{\s*([-+]?\d)\s*\}"), r"^\1"), (re.compile(r"\b([ap])\.\s?m\b"), r"\1m"), (re.compile(r"[{}]"), ""),
-    (re.compile(r"\."), " "), (re.compile(r"\bper ?cent\b"), "percent"), (re.compile(r"\bin (?=[a-z])"), " "),
-    (re.compile(r"(μ|\b[kM](?= +ohm)|\b(?:kilo|centi|milli|micro|nano|mega|giga)) +(?=[a-zA-Z])"), r"\1"),
-    (re.compile(r"\bdegrees? +(?:C|[Cc]elsius)\b"), "degc"), (re.compile(r"\bdegrees? +(?:F|[Ff]ahrenheit)\b"), "degf"),
-)  # fmt: skip
+SET = r"\\(?:text[a-z]*|mbox|hbox|mathrm|mathsf|operatorname)(?![a-z])|\\(?:cdot|times)|[~*·]|\\[,;:! ]"
+RULES = tuple((re.compile(pattern), by) for pattern, by in (
+    (r"\\frac\{(.*?\}?(?:\^\S+)?)\}\{(.*)\}", r" \1 / \2 "),
+    (r"\^\s*(?:\{\\circ\}|\\circ)", " degree "),
+    (r"\\mu\s*", "μ"), (r"\\Omega", " ohm "), (r"\\AA", " angstrom "), (r"\\?%", " percent "), (SET, " "),
+    (r"\^\{\s*([-+]?\d)\s*\}", r"^\1"), (r"\b([ap])\.\s?m\b", r"\1m"), (r"[{}]", ""), (r"\.", " "),
+    (r"\bper ?cent\b", "percent"), (r"\bin (?=[a-z])", " "),
+    (r"(μ|\b[kM](?= +ohm)|\b(?:kilo|centi|milli|micro|nano|mega|giga)) +(?=[a-zA-Z])", r"\1"),
+    (r"\bdegrees? +(?:C|[Cc]elsius)\b", "degc"), (r"\bdegrees? +(?:F|[Ff]ahrenheit)\b", "degf"),
+))  # fmt: skip
 TOKEN = re.compile(r"[A-Za-zμ]+|\^[-+]?\d|[/$€£¥₹¢]|\S")
 DIGIT = re.compile(r"(?<!\^)(?<!\^[-+])\d")
 
