@@ -61,6 +61,7 @@ SIGN = (
 FRACTION = rf"\\frac\{{\s*(?:{WORDS}|{BARE})(?:{POWER})?\s*\}}\{{\s*(?:{WORDS}|{BARE})(?:{POWER})?\s*\}}"
 PIECES = rf"(?:(?:{FRACTION}|{WORDS}|{SIGN}|{BARE})(?:{POWER})?)+"
 SUFFIX = re.compile(PIECES + r"\Z")
+GLUED = re.compile(rf"(.*[\d)}}])([a-zA-Z]{{1,10}}(?:{POWER})?(?:/[a-zA-Z]{{1,10}}(?:{POWER})?)?)", re.DOTALL)
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?|\.\d+"
 PARTS = re.compile(rf"\s*({NUMBER})({PIECES}|,)")
 LONGEST = 100
@@ -115,10 +116,11 @@ class Ratio:
 
     def times(self, formula: str) -> str:
         """The formula in gold's unit."""
-        if self == Ratio() or "=" in formula:
+        if self == Ratio():
             return formula
+        left, equals, formula = formula.rpartition("=")
         pi = rf"\cdot\pi^{{{self.power_of_pi}}}" if self.power_of_pi else ""
-        return rf"\frac{{{self.factor.numerator}}}{{{self.factor.denominator}}}{pi}\cdot({formula})"
+        return rf"{left}{equals}\frac{{{self.factor.numerator}}}{{{self.factor.denominator}}}{pi}\cdot({formula})"
 
 
 def _read_table() -> dict[str, Measure]:
@@ -226,10 +228,10 @@ def _quantity(text: str, is_money: bool) -> Quantity:
 
 
 def glued_unit(text: str) -> tuple[str, Measure | None]:
-    """The unit of letters right behind a number or a bracket: "5cm", "5m"."""
-    found = re.fullmatch(r"(.*[\d)}])([a-zA-Z]{1,5})", text, re.DOTALL)
-    unit = find_unit(found[2]) if found else None
-    return (found[1], unit) if found and unit else (text, None)
+    """The unit of letters right behind a number or a bracket: "5cm", "5m", "(2)m/s"."""
+    found = GLUED.fullmatch(text)
+    is_unit = found and all(map(find_unit, re.findall(r"[a-zA-Z]+", found[2])))
+    return (found[1], read_measure(found[2])) if is_unit else (text, None)
 
 
 def read_total(text: str) -> Quantity | None:
