@@ -11,7 +11,7 @@ from fractions import Fraction
 Pair = tuple[str, str, bool]
 # how large a unit is in the first unit of its group
 UNITS = (
-    {"cm": 1, "mm": Fraction(1, 10), "m": 100, "km": 100_000, "inches": Fraction(254, 100), "feet": Fraction(3048, 100)},
+    {"cm": 1, "mm": Fraction(1, 10), "m": 100, "km": 100_000, "inches": Fraction("2.54"), "feet": Fraction("30.48")},
     {"g": 1, "kg": 1000, "mg": Fraction(1, 1000)}, {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400},
     {"cm^2": 1, "m^2": 10_000, "square meters": 10_000}, {"cm^3": 1, "mL": 1, "liters": 1000},
     {"m/s": 1, "km/h": Fraction(5, 18), "meters per second": 1}, {"cents": 1, "dollars": 100}, {"euros": 1},
