@@ -204,12 +204,13 @@ def _is_value(value: str) -> bool:
 
 
 def _is_clear(value: str, unit: str, measure: Measure) -> bool:
-    """Whether letters that are not set as text are a unit: behind a number and a space, and each of them known."""
+    """Whether letters that are not set as text are a unit: known ones, behind a number and a space or a bracket."""
     bare = re.findall(BARE, re.sub(rf"{WORDS}|{SIGN}", " ", unit))
     if not bare or unit.lstrip().startswith("^"):
         return True
     is_known = all(find_unit(name) or name.lower() in (*POWER_PREFIX, *POWER_SUFFIX, "per") for name in bare)
-    return is_known and measure is not NOUN and bool(re.search(r"[\d.]\Z", value)) and not unit[0].isalpha()
+    is_word = len(bare[0]) > 3 and value[-1] in "})"  # `tidy` takes the space behind a bracket
+    return is_known and measure != NOUN and (is_word or (value[-1] in "0123456789." and not unit[0].isalpha()))
 
 
 def read_quantities(gold: str, answer: str, is_money: Sequence[bool]) -> list[Quantity]:
