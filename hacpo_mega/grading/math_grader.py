@@ -201,7 +201,7 @@ def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rule
     numerals = read_numeral(plain(gold.value)), read_numeral(plain(answer.value))
     if None not in numerals and any(base for _, base in numerals):  # "5 N" is no numeral
         (digits, base), (answer_digits, answer_base) = numerals
-        equal = digits == answer_digits and (base == answer_base or None in (base, answer_base))
+        equal = ratio == Ratio() and digits == answer_digits and (base == answer_base or None in (base, answer_base))
         return Decision(equal, "numerals in a base", *said, *map(str, numerals))
     formulas = with_distinct_letters(gold.formula, ratio.times(answer.formula))
     return _compared(*formulas, _parsed(formulas[1]), rules)

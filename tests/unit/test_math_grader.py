@@ -197,6 +197,7 @@ def test_what_models_write_is_right_or_wrong_by_construction(rounds, seed):
 @pytest.mark.nightly
 def test_public_golds_with_a_unit():
     golds = [gold for gold in golds_of(SHARED / "data") if kind_of(gold) in ("decimal", "fraction", "closed form")]
+    golds = [gold for gold in golds if not set("^:") & set(gold)]  # a degree is a power, too, and a time takes no unit
     for gold in random.Random(3).sample(golds, 150):
         for unit, others in (
             (r"\text{ cm}", (r"\text{ m}", r"\text{ kg}", r"\text{ cm}^2")),
