@@ -4,6 +4,7 @@ Not here: whether two answers are equal (grading/math_grader.py).
 """
 
 import re
+import unicodedata
 
 from hacpo_mega.config.prompting import CLOSES, OPENS
 
@@ -26,16 +27,24 @@ SIZES = re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?")
 SPELLED = {
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac", "\\nicefrac", "\\sfrac"), "\\frac"),
     "\\lbrack": "[", "\\rbrack": "]", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")",
-    "\\degree": "^\\circ", "\\leqslant": "\\le", "\\geqslant": "\\ge",
+    "\\degree": "^\\circ", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\varnothing": "\\emptyset", "\\lg": "\\log",
 }  # fmt: skip
 SIGNS = str.maketrans({
-    **{sign: f"\\{name} " for sign, name in zip("×·⋅÷π∞≤≥≠∪∩√", (
-        "times", "cdot", "cdot", "div", "pi", "infty", "le", "ge", "ne", "cup", "cap", "sqrt"
+    **{sign: f"\\{name} " for sign, name in zip("×·⋅÷π∞≤≥≠∪∩", (
+        "times", "cdot", "cdot", "div", "pi", "infty", "le", "ge", "ne", "cup", "cap"
     ))},
-    **{sign: f"^{power}" for power, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-    **dict.fromkeys("\u00a0\u2009\u202f~", " "), **dict.fromkeys("\u200b\ufeff\u2060"),
-    "°": "^\\circ ", "−": "-", "，": ",", "（": "(", "）": ")", "＝": "=",
+    **{sign: f"\\{name} " for sign, name in zip("αβγδεθλμπρσφωΩ±∓∈∅…≈∠△⌊⌋⌈⌉", (
+        "alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "pi", "rho", "sigma", "phi", "omega",
+        "Omega", "pm", "mp", "in", "emptyset", "ldots", "approx", "angle", "triangle", "lfloor", "rfloor", "lceil",
+        "rceil",
+    ))},
+    **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("\u200b\ufeff\u2060"),
+    **dict.fromkeys("°º", "^\\circ "), "−": "-", "ℝ": "\\mathbb{R}", "Å": "\\AA ", "⟨": "(", "⟩": ")",
 })  # fmt: skip
+# one sign for several, full-width and mathematical letters and digits, and units: what they are compatible with
+COMPATIBLE = re.compile("[\uff01-\uff5e\u2103\u2109\u2126\u212b\u00b5\U0001d400-\U0001d7ff]")
+FRACTION_SIGN = re.compile("[¼-¾⅐-⅞↉]")
+RAISED, LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"  # braces up to four deep
 GROUP = rf"\{{({INSIDE})\}}"
 LOOKS = re.compile(  # what only looks: hidden things and colours go, of what is set in a font the content stays
@@ -47,11 +56,14 @@ LOOKS = re.compile(  # what only looks: hidden things and colours go, of what is
 )
 QUANTITY = re.compile(rf"\\(?:SI|qty)\s*{GROUP}\s*{GROUP}|\\ang\s*{GROUP}")
 SET_AS_TEXT = re.compile(
-    r"\\(?:text|mbox|hbox|mathbf|textbf)\s*\{([^{}$]*\d[^{}$]*)\}|\\(?:text|mbox|hbox)\s*\{\$([^$]*)\$\}"
+    rf"\\(?:text|mbox|hbox|mathbf|textbf)\s*\{{((?:[^{{}}$]|\{{{INSIDE}\}})*)\}}"
+    r"|\\(?:text|mbox|hbox)\s*\{\$([^$]*)\$\}"
 )
 SMALL_MATRIX = re.compile(r"\\(begin|end)\{([pbvVB]?)(?:small)?matrix\*?\}(?:\[[lcr]\])?")
 ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt(?=[\s({])|\\sqrt\s*(?=\()")
-ROOT_SIGN = re.compile(r"√\s*(\d+)")
+ROOT_SIGN = re.compile(r"([√∛∜])\s*(?:(\d+)|\(([^()]*)\)|(?=[{\\a-zA-Zπ]))")
+DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose(?![a-zA-Z])\s*([^{}]*)\}")
 ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 OVER = re.compile(r"\{([^{}]*?)\s*\\over(?![a-zA-Z])\s*([^{}]*)\}")
 SAYS_NOT = r"(?![^{}]*\b(?:not?|never|neither|wrong|false|except|than|least|most)\b)"
@@ -137,13 +149,53 @@ def tidy(answer: str) -> str:
 
 def _as_latex(text: str) -> str:
     r"""The same answer in the commands that a parser knows: no Unicode signs, fonts, colours, \SI, sqrt() or \over."""
-    text = EN_DASH.sub("-", ROOT_SIGN.sub(r"\\sqrt{\1}", THOUSANDS.sub("", text)).translate(SIGNS))
-    text = SET_AS_TEXT.sub(lambda found: found[1] or found[2] or "", LOOKS.sub(" ", text))
-    text = QUANTITY.sub(lambda found: found[1] or f"{found[3]}^\\circ", text)
+    text = (text if text.isascii() else _without_odd_signs(text)).replace("~", " ")
+    text = EN_DASH.sub("-", THOUSANDS.sub("", text))
+    text = SET_AS_TEXT.sub(_unset, LOOKS.sub(" ", text))
+    text = QUANTITY.sub(_quantity, text)
+    text = CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = OVER.sub(r"\\frac{\1}{\2}", SMALL_MATRIX.sub(r"\\\1{\2matrix}", text))
     text = ROOT_IN_BRACKETS.sub(r"\\sqrt{\1}", ROOT.sub(r"\\sqrt", text))
     text = STAR.sub("", text)
     return PI.sub(r"\\pi ", MARKDOWN.sub(r"\2", text))
+
+
+def _without_odd_signs(text: str) -> str:
+    """Digits, fractions, powers and signs that have one character each, in LaTeX."""
+    text = COMPATIBLE.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), ROOT_SIGN.sub(_root, text))
+    text = FRACTION_SIGN.sub(_fraction, text)
+    text = RAISED.sub(lambda signs: _script("^", signs[0]), text)
+    return LOWERED.sub(lambda signs: _script("_", signs[0]), text).translate(SIGNS)
+
+
+def _unset(found: re.Match[str]) -> str:
+    """What is set as text, without that where it is a number or a formula."""
+    if found[1] is None:
+        return found[2]
+    return found[1] if re.search(r"(?<!\^)(?<!\^\{)\d", found[1]) else found[0]
+
+
+def _quantity(found: re.Match[str]) -> str:
+    r"""5\text{ m} for \SI{5}{m}; the unit's commands become its words."""
+    if found[1] is None:
+        return f"{found[3]}^\\circ"
+    unit = re.sub(r"[\\.~]", " ", re.sub(r"[{}]", "", found[2]))
+    return rf"{found[1]}\text{{ {unit}}}" if re.search("[a-zA-Z]", unit) else found[1]
+
+
+def _root(found: re.Match[str]) -> str:
+    content = found[2] or found[3]
+    return rf"\sqrt{DEGREES_OF_ROOTS[found[1]]}" + (f"{{{content}}}" if content else "")
+
+
+def _fraction(sign: re.Match[str]) -> str:
+    over, _, under = unicodedata.normalize("NFKC", sign[0]).partition("\u2044")
+    return rf"\frac{{{over}}}{{{under}}}"
+
+
+def _script(mark: str, signs: str) -> str:
+    content = unicodedata.normalize("NFKC", signs).replace("−", "-")
+    return f"{mark}{content}" if len(content) == 1 else f"{mark}{{{content}}}"
 
 
 def _unwrapped(text: str) -> str:

@@ -127,6 +127,6 @@ def _leaves(read: Any) -> Iterator[Expr | None]:
 def _may_be_equal(one: Expr, other: Expr, decimals: int) -> bool:
     if not (is_finite(one) and is_finite(other)):
         return one == other
-    if not (one.is_Number and other.is_Number):
+    if not all(part.is_Number for side in (one, other) for part in side.as_real_imag()):
         return True
     return bool(abs(one - other) <= 10.0**-decimals * min(1, 10 * abs(one)))

@@ -22,15 +22,21 @@ from sympy import FiniteSet, Interval
 
 from hacpo_mega.data.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_mega.grading.answer_limits import too_large
+from hacpo_mega.grading.answer_sets import as_sets, with_imaginary_unit
 from hacpo_mega.grading.answer_values import are_far_apart, is_out_of_bounds
+from hacpo_mega.grading.choice import lone_letter, stated_letter
+from hacpo_mega.grading.formula_text import as_formula, with_distinct_letters
+from hacpo_mega.grading.list_text import are_equal_lists
+from hacpo_mega.grading.literal_text import last_literal, literal_verdict
 from hacpo_mega.grading.number_text import (
-    as_power_of_ten,
     is_of_another_value,
     read_decimal_comma,
     read_number,
     read_numeral,
     value_text,
+    with_digits,
 )
+from hacpo_mega.grading.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its time limits are off
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
@@ -38,6 +44,9 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
 MARKED = re.compile(r"(?<!\\)\$[^$]+\$|\\[\[(]")  # where formulas stand between words; "$255" is money
+WITH_UNITS = re.compile(r"\\(?:text|mathrm|mbox|circ|%)|%|\d [a-z]")
+UNITS = "units of different things"
+LITERAL = "a time, a date, a range or letters"
 WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
 
@@ -47,13 +56,13 @@ class MatchRules:
 
     decimals            to how many of them a decimal number must agree
     relative            how far a number may be from gold, as a share of it (a benchmark's own tolerance)
-    relations_are_sets  x < 1 equals its interval
+    relations_are_sets  x < 1 equals a gold that is its interval
     targets             what math-verify looks for in a text without a box
     """
 
     decimals: int = 6
     relative: float = 0.0
-    relations_are_sets: bool = False
+    relations_are_sets: bool = True
     targets: tuple = (LATEX, EXPRESSION)
 
 
@@ -122,41 +131,80 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
     gold = box_of(gold_answer(gold))
     if is_same_text(plain(gold), plain(text)):
         return Decision(True, "the same text", gold, text)
+    if decision := _choice_in_words(gold, text):
+        return decision
     has_words = WORD.search(text)
     if not has_words or not MARKED.search(text):
         decision = decide(gold, text, rules)
         if decision.is_equal or not has_words:
             return decision
-    found = _extracted(region(text), rules.targets)
+    if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
+        return Decision(True, LITERAL, gold, literal)
+    found = _extracted(as_formula(region(text)), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
-    numbers = read_number(plain(gold)), read_number(plain(read))
+    sides = read_quantities(tidy(gold), tidy(text[-LONGEST:]), _has_money(gold, text))
+    if (ratio := scale(*(side.measure for side in sides))) is None:
+        return Decision(False, UNITS, gold, text[-LONGEST:])
+    numbers = read_number(plain(value_text(sides[0].value, ""))), read_number(plain(read))
     if None not in numbers:
-        return Decision(_are_close(*numbers, rules), "numbers", gold, read, *map(str, numbers))
+        return Decision(_are_equal_numbers(*numbers, sides, ratio, rules), "numbers", gold, read, *map(str, numbers))
     return _compared(gold, read, found, rules)
+
+
+def _choice_in_words(gold: str, text: str) -> Decision | None:
+    """Whether a sentence names the letter that gold is; None where gold is no letter or the sentence names none."""
+    wanted = lone_letter(gold)
+    letter = stated_letter(text) if wanted else None
+    return None if letter is None else Decision(letter == wanted, "the letter of a choice", gold, text, wanted, letter)
+
+
+def _has_money(*sides: str) -> list[bool]:
+    return ["\\$" in side for side in sides]
 
 
 def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     """Whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
-    tidy_gold, tidy_answer = tidy(gold), tidy(answer)
-    plain_gold, plain_answer = plain(tidy_gold), plain(tidy_answer)
-    if is_same_text(plain_gold, plain_answer):
+    texts = tidy(gold), tidy(answer)
+    if is_same_text(*map(plain, texts)):
         return Decision(True, "the same text", gold, answer)
-    if reason := too_large(tidy_answer, tidy_gold):
+    if None in _numbers(*map(plain, texts)) and (reason := too_large(texts[1], texts[0])):
         return Decision(False, f"refused: {reason}", gold, answer)
-    if is_of_another_value(tidy_answer) and not is_of_another_value(tidy_gold):
+    if (is_same := literal_verdict(*map(plain, texts))) is not None:
+        return Decision(is_same, LITERAL, gold, answer)
+    texts = tuple(as_formula(with_digits(text)) for text in texts)
+    if any(map(is_of_another_value, texts)) and None not in (totals := [read_total(text) for text in texts]):
+        return _decide_values(*totals, (gold, answer), rules)
+    if is_of_another_value(texts[1]) and not is_of_another_value(texts[0]):
         return Decision(False, "words that change the value", gold, answer)
-    values = value_text(tidy_gold, tidy_answer), value_text(tidy_answer, tidy_gold)
-    numbers = _numbers(*map(plain, values))
-    if None not in numbers:
-        return Decision(_are_close(*numbers, rules), "numbers", gold, answer, *map(str, numbers))
-    numerals = read_numeral(plain_gold), read_numeral(plain_answer)
+    quantities = read_quantities(*texts, _has_money(gold, answer))
+    decision = _decide_values(*quantities, (gold, answer), rules)
+    if not decision.is_equal and decision.rule == "math-verify" and WITH_UNITS.search("".join(texts)):
+        by_element = are_equal_lists(*texts, lambda wanted, found: decide(wanted, found, rules).is_equal)
+        return Decision(True, "elements of a list", gold, answer) if by_element else decision
+    return decision
+
+
+def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rules: MatchRules) -> Decision:
+    """Whether two quantities are the same: their units first, then their values."""
+    if (ratio := scale(gold.measure, answer.measure)) is None:
+        return Decision(False, UNITS, *said)
+    values = value_text(gold.value, answer.value), value_text(answer.value, gold.value)
+    values = tuple(map(plain, values))
+    if (is_same := literal_verdict(*values)) is not None:
+        return Decision(is_same, LITERAL, *said)
+    numbers = _numbers(*values)
+    if None not in numbers and not ratio.power_of_pi:
+        is_equal = _are_equal_numbers(*numbers, (gold, answer), ratio, rules)
+        return Decision(is_equal, "numbers", *said, *map(str, numbers))
+    numerals = read_numeral(plain(gold.value)), read_numeral(plain(answer.value))
     if None not in numerals and any(base for _, base in numerals):  # "5 N" is no numeral
         (digits, base), (answer_digits, answer_base) = numerals
-        equal = digits == answer_digits and None in (base, answer_base)
-        return Decision(equal, "numerals in a base", gold, answer, *map(str, numerals))
-    return _compared(tidy_gold, tidy_answer, _parsed(tidy_answer), rules)
+        equal = ratio == Ratio() and digits == answer_digits and (base == answer_base or None in (base, answer_base))
+        return Decision(equal, "numerals in a base", *said, *map(str, numerals))
+    formulas = with_distinct_letters(gold.formula, ratio.times(answer.formula))
+    return _compared(*formulas, _parsed(formulas[1]), rules)
 
 
 def is_same_text(gold: str, answer: str) -> bool:
@@ -189,6 +237,17 @@ def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
     return numbers
 
 
+def _are_equal_numbers(
+    gold: Fraction, answer: Fraction, sides: Sequence[Quantity], ratio: Ratio, rules: MatchRules
+) -> bool:
+    r"""Whether two values are close in gold's unit; 50\% is 50 and 0.5 where the other side is no percentage."""
+    percents = [side.measure == PERCENT for side in sides]
+    pairs = [(gold, answer * ratio.factor)]
+    if percents[0] != percents[1]:
+        pairs.append((gold / 100, answer) if percents[0] else (gold, answer / 100))
+    return any(_are_close(*pair, rules) for pair in pairs)
+
+
 def _are_close(gold: Fraction, answer: Fraction, rules: MatchRules) -> bool:
     """Equal; or within the relative tolerance; or, for a gold that is no whole number, equal to so many decimals.
 
@@ -209,7 +268,7 @@ def _parsed_gold(gold: str) -> tuple:
 
 
 def _parsed(answer: str) -> tuple:
-    return tuple(_extracted(f"\\boxed{{{as_power_of_ten(answer)}}}", (LATEX,), "first_match"))
+    return tuple(_extracted(f"\\boxed{{{as_formula(answer)}}}", (LATEX,), "first_match"))
 
 
 def _extracted(text: str, targets: tuple, mode: str = "any_match") -> list:
@@ -246,15 +305,11 @@ def _are_equal(gold: Sequence[Any], answer: Sequence[Any], rules: MatchRules) ->
 
 def _is_equal(gold: Any, answer: Any, rules: MatchRules) -> bool:
     """Whether math-verify finds two readings equal, asked only where its algebra holds."""
-    if is_out_of_bounds(gold, answer) or are_far_apart(gold, answer, rules.decimals):
-        return False
+    gold, answer = as_sets(gold, answer, rules.relations_are_sets)
     if any(isinstance(a, Interval) and isinstance(b, FiniteSet) for a, b in ((gold, answer), (answer, gold))):
         return False  # (1, 2) is no set of two
-    return verify(
-        gold,
-        answer,
-        float_rounding=rules.decimals,
-        allow_set_relation_comp=rules.relations_are_sets,
-        timeout_seconds=None,
-        raise_on_error=True,
+    return any(
+        not (is_out_of_bounds(*pair) or are_far_apart(*pair, rules.decimals))
+        and verify(*pair, float_rounding=rules.decimals, timeout_seconds=None, raise_on_error=True)
+        for pair in with_imaginary_unit(gold, answer)
     )

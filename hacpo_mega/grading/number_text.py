@@ -7,6 +7,8 @@ and numerals in a base. Anything else is None: whoever asks then needs math-veri
 import re
 from fractions import Fraction
 
+from hacpo_mega.grading.formula_text import with_fractions
+
 MAX_DIGITS = 1000
 WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 DECIMAL = re.compile(rf"([+-]?)({WHOLE}(?:\.\d*)?|\.\d+)")
@@ -15,11 +17,25 @@ POWER_OF_TEN = re.compile(rf"([+-]?)({WHOLE}(?:\.\d*)?|\.\d+)(?:[eE]([+-]?\d{{1,
 BARE_POWER = re.compile(rf"([+-]?){TEN}")
 FRACTION = re.compile(r"([+-]?)(\d+)?\\frac(?: ?(\d)|\{([+-]?\d+)\}) ?(?:(\d)|\{([+-]?\d+)\})")
 SLASH = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
-NUMERAL = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+)\})")
+NUMERAL = re.compile(
+    r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|sixteen)\})"
+)
 BARE_NUMERAL = re.compile(r"-?[0-9A-Z]*[0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?")
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,(?:\d\d|\d{4,})")
 
-E_NOTATION = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]\+?(-?\d+)")
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+SMALL = {word: value for value, word in enumerate((*ONES.split(), "eighteen", "nineteen"))}
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+SMALL |= {word: 10 * place for place, word in enumerate(TENS.split(), start=2)}
+LARGE = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+WORD_NUMBER = re.compile(rf"(?:\b(?:{'|'.join((*SMALL, *LARGE, 'and'))})\b[\s-]*)+", re.IGNORECASE)
+IN_WORDS = re.compile(
+    rf"\\(?:text|mbox|mathrm|textbf)\s*\{{\s*({WORD_NUMBER.pattern})([^{{}}]*)\}}|{WORD_NUMBER.pattern}", re.IGNORECASE
+)
+BASE_IN_WORDS = re.compile(r"\s*\(?(?:\\text\{\s*)?\(?\bbase[\s-]*(?:\}\s*)?(\d+|[a-z]+)\s*\)?\}?\)?\Z")
+MANY = re.compile(
+    rf"({WHOLE}(?:\.\d+)?)\s*(?:\\(?:text|mbox|mathrm|textbf)\s*\{{\s*)?\b({'|'.join(LARGE)})s?\b([^{{}}]*)(\}}?)",
+)
 # words set as text, with powers, \text{m}/\text{s}^2, or a bare word behind a digit
 UNIT = re.compile(
     r"(?:(?:/|\\cdot)?\s*\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -51,9 +67,35 @@ def is_of_another_value(text: str) -> bool:
     return BETWEEN.search(text) is not None or (unit is not None and OTHER_VALUE.search(unit[0]) is not None)
 
 
-def as_power_of_ten(text: str) -> str:
-    r"""4.5 \times 10^{33} for "4.5e33", which a parser of formulas takes for a product with Euler's number."""
-    return E_NOTATION.sub(r"\1\\times 10^{\2}", text) if E_NOTATION.fullmatch(text) else text
+def with_digits(text: str) -> str:
+    r"""A tidy answer whose number is in words in digits: "\text{seven}", "5 \text{ million dollars}"."""
+    text = BASE_IN_WORDS.sub(r"_{\1}", text)
+    if (found := IN_WORDS.fullmatch(text)) is not None:
+        value = _number_of_words(found[1] or found[0])
+        if value is not None:
+            return rf"{value}\text{{ {found[2]}}}" if found[2] else str(value)
+    if (found := MANY.fullmatch(text)) is not None:
+        value = Fraction(_digits(found[1])) * LARGE[found[2]]
+        value = str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+        return rf"{value}\text{{{found[3]}}}" if found[3].strip() else value
+    return text
+
+
+def _number_of_words(text: str) -> int | None:
+    """The value of "two thousand and twenty-one"; None for words that are no one number."""
+    total = group = 0
+    previous = None
+    for word in re.findall(r"[a-z]+", text.lower()):
+        if word in SMALL:
+            if previous in SMALL and not (SMALL[previous] >= 20 and 0 < SMALL[word] < 10):
+                return None
+            group += SMALL[word]
+        elif word in LARGE:
+            group = max(group, 1) * LARGE[word]
+            if LARGE[word] >= 1000:
+                total, group = total + group, 0
+        previous = word
+    return None if previous in (None, "and") else total + group
 
 
 def read_number(text: str) -> Fraction | None:
@@ -64,6 +106,7 @@ def read_number(text: str) -> Fraction | None:
             return None  # a pair
     if len(text) > MAX_DIGITS or not text.isascii():
         return None
+    text = with_fractions(text)
     if found := DECIMAL.fullmatch(text):
         return _signed(found[1], Fraction(_digits(found[2])))
     if found := POWER_OF_TEN.fullmatch(text):
@@ -80,7 +123,8 @@ def read_number(text: str) -> Fraction | None:
 def read_numeral(text: str) -> tuple[str, int | None] | None:
     """Digits and base of "1101_2"; the base is None for bare digits, and all is None for anything else."""
     if found := NUMERAL.fullmatch(text):
-        return found[1], int(found[2] or found[3])
+        base = found[2] or found[3]
+        return found[1], int(base) if base.isdigit() else SMALL[base]
     return (text, None) if BARE_NUMERAL.fullmatch(text) else None
 
 

@@ -69,7 +69,7 @@ SPECIAL: dict[str, tuple[tuple[str, ...], Rewrite]] = {
     "degree sign": (("degrees",), _replaced(r"\^\s*(?:\{\\circ\}|\\circ)", "°")),
     "degrees in words": (("degrees",), _replaced(r"\^\s*(?:\{\\circ\}|\\circ)", r" \\text{ degrees}")),
     "degree command": (("degrees",), _replaced(r"\^\s*(?:\{\\circ\}|\\circ)", r"\\degree")),
-    "no degree": (("degrees",), _replaced(r"\^\s*(?:\{\\circ\}|\\circ)", "")),
+    "no degree": (("degrees",), lambda gold: None if "\\cos" in gold or "\\tan" in gold else re.sub(r"\^\s*(?:\{\\circ\}|\\circ)", "", gold)),
     "ang": (("degrees",), lambda gold: rf"\ang{{{re.sub('[^0-9.]', '', gold)}}}" if gold[0].isdigit() else None),
     "root sign": (FORMULAS, _replaced(r"\\sqrt\{(\d+)\}", r"√\1")),
     "root sign, brackets": (FORMULAS, _replaced(r"\\sqrt\{(\d+)\}", r"√(\1)")),

@@ -57,7 +57,7 @@ ODD = [
     *r"""
 \\ & % # _ ^ ~ $ $$ nan \infty None True __import__('os')._exit(1) exec('1') 1e400 1e999999999 0x8 8e 8! i
 \emptyset \{\} 8\% 8. 8, ,8 8;9 8=9 7=8 x=8 \pm7 7,8 (7)(8) 77 7.0000001 -7 7^{1.01} 7\cdot0 \begin{matrix} \end{matrix}
-\begin{pmatrix}7\\8\end{pmatrix} \left( \right) \frac{7} \frac{}{} \sqrt \text{seven} \color{red}8 \href{x}{8}
+\begin{pmatrix}7\\8\end{pmatrix} \left( \right) \frac{7} \frac{}{} \sqrt \text{eight} \color{red}8 \href{x}{8}
 \input{/etc/passwd} \newcommand <b>8</b> {{8}} \alpha 7/0 \frac{7}{0} 0^0 \log0 \tan(\pi/2) 8\text{cm} 8\%\% [7,8)
 \overline{8} 7:8 7/8/9 7^8 8^{1/3} |8| \lfloor8.7\rfloor 8_7 7\mid8 7\to8 x\le7 x\ne7 x>7 7\le7
 """.split(),  # noqa: SIM905

@@ -91,7 +91,7 @@ def test_comparing_text_starts_no_process(new_workers):
         ("7", "\\boxed{x > 7}", "WRONG"),
         ("7", "\\boxed{x = 7}", "CORRECT"),
         ("x \\le 7", "\\boxed{7 \\ge x}", "CORRECT"),
-        ("(-\\infty, 7]", "\\boxed{x \\le 7}", "WRONG"),
+        ("(-\\infty, 7]", "\\boxed{x \\le 7}", "CORRECT"),
         ("73", "\\boxed{\\textbf{(073)}}", "CORRECT"),
         ("10^{10}", "\\boxed{10^{11}}", "WRONG"),
         ("18", "18", "NO_ANSWER"),

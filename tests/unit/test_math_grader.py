@@ -1,14 +1,23 @@
+# ruff: noqa: E501
 """Mathematics: what equals a gold answer and what does not; what is refused unread; where an answer is in a text."""
 
 import functools
+import random
 from fractions import Fraction
 
 import pytest
+import sympy.physics.units as physics
+from gold_mutations import kind_of
+from grading_benchmark import golds_of
+from repository import SHARED
+from sympy.physics.units.systems.si import SI
+from written_answers import written_pairs
 
 from hacpo_mega.data.answer_text import plain, tidy
 from hacpo_mega.grading.answer_limits import powers, too_large
 from hacpo_mega.grading.math_grader import MatchRules, anywhere, boxed, decide, explain
 from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
+from hacpo_mega.grading.units import find_unit
 
 COLUMN = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
 
@@ -117,6 +126,120 @@ GUESSES = [
     r"\{4, 5, 6\}", "5, 6", "5 or 6", r"x = 5 \lor x = 6", r"\phantom{5}", r"977\phantom{5}", r"\SI{977}{5}",
     r"\overset{5}{977}", r"\neq 5", r"\text{not } 5", r"\checkmark", r"\text{N}", "5√2", "5²",
 ]  # fmt: skip
+
+
+# (gold, answers that are right, answers that are wrong), by kind
+WRITTEN = [
+    # a unit is a part of gold, and may lack in an answer; a gold without one takes any
+    (r"5\text{ cm}", ("5", "5 cm", "5cm", r"5\,\mathrm{cm}", r"50\text{ mm}", r"0.05\text{ m}", r"\SI{5}{\centi\meter}"),
+     (r"5\text{ m}", "5 m", "5m", r"5\text{ kg}", r"5\text{ cm}^2", r"5\%", r"\$5", r"5^\circ", r"\SI{5}{m}", r"5\text{ apples}")),
+    (r"12\text{ cm}^2", (r"12\text{ square centimeters}", r"12\text{ cm^2}", r"12\text{ square units}"),
+     (r"12\text{ cm}^3", r"12\text{ cm}", r"12\text{ cubic units}")),
+    (r"3\text{ hours}", (r"180\text{ minutes}", r"2\text{ hours } 60\text{ minutes}", r"3\text{ hrs}"),
+     (r"3\text{ minutes}", r"2\text{ hours } 30\text{ minutes}")),
+    (r"\$5", ("5", r"5\text{ dollars}", r"500\text{ cents}", r"\$5.00"), (r"5\%", "€5", r"5\text{ cents}", r"5\text{ euros}")),
+    (r"60\text{ mph}", (r"60\text{ miles per hour}", r"60\,\frac{\text{mi}}{\text{h}}"), (r"60\text{ km/h}", r"60\text{ miles}")),
+    (r"2\sqrt{3}\text{ m}", (r"2\sqrt{3}", r"\sqrt{12}\text{ m}", r"200\sqrt{3}\text{ cm}"), (r"2\sqrt{3}\text{ cm}",)),
+    (r"20^\circ\text{C}", (r"20\,^\circ C", "20℃", "20"), (r"20^\circ\text{F}", r"20\text{ K}")),
+    (r"180^\circ", (r"180\text{ degrees}", r"\pi\text{ radians}", "180º"), (r"180\text{ radians}", r"180\text{ cm}")),
+    (r"7\text{ students}", ("7", r"7\text{ people}"), (r"7\text{ cm}",)),
+    (r"5\text{ cm}, 6\text{ cm}", ("5, 6", r"6\text{ cm} \text{ and } 50\text{ mm}"), (r"5\text{ kg}, 6\text{ kg}",)),
+    ("1.5", (r"1.5\,\Omega", r"1.5\,\mu\mathrm{m}", r"1.5\,\AA", "1.5 Å", r"1.5\,k\Omega", r"1.5\text{ kJ/mol}"), ()),
+    # degrees inside functions are radians
+    (r"\cos 30^\circ", (r"\frac{\sqrt3}{2}", r"\sin 60^{\circ}", r"\cos\frac{\pi}{6}", r"\cos 30\text{ degrees}"), (r"\cos 30",)),
+    ("1", (r"\tan 45^\circ", r"\tan(45°)"), (r"\tan 45",)),
+    (r"\sin 10^\circ", (r"\cos 80^\circ",), (r"\sin 10", r"\cos 10^\circ")),
+    # percents, repeating decimals, numbers in words
+    ("12.5", (r"12.5\%", r"12.5\text{ percent}"), (r"125\%",)),
+    (r"16\frac{2}{3}\%", (r"\frac16", r"16\frac23", r"\frac{50}{3}\%"), (r"\frac{1}{6}\%",)),
+    ("1,234.5", (r"1{,}234.5\%",), ()),
+    (r"\frac{9}{11}", (r"0.\overline{81}", r"0.\overline{8181}", "0.(81)", r"0.8181\ldots"), (r"0.\overline{8}", "0.81")),
+    (r"1.2\overline{34}", (r"\frac{611}{495}",), ("1.234", r"1.\overline{234}")),
+    ("21", (r"\text{twenty-one}", r"\text{Twenty-one apples}"), (r"\text{twenty}", r"\text{twenty-one million}")),
+    # no arithmetic
+    ("12:30", (r"12\!:\!30",), ("2:5", "6:15", r"\frac25", "12:35")),
+    (r"4:20\text{ p.m.}", (r"4:20 \text{ PM}", "16:20", "4:20"), (r"4:20\text{ a.m.}",)),
+    ("2024-01-05", ("2024-01-05",), ("2018", "2024-01-06")),
+    ("10-20", ("10–20", r"10\text{ to }20"), ("-10", "10-21")),
+    ("HTT", (r"\text{HTT}", "H T T", "htt"), ("THT", "TTH")),
+    ("HTT, THT", ("THT, HTT",), ("TTH, HTT",)),
+    ("2:3", ("4:6", r"\frac23"), ("3:2",)), ("1:2:3", ("2:4:6",), ("1:6", r"\frac16")),
+    (r"x \equiv 5 \pmod{7}", (r"x \equiv 12 \ (\text{mod } 7)", r"5 \bmod 7"), (r"x \equiv 5 \pmod{8}", "5")),
+    ("101_2", (r"101_{\text{two}}", r"101 \text{ (base 2)}"), (r"101_{\text{three}}",)),
+    # sets, inequalities, letters, one-character signs
+    (r"(0,\infty)", ("x > 0", "0 < y"), (r"x \ge 0", "x < 0")),
+    (r"(-\infty,-1)\cup(2,\infty)", (r"x<-1 \text{ or } x>2",), (r"x<-1 \text{ or } x \ge 2", "-1<x<2")),
+    (r"(-\infty,-3)\cup(3,\infty)", ("|x|>3",), ("|x|<3", "x>3")), (r"x \ne 2", (r"\mathbb{R}\setminus\{2\}",), ("x=2",)),
+    ("1<x<3", ("3>x>1", "(1,3)", r"x>1 \text{ and } x<3"), ("1>x>3", r"1\le x<3")), ("a<b<c", ("c>b>a",), ("a>b>c",)),
+    (r"\emptyset", (r"\varnothing", "∅", r"\{\}"), (r"\{0\}",)),
+    (r"e^{i\pi/3}", (r"\frac12+\frac{\sqrt3}{2}i",), (r"\frac12-\frac{\sqrt3}{2}i",)), ("i", (r"\sqrt{-1}",), ("1", "-i")),
+    (r"\frac{1}{2^{98}}", (), (r"\frac{1}{2^{98}} i",)), ("R^2-r^2", ("(R-r)(R+r)",), ("0", "r^2-R^2")),
+    ("-5", ("－５", "−5"), ("５",)), (r"\frac52", ("2½", "2.5"), ("½",)), ("0.001", ("10⁻³",), ("10³",)),
+    (r"\sqrt[3]{2}", ("∛2",), ("√2",)), ("10^{100}", ("1" + "0" * 100,), ("1" + "0" * 99,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gold, right, wrong", WRITTEN)
+def test_answers_that_are_more_than_a_formula(gold, right, wrong):
+    assert [answer for answer in right if boxed("", f"\\boxed{{{answer}}}", gold) != 1.0] == []
+    assert [answer for answer in wrong if boxed("", f"\\boxed{{{answer}}}", gold) != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    "rounds, seed", [(2, 1), pytest.param(300, 2, marks=pytest.mark.nightly)], ids=["a few", "fifteen thousand"]
+)
+def test_what_models_write_is_right_or_wrong_by_construction(rounds, seed):
+    pairs = list(written_pairs(rounds, seed))
+    assert [p for p in pairs if (boxed("", f"\\boxed{{{p[1]}}}", p[0]) == 1.0) != p[2]] == []
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason=f"no public data in {SHARED / 'data'}")
+@pytest.mark.nightly
+def test_public_golds_with_a_unit():
+    golds = [gold for gold in golds_of(SHARED / "data") if kind_of(gold) in ("decimal", "fraction", "closed form")]
+    golds = [gold for gold in golds if not set("^:") & set(gold)]  # a degree is a power, too, and a time takes no unit
+    for gold in random.Random(3).sample(golds, 150):
+        for unit, others in (
+            (r"\text{ cm}", (r"\text{ m}", r"\text{ kg}", r"\text{ cm}^2")),
+            (r"^\circ", (r"\text{ ft}",)),
+        ):
+            assert boxed("", f"\\boxed{{{gold}}}", gold + unit) == 1.0
+            assert boxed("", f"\\boxed{{{gold + unit}}}", gold) == 1.0
+            assert all(boxed("", f"\\boxed{{{gold + other}}}", gold + unit) == 0.0 for other in others if gold != "0")
+
+
+NAMES = {
+    "cm": "cm", "kilometer": "km", "inch": "inch", "ft": "foot", "yards": "yard", "miles": "mile", "mg": "milligram",
+    "kg": "kg", "lbs": "pound", "ms": "millisecond", "minutes": "minute", "hours": "hour", "days": "day", "L": "liter",
+    "mL": "milliliter", "N": "newton", "J": "joule", "W": "watt", "Pa": "pascal", "Hz": "hertz", "V": "volt", "ohm": "ohm",
+    "T": "tesla", "farad": "farad", "coulomb": "coulomb", "atm": "atm", "bar": "bar", "quart": "quart",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_units_are_as_large_as_those_of_sympy(name):
+    unit, other = find_unit(name), getattr(physics, NAMES[name])
+    bases = {"m": physics.meter, "g": physics.gram, "s": physics.second, "A": physics.ampere}
+    expected = physics.convert_to(other, [physics.meter, physics.gram, physics.second, physics.ampere], SI)
+    ours = float(unit.factor)
+    for base, power in unit.powers:
+        ours *= bases[base] ** power
+    assert float(expected / ours) == pytest.approx(1.0, rel=1e-6)
+
+
+SENTENCES = [
+    (r"5 \text{ cm}", "The length is 5 cm.", 1.0), (r"5 \text{ cm}", "The length is 5 m.", 0.0),
+    (r"5 \text{ cm}", "The length is $5$ kg", 0.0), (r"3\text{ hours}", "It takes 3 minutes.", 0.0),
+    (r"50\%", "so it is 0.5", 1.0), ("12:30", "The train leaves at 12:30.", 1.0), ("12:30", "It leaves at 2:05.", 0.0),
+    (r"\frac13", r"we get $0.\overline{3}$.", 1.0), (r"\frac12", r"It is $\sin 30^\circ$.", 1.0),
+    ("B", "It's not A, therefore I think it's B", 1.0), ("B", "The answer is for sure D, it can't be B", 0.0),
+    ("(D) Alina", "D", 1.0), ("(D) Alina", "B", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gold, text, reward", SENTENCES)
+def test_units_times_and_letters_in_sentences(gold, text, reward):
+    assert anywhere("", text, gold) == reward
 
 
 @pytest.mark.parametrize("gold, answer", TYPED)
