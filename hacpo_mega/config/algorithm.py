@@ -71,8 +71,8 @@ class AlgorithmConfig(Section):
     omega_clip: tuple[Positive, Positive] | None = None
     """Bounds [low, high] of every capability ratio omega, a factor; not given: omega is unbounded."""
     uniform_group_is_zero: Flag = True
-    """Whether a prompt whose answers all have one reward gives advantage 0, and nearly equal graded rewards nearly 0;
-    else an omega other than 1 makes a signal without bound out of answers of which none is better than another."""
+    """Whether answers to a prompt that all earned the same give advantage 0, and graded rewards that are nearly equal
+    nearly 0; else an omega other than 1 makes a signal without bound of them."""
     capability_baseline: Flag = True
     """Whether rewards are weighed with omega in the baseline (eq. 10); off: the plain mean of the prompt's answers
     (Table 2 of the paper, without capability-aware advantages)."""

@@ -268,7 +268,7 @@ def test_check_is_one_screen_that_ends_with_what_to_do(placement, here, tmp_path
     assert (code, wrong) == (0, "")
     *screen, last = shown.splitlines()
     assert last.startswith(f"ok: train with hacpo-mega train {file} placement={placement} ")
-    assert len(screen) <= 48 and not [line for line in screen if len(line) > 80 and not line.startswith("reward: ")]
+    assert len(screen) <= 48 and not [line for line in screen if len(line) > 80 and not line.startswith("reward")]
     assert (
         re.search(r"^  agents\.\*: .*optimizer.lr = 0.5$", shown, re.M)
         and "temperature = 0.75" in shown

@@ -78,7 +78,7 @@ def test_a_pair_that_would_die_in_its_second_update():
 
 def test_the_weights_of_a_model_are_those_that_it_has(folder):
     """By hand: Qwen3-8B, as its card says 8.2 billion; a rank of two has half, and all of every norm."""
-    a = Architecture.from_folder(folder / "models" / "Qwen3-8B-Base")
+    a = Architecture.from_folder(folder / "Qwen" / "Qwen3-8B-Base")
     matrices = 4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12288
     norms = 2 * 4096 + 2 * 128
     vocabulary = 151_936 * 4096
@@ -100,7 +100,7 @@ def test_chunks_of_logits_are_those_of_the_kernels(columns):
 
 
 def test_what_is_recomputed_is_not_kept(folder):
-    plan = ActorPlan(Architecture.from_folder(folder / "models" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
+    plan = ActorPlan(Architecture.from_folder(folder / "Qwen" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
     kept = {way: actor_memory(replace(plan, recompute=way)).kept for way in ("none", "mlp", "full")}
     assert [round(kept[way] / GIB, 1) for way in kept] == [20.4, 10.3, 1.2]
     on_cpu = actor_memory(replace(plan, device=CPU))
@@ -109,7 +109,7 @@ def test_what_is_recomputed_is_not_kept(folder):
 
 
 def test_a_pipeline_keeps_what_it_is_ahead(folder):
-    plan = ActorPlan(Architecture.from_folder(folder / "models" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
+    plan = ActorPlan(Architecture.from_folder(folder / "Qwen" / "Qwen3-8B-Base"), Layout(tp=2), 2, 8192)
     first, last = (actor_memory(replace(plan, layout=Layout(2, 4)), stage) for stage in (0, 3))
     assert first.kept == pytest.approx(actor_memory(plan).kept, rel=0.01)  # a quarter of the layers, four times
     assert last.kept == pytest.approx(first.kept / 4, rel=0.02)
