@@ -358,9 +358,12 @@ def refusal_of(here: Path, overrides: list[str], reads_data: bool) -> list[str]:
     return []
 
 
+REFUSED = dict.fromkeys([*ADVISED, *OF_FILES, *(case.values[0].set for case in CASES)])
+
+
 @pytest.mark.parametrize(
     "overrides",
-    dict.fromkeys([*(case.values[0].set for case in CASES), *ADVISED, *OF_FILES]),
+    [pytest.param(given, marks=[pytest.mark.nightly][: given not in ADVISED]) for given in REFUSED],
     ids=lambda given: " ".join(given)[:60],
 )
 def test_advice_helps(overrides, here):
