@@ -4,11 +4,12 @@ from repository import ROOT
 
 GENERATED = {ROOT / "docs" / name for name in ("evidence/README.md", "evidence_gap/README.md")}
 # Whoever needs words takes them from somewhere else.
-MOST_WORDS, MOST_README_LINES = 26_000, 120
+MOST_WORDS, MOST_README_LINES = 25_500, 120
 
 
 def test_the_readme_is_short_and_the_documents_do_not_grow():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
     pages = [page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if page not in GENERATED]
-    written = [page.read_text(encoding="utf-8") for page in pages if page.parent.name != "reference"]
+    grows = ROOT / "CHANGELOG.md"  # with every version
+    written = [page.read_text(encoding="utf-8") for page in pages if page.parent.name != "reference" and page != grows]
     assert len(written) > 30 and sum(len(text.split()) for text in written) <= MOST_WORDS
