@@ -11,14 +11,11 @@ import importlib.util
 import inspect
 import json
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, SupportsFloat
 
+from hacpo_mega.config.own_file import module_of_file
 from hacpo_mega.grading.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 
 Reply = dict[str, Any]
@@ -201,29 +198,8 @@ def load_by_name(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place:
         raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
-    if place.endswith(".py"):
-        # a name of its own, or a file that is called like a library would take its place
-        description = importlib.util.spec_from_file_location(f"own_grader_{Path(place).stem}", place)
-        module = importlib.util.module_from_spec(description)
-        sys.modules[description.name] = module  # a dataclass looks its module up there
-        with _found_beside(place):
-            description.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
+    module = module_of_file(place, "own_grader") if place.endswith(".py") else importlib.import_module(place)
     return getattr(module, name)
-
-
-@contextmanager
-def _found_beside(file: str) -> Iterator[None]:
-    """Inside, modules beside the file are found, after all others: they take the place of no library."""
-    folder = os.path.dirname(os.path.abspath(file))
-    sys.path.append(folder)
-    try:
-        yield
-    finally:
-        sys.path.reverse()
-        sys.path.remove(folder)  # the last one
-        sys.path.reverse()
 
 
 def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:

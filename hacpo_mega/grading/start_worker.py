@@ -1,4 +1,4 @@
-"""The program that a grading worker starts as: loads its three modules by their files, then serves.
+"""The program that a grading worker starts as: loads its four modules by their files, then serves.
 
 A worker is replaced whenever an answer ends it, and importing the package costs it a second of configuration and hub
 libraries that no grader needs. Under their full names in `sys.modules` they are the same modules for a grader that
@@ -9,8 +9,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for name in ("grader_signature", "grader_calls", "grading_worker"):
-    spec = importlib.util.spec_from_file_location(f"hacpo_mega.grading.{name}", Path(__file__).with_name(f"{name}.py"))
+PACKAGE = Path(__file__).parents[1]
+for name in ("config.own_file", "grading.grader_signature", "grading.grader_calls", "grading.grading_worker"):
+    spec = importlib.util.spec_from_file_location(f"hacpo_mega.{name}", PACKAGE / f"{name.replace('.', '/')}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
