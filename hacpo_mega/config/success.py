@@ -14,7 +14,8 @@ def unsaid_success(config: Config) -> Iterator[str]:
     if reward.success is not None or not reward.may_be_graded:
         return
     readers = ", ".join((*config.algorithm.success_readers, "pass@k and maj@k of eval"))
-    whole = next((name for name, part in reward.parts.items() if not part.may_be_graded), None)
+    heaviest = max(reward.parts, key=lambda name: reward.parts[name].weight, default=None)
+    whole = next((name for name, part in reward.parts.items() if not part.may_be_graded), heaviest)
     part = "" if whole is None else f'reward.success = "{whole}", for the full reward of that part, or '
     yield (
         "reward.success is not given: nothing says which answers are a success, so those with the full reward of 1 "
