@@ -68,7 +68,7 @@ def _letter(answer: str) -> tuple[str | None, str]:
         return "" if ANOTHER.match(text, said.end()) else said[1], "the last 'answer is'"
     if tagged:
         return _alone(text) or "", "the last <answer>"
-    lines = text.strip().splitlines()
+    lines = text.strip().split("\n")
     return (_alone(lines[-1]) if lines and len(lines[-1].strip()) <= 4 else None), "the last line"
 
 

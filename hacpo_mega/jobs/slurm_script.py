@@ -275,7 +275,7 @@ def _container(job: Job) -> Iterator[str]:
 
 def _file_system(path: Path) -> str:
     """The type of the file system that holds a path, or would, once it exists."""
-    mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text("utf-8").strip("\n").split("\n")]
     types = {Path(left.split()[4]): right.split()[0] for left, right in mounts}
     resolved = path.resolve()
     return next((types[folder] for folder in (resolved, *resolved.parents) if folder in types), "unknown")

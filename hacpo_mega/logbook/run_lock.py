@@ -266,14 +266,13 @@ def _signature_in(descriptor: int) -> dict[str, Any] | None:
 def _known(said: str) -> dict[str, Any] | None:
     """What the second line of a signature says; None when nobody holds it, or somebody has not yet said so."""
     with suppress(ValueError, IndexError, KeyError, TypeError):  # then it is not one of ours
-        known = json.loads(said.splitlines()[1])
+        known = json.loads(said.split("\n")[1])
         return {key: known[key] for key in ("space", "pid", "start")}
     return None
 
 
 def _holder(descriptor: int) -> str:
-    lines = os.pread(descriptor, 4096, 0).decode(errors="replace").splitlines()
-    return lines[0] if lines else "another job"
+    return os.pread(descriptor, 4096, 0).decode(errors="replace").partition("\n")[0] or "another job"
 
 
 def _space() -> str:
