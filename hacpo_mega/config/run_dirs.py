@@ -72,11 +72,8 @@ def require_displaceable(run_dir: Path) -> None:
 
 def is_mount_point(folder: Path) -> bool:
     """Whether something is mounted at a real path, also a folder of the same file system."""
-    lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
-    return any(
-        OCTAL.sub(lambda found: bytes([int(found[1], 8)]), line.split()[4]) == bytes(folder)
-        for line in filter(None, lines)
-    )
+    lines = Path("/proc/self/mountinfo").read_bytes().strip(b"\n").split(b"\n")
+    return any(OCTAL.sub(lambda found: bytes([int(found[1], 8)]), line.split()[4]) == bytes(folder) for line in lines)
 
 
 def run_dir_problems(given: Path) -> Iterator[str]:

@@ -100,6 +100,7 @@ def test_the_tolerance_is_of_the_gold():
         ("answer is B, C", ""),
         ("so it is\n(D)", "D"),
         ("so it is\nD.", "D"),
+        ("so it is\u2028D", None),  # a line ends at "\n" alone
         ("the answer is a matrix", None),
         ("the answer is I think unknown", None),
         ("Because of that I", None),
