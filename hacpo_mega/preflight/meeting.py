@@ -298,8 +298,12 @@ def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: 
 
 
 def not_in_ring(store: dist.Store, world_size: int) -> list[int]:
-    """The ranks that have not come to the last thing that making the groups does: their address in the ring."""
-    return [rank for rank in range(world_size) if not store.check([f"hacpo_mega/ring/watchdog/{rank}"])]
+    """The ranks that have not come to the roll call, for whom rank 0 waits with all else; where all have, those that
+    have not come to the last thing that making the groups does: their address in the ring."""
+    for key in ("here", "ring/watchdog"):
+        if absent := [rank for rank in range(world_size) if not store.check([f"hacpo_mega/{key}/{rank}"])]:
+            return absent
+    return []
 
 
 def _first_line(error: BaseException) -> str:

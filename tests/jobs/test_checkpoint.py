@@ -145,7 +145,7 @@ def test_a_new_run_branches_off_and_may_have_its_state_in_host_memory(undisturbe
     expected = read_metrics(run / "metrics.jsonl")[3].values
     assert list(steps) == [3]
     assert {name: value for name, value in steps[3].values.items() if name in expected} == expected
-    scored = {"eval", "num_evaluated"}
+    scored = {"eval", "num_evaluated", "held_out_gain", "held_out_gain_square", "num_held_out_pairs"}
     assert {name.split("/")[2] for name in steps[3].values.keys() - expected.keys()} == scored
     assert read_rollouts(branch, 3) == read_rollouts(run, 3)
     assert committed_steps(branch) == [3] and committed_steps(run) == [2, 4]

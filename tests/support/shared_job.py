@@ -36,10 +36,10 @@ def main(config: Path, folder: Path, *overrides: str) -> None:
         buffers.extend((b.param_data.untyped_storage(), b.grad_data.untyped_storage()) for b in model.buffers)
         original_init(whole, model, optimizer)
 
-    def save_hf_on_a_full_disk(actor: Actor, out: Path) -> None:
+    def save_hf_on_a_full_disk(actor: Actor, out: Path, **how: object) -> None:
         if out.name == REFUSED and full:
             raise full.pop()
-        save_hf(actor, out)
+        save_hf(actor, out, **how)
 
     ActorOffload.__init__, Actor.save_hf = init, save_hf_on_a_full_disk
     for owner, names in METHODS.items():
