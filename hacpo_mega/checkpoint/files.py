@@ -333,7 +333,7 @@ def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: boo
 
 
 def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
-    """Of committed steps the one with the best held-out reward, the newer of equals; None where none was evaluated."""
+    """The committed step with the best held-out reward, the newer of equals; None where none was evaluated."""
     accuracies = []
     for step in steps:
         folder = folder_of(run_dir, step)

@@ -119,7 +119,7 @@ def _connect(address: str, port: int, world_size: int, patience_s: float) -> dis
 
 
 class RollCall:
-    """Who of a job has come: one key of every rank, which only rank 0 waits for, and all look at when a start fails."""
+    """Calls the roll of a job: a key of every rank; rank 0 waits for all, and each looks when a start fails."""
 
     def __init__(self, store: dist.Store, rank_map: RankMap, rank: int, patience_s: float) -> None:
         """Says that this rank is here."""

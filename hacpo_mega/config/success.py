@@ -1,4 +1,4 @@
-"""Which answers a run counts as a success where nothing says it, and who counts them: a line for people.
+"""Says which answers a run counts as a success where nothing tells it, and who counts them.
 
 Not here: the judge, whose verdict "correct" is a success (grading/judge.py).
 """

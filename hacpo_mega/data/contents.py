@@ -1,4 +1,4 @@
-"""What data files hold, as digests of contents, not of names: the first 16 hexadecimal digits of a SHA-256."""
+"""Digests of what data files hold, by contents and not by names: the first 16 hexadecimal digits of a SHA-256."""
 
 import functools
 import hashlib
@@ -12,7 +12,7 @@ from hacpo_mega.data.saved_folders import data_files
 
 
 def data_digest(path: Path) -> str:
-    """Of a data file; of a saved folder, of all its data files in order; of a data set of the Hub, of its rows."""
+    """Digests a data file, all data files of a saved folder in order, or the rows of a data set of the Hub."""
     if HubSplit.parse(path) is not None:
         return _rows_digest(path)
     digests = [file_digest(file) for file in data_files(path)]
@@ -20,13 +20,13 @@ def data_digest(path: Path) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """Of every byte; read once per process as long as size, time and place on the disk are as they were."""
+    """Digests every byte; read once per process as long as size, time and place on the disk are as they were."""
     state = file.stat()
     return _bytes_digest(file, state.st_size, state.st_mtime_ns, state.st_ino)
 
 
 def digest_of(value: Any) -> str:
-    """Of a value that JSON can say."""
+    """Digests a value that JSON can say."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""What a run reads beside its configuration, by digests: a run that goes on is refused where that has changed.
+"""Digests of what a run reads beside its configuration: a run that goes on is refused where that has changed.
 
     data.files, evaluation.files    every byte of a file; the rows of a data set of the Hub
     agents.NAME.model               every byte of tokenizer, templates and generation_config.json, and with kl_coef a
@@ -88,7 +88,7 @@ def _of_files(files: tuple[Path, ...]) -> dict[str, str]:
 
 
 def _of_model(agent: AgentConfig, *, weights: bool) -> dict[str, str]:
-    """Of a model folder; that of adapters' base is compared by find_start."""
+    """Digests the weights of a model folder; that of adapters' base is compared by find_start."""
     found = {path.relative_to(agent.model).as_posix(): file_digest(path) for path in text_files(agent.model)}
     if weights and agent.lora is None and found:
         found[WEIGHTS] = weights_fingerprint(agent.model)

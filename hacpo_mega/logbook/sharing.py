@@ -45,12 +45,12 @@ class Fates:
 
     @property
     def share(self) -> float | None:
-        """Of the usable answers, those that gave a gradient; None where there is none."""
+        """The share of the usable answers that gave a gradient; None where there is none."""
         return self.reached / self.usable if self.usable else None
 
     @property
     def is_lost(self) -> bool:
-        """Whether next to none of them did, and they are enough to say so."""
+        """True where next to none of them did, and they are enough to say so."""
         return self.usable >= SHARED_ANSWERS and self.reached < SHARED_LEAST * self.usable
 
     @property
@@ -69,7 +69,7 @@ class Fates:
 
     @classmethod
     def total(cls, parts: Iterable["Fates"]) -> Self:
-        """Of several steps or sources together."""
+        """Adds up several steps or sources."""
         found = list(parts)
         reasons = dict.fromkeys(reason for fates in found for reason in fates.lost)
         return cls(

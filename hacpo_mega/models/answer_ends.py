@@ -1,4 +1,4 @@
-"""Which tokens end an agent's answers, and which one of them ends the answers that it learns from others. No torch.
+"""The tokens that end an agent's answers, and the one that ends the answers it learns from others. No torch.
 
 Families have several ends: Gemma's <eos> and <end_of_turn>, Phi-3's <|endoftext|> and <|end|>, GLM's <|user|>. The
 sampler stops at all of them. An answer of another agent gets the one that the learner would have said.

@@ -24,7 +24,7 @@ def refusals(planned: Planned, plan: Plan, work: Mapping[str, Work], ways: Ways)
 
 
 def tried(planned: Planned, work: Mapping[str, Work], cluster: Cluster, ways: Ways) -> Ways:
-    """Of the ways that a search has found, those that would not be refused if they were the configuration."""
+    """The ways of a search that would not be refused if they were the configuration."""
     return Ways(tuple(way for way in ways.frontier if _works(planned, work, cluster, way)))
 
 
