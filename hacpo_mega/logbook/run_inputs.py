@@ -88,7 +88,7 @@ def _of_files(files: tuple[Path, ...]) -> dict[str, str]:
 
 
 def _of_model(agent: AgentConfig, *, weights: bool) -> dict[str, str]:
-    """Digests the weights of a model folder; that of adapters' base is compared by find_start."""
+    """Digests the text files of a model folder, and its `weights`; the base of adapters is compared by find_start."""
     found = {path.relative_to(agent.model).as_posix(): file_digest(path) for path in text_files(agent.model)}
     if weights and agent.lora is None and found:
         found[WEIGHTS] = weights_fingerprint(agent.model)
