@@ -19,6 +19,7 @@ fi
 echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, process $$, $(date '+%F %T')"
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
 [[ -n ${NCCL_IB_HCA+set} ]] || { found=$(active_infiniband /sys) && [[ -n $found ]] && export NCCL_IB_HCA=$found; }
+killed_before=$(memory_kills "")
 
 "$@" &
 child=$!
@@ -30,6 +31,9 @@ while kill -0 $child 2>/dev/null; do # a trap ends `wait` early
   wait $child
   status=$?
 done
+if [[ $status == 137 ]] && (($(memory_kills "") > killed_before)); then
+  echo "rank $SLURM_PROCID was killed by the kernel: out of memory (its counter oom_kill says so). Give it more (slurm.mem)"
+fi
 echo "$SLURM_PROCID $status $(date +%s%N) $SLURMD_NODENAME" >"$name.ended"
 if [[ $SLURM_PROCID == 0 ]]; then # the last lines are still on their way
   exec >&- 2>&-

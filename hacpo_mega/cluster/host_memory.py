@@ -8,7 +8,7 @@ import json
 import socket
 from collections import defaultdict
 
-from hacpo_mega.cluster.machine_limits import free_memory_bytes
+from hacpo_mega.cluster.machine_limits import free_memory
 from hacpo_mega.cluster.place import Place
 
 
@@ -17,14 +17,15 @@ def require_host_memory(place: Place, num_bytes: int) -> None:
 
     num_bytes   what this rank is going to pin
     """
-    mine = json.dumps([socket.gethostname(), num_bytes, free_memory_bytes()]).encode()
+    mine = json.dumps([socket.gethostname(), num_bytes, free_memory()]).encode()
     wanted, free = defaultdict[str, int](int), {}
     for payload in place.gather_job(mine):
         node, of_rank, free_there = json.loads(payload)
         wanted[node] += of_rank
         free[node] = min(free_there, free.get(node, free_there))
     for node, size in wanted.items():
-        if size > free[node]:
+        left, limit = free[node]
+        if size > left:
             asked, instead = (
                 "agents.*.offload",
                 "Offload fewer agents (offload = 'none'), or spread them over more nodes",
@@ -32,6 +33,6 @@ def require_host_memory(place: Place, num_bytes: int) -> None:
             if place.rank_map.shares_devices:
                 asked, instead = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
             raise ValueError(
-                f"{asked} wants {size >> 20} MiB of pinned memory on {node}, where {free[node] >> 20} MiB are free. "
-                f"{instead}"
+                f"{asked} wants {size >> 20} MiB of pinned memory on {node}, where {left >> 20} MiB are free"
+                f"{f' ({limit})' if limit else ''}. {instead}"
             )

@@ -100,8 +100,10 @@ class SlurmConfig(Section):
     cpus_per_rank: Count | None = None
     """Processors of each process, as Slurm counts them; not given: an equal share of a whole node (--exclusive), else
     what belongs to one of the node's GPUs by sinfo, 8 where sinfo cannot be asked."""
-    mem: Memory = "0"
-    """Memory of each node, as sbatch's --mem reads it; 0: all that it has."""
+    mem: Memory | None = None
+    """Memory of each node, as sbatch's --mem reads it; 0: all that it has; not given: all of a node whose GPUs or
+    processors the job takes all (or --exclusive), else the share that belongs to them; all where sinfo cannot be
+    asked."""
     constraint: Line | None = None
     """Features that the nodes must have, as sbatch's --constraint reads them."""
     nodelist: Line | None = None

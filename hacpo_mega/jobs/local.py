@@ -4,7 +4,8 @@ A rank spends most of its start on imports. So where its launcher may import the
 (forked_rank.py): not on CUDA, of which nobody may have asked anything before a fork, nor from a user's own process.
 
 Nothing of it listens to the network: torch's own launcher would, for everybody, and runs what it is sent.
-What failed says so itself in one line (place.py, watchdog.py); the launcher adds nothing to it.
+What failed says so itself in one line (place.py, watchdog.py); the launcher speaks only for ranks that the kernel has
+killed for want of memory.
 Not here: what the processes need in their environment (environment.py).
 """
 
@@ -20,11 +21,12 @@ from pathlib import Path
 
 from hacpo_mega.cluster.environment import LAUNCHER_PID
 from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
-from hacpo_mega.cluster.machine_limits import num_cores
+from hacpo_mega.cluster.machine_limits import num_cores, num_memory_kills
 from hacpo_mega.cluster.private_folder import FOLDER, job_folder
 from hacpo_mega.cluster.seat import STORE_FILE
 from hacpo_mega.cluster.secret import SECRET, new_secret
 from hacpo_mega.jobs.forked_rank import ForkedRank
+from hacpo_mega.models.visible import say
 
 DEFERRED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end by themselves when the run is on disk
 AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -110,6 +112,7 @@ class _Ranks:
         self._look, self._forks, self._is_importing = look, forks, False
         self._processes: list[subprocess.Popen | ForkedRank] = []
         self._told: list[int] = []
+        self._memory_kills = num_memory_kills()
 
     def after(self, imports: Callable[[], None]) -> None:
         """Imports what they need. A signal ends this process meanwhile, as it would end ranks that import."""
@@ -144,6 +147,7 @@ class _Ranks:
             self._until(lambda: self._ends_at_once is not None, LAST_WORDS_S)
             self._send(signal.SIGTERM)
         self._until(lambda: False, PATIENCE_S)
+        self._name_those_without_memory()
         self.kill()
         if self._ends_at_once is not None:
             return SIGNALLED + self._ends_at_once
@@ -161,6 +165,17 @@ class _Ranks:
             except ProcessLookupError:  # forked a moment ago, it is in no session of its own and has started nothing
                 process.kill()
             process.wait()
+
+    def _name_those_without_memory(self) -> None:
+        """Says which ranks the kernel has killed because memory was short: they could not."""
+        killed = [str(rank) for rank, process in enumerate(self._processes) if process.poll() == -signal.SIGKILL]
+        if killed and num_memory_kills() > self._memory_kills:
+            who = f"rank {killed[0]} was" if len(killed) == 1 else f"ranks {', '.join(killed)} were"
+            say(
+                f"{who} killed by the kernel: out of memory (its counter oom_kill says so). Give the job more memory, "
+                "or start fewer ranks on this machine",
+                file=sys.stderr,
+            )
 
     @property
     def _running(self) -> list[subprocess.Popen | ForkedRank]:

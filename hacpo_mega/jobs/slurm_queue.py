@@ -15,7 +15,7 @@ from pathlib import Path
 
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
 JOB_FIELDS = ("%i", "%T", "%r", "%M", "%L", "%N")
-PARTITION_FIELDS = ("%P", "%D", "%c", "%G")
+PARTITION_FIELDS = ("%P", "%D", "%c", "%G", "%m")
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,12 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes of a partition that are alike: how many, processors and GPUs of each, as Slurm counts them."""
+    """Nodes of a partition that are alike: how many, processors, GPUs and memory of each, as Slurm counts them."""
 
     num_nodes: int
     cpus: int
     gpus: int
+    memory_mib: int = 0
 
 
 def job_name(run_dir: Path) -> str:
@@ -64,10 +65,10 @@ def partitions() -> dict[str, list[NodeGroup]]:
     """The nodes of every partition; the default one also by the name "". Empty where sinfo cannot be asked."""
     found: dict[str, list[NodeGroup]] = {}
     for line in (_ask("sinfo", "--noheader", "--exact", f"--format={'|'.join(PARTITION_FIELDS)}") or "").splitlines():
-        name, num_nodes, cpus, gres = (line.split("|") + [""] * 4)[:4]
+        name, num_nodes, cpus, gres, memory = (line.split("|") + [""] * 5)[:5]
         if not (num_nodes.isdigit() and cpus.isdigit()):
             continue
-        group = NodeGroup(int(num_nodes), int(cpus), num_gpus(gres))
+        group = NodeGroup(int(num_nodes), int(cpus), num_gpus(gres), int(memory) if memory.isdigit() else 0)
         for known in {name.rstrip("*"), *([""] if name.endswith("*") else [])}:
             found.setdefault(known, []).append(group)
     return found

@@ -1,9 +1,11 @@
 """What a job asks of each of its nodes: processors, memory, GPUs; and what no node of the cluster could give. Pure.
 
     processors   slurm.cpus_per_rank, else an equal share of a whole node, else those of one of its GPUs
+    memory       slurm.mem, else all of a whole node (--mem=0), else the share of what the job takes of its GPUs
     GPUs         --gpus-per-node, slurm.gres, or nothing where Slurm counts none: then whole nodes
 
-Without them Slurm gives each process one core, and the memory of that core. Not here: who runs where (slurm.py), how
+Without them Slurm gives each process one core, and the memory of that core; and a job that wants all memory of a node
+waits until nobody else is there. Not here: who runs where (slurm.py), how
 Slurm is asked what it has (slurm_queue.py).
 """
 
@@ -20,16 +22,21 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class Request:
-    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""."""
+    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem`,
+    of a node of each component, and why so much.
+    """
 
     cpus: int
     why: str
     gpus: tuple[str, ...]
-    mem: str
+    mem: tuple[str, ...]
+    why_mem: str
     takes_whole_nodes: bool
 
     def __str__(self) -> str:
-        memory = "all memory" if self.mem == "0" else f"{self.mem} of memory"
+        words = {"0": "all memory", "": "memory"}
+        memory = " or ".join(words.get(mem, f"{mem} of memory") for mem in dict.fromkeys(self.mem))
+        memory += f" ({self.why_mem})" if self.why_mem else ""
         whole = ", whole nodes" if self.takes_whole_nodes else ""
         return f"each process: {self.cpus} processors ({self.why}); each node: {memory}{whole}"
 
@@ -54,7 +61,17 @@ def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[Node
         cpus, why = min(_share(part, own, whole) for part, own in zip(parts, groups, strict=True))
     for part, own in zip(parts, groups, strict=True):
         _require_processors(part, own, cpus)
-    return Request(cpus, why, gpus, slurm.mem, whole)
+    if any(option.startswith("--mem") for option in slurm.sbatch_options):
+        mem, why_mem = ("",) * len(parts), "slurm.sbatch_options"
+    elif slurm.mem is not None:
+        mem, why_mem = (slurm.mem,) * len(parts), "slurm.mem"
+    else:
+        shares = [_memory(part, own, cpus, whole) for part, own in zip(parts, groups, strict=True)]
+        mem, why_mem = (
+            tuple(mem for mem, _ in shares),
+            "; ".join(dict.fromkeys(filter(None, (why for _, why in shares)))),
+        )
+    return Request(cpus, why, gpus, mem, why_mem, whole)
 
 
 def _groups(part: Component, known: Mapping[str, Sequence[NodeGroup]]) -> Sequence[NodeGroup]:
@@ -100,19 +117,49 @@ def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[i
     """Processors of a process, and why so many: of the smallest node that there may be."""
     if not groups:
         return UNKNOWN_CPUS, "sinfo could not be asked; slurm.cpus_per_rank says another number"
-    fits = [group for group in groups if group.gpus >= max(part.counts)] if part.kind.gpus else []
-    least = min(fits or groups, key=lambda group: group.cpus)
+    least = min(_fitting(part, groups), key=lambda group: group.cpus)
     if whole:
         return max(1, least.cpus // max(part.counts)), f"{least.cpus} of a node, shared by {max(part.counts)}"
     places = max(part.kind.ranks, least.gpus if part.kind.gpus else 0)
     return max(1, least.cpus // places), f"{least.cpus} of a node, for each of {places} places"
 
 
+def _fitting(part: Component, groups: Sequence[NodeGroup]) -> Sequence[NodeGroup]:
+    """The nodes with enough GPUs for a component; all where none has."""
+    return [group for group in groups if part.kind.gpus and group.gpus >= max(part.counts)] or groups
+
+
+def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool) -> tuple[str, str]:
+    """The word for --mem of a component's nodes, and why: as much of the smallest node as of its GPUs or processors."""
+    if whole:
+        return "0", ""
+    if not groups or not all(group.memory_mib for group in groups):
+        return "0", "sinfo could not be asked; with others on a node the job waits for it: slurm.mem says less"
+    shares = []
+    for group in _fitting(part, groups):
+        if part.kind.gpus:
+            taken, places, what = _num_gpus(part), max(part.kind.ranks, group.gpus), "GPUs"
+        else:
+            taken, places, what = max(part.counts) * cpus, group.cpus, "processors"
+        taken = min(taken, places)
+        why = f"{taken} of {places} {what} of a node with {group.memory_mib}M" if taken < places else ""
+        shares.append((group.memory_mib * taken // places, why))
+    if not any(why for _, why in shares):
+        return "0", ""
+    mib, why = min(shares)
+    return f"{mib}M", why or "the whole of the smallest node"
+
+
+def _num_gpus(part: Component) -> int:
+    """GPUs of each node that are asked for."""
+    return max(part.counts) if part.is_even else part.kind.gpus
+
+
 def _gpus_line(part: Component, gres: str | None, asks_none: bool) -> str:
     """The words that ask for a component's GPUs. ValueError where a typed number is not that of gpus_per_node."""
     if not part.kind.gpus or asks_none:
         return ""
-    number = max(part.counts) if part.is_even else part.kind.gpus
+    number = _num_gpus(part)
     if gres is None:
         return f"gpus-per-node={number}"
     kind, _, given = gres.rpartition(":")

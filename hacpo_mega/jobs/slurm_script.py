@@ -214,7 +214,7 @@ def _directives(job: Job) -> Iterator[str]:
             "nodes": len(component.counts),
             "ntasks-per-node": max(component.counts),
             "cpus-per-task": job.request.cpus,
-            "mem": slurm.mem,
+            "mem": job.request.mem[number] or None,
             "signal": f"B:USR1@{slurm.signal_s}",
         }
         yield from (f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)

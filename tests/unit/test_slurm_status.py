@@ -22,11 +22,29 @@ def ask(known=KNOWN, tp: int = 8, lanes: int = 1, **slurm):
 
 
 def test_a_process_gets_what_belongs_to_its_gpu():
-    assert (ask().cpus, ask().mem, ask().gpus) == (12, "0", ("gpus-per-node=8",))
+    assert (ask().cpus, ask().mem, ask().gpus) == (12, ("0",), ("gpus-per-node=8",))
     assert ask(tp=2, gpus_per_node=2).cpus == 12, "a quarter of the node for two of its eight GPUs"
     assert ask(tp=2, gpus_per_node=2, sbatch_options=["--exclusive"]).cpus == 48, "the whole node"
     assert ask(cpus_per_rank=3).cpus == 3 and ask(known={}).cpus == 8
     assert "sinfo could not be asked" in str(ask(known={}))
+
+
+def test_a_job_takes_all_memory_of_whole_nodes_alone():
+    """Else it would wait until nobody else is on its nodes: the share of its GPUs, or processors, of the smallest."""
+    gpus = {"": [NodeGroup(2, 96, 8, 800_000), NodeGroup(9, 96, 8, 400_000)]}
+    assert ask(gpus).mem == ask(gpus, tp=2, gpus_per_node=2, sbatch_options=["--exclusive"]).mem == ("0",)
+    quarter = ask(gpus, tp=2, gpus_per_node=2)
+    assert quarter.mem == ("100000M",)
+    assert str(quarter).endswith("each node: 100000M of memory (2 of 8 GPUs of a node with 400000M)")
+    assert ask(gpus, tp=2, gpus_per_node=2, mem=0).mem == ("0",) and ask(gpus, mem="9G").mem == ("9G",)
+    assert "each node: memory (slurm.sbatch_options)" in str(ask(gpus, sbatch_options=["--mem-per-gpu=80G"]))
+    larger = {"": [NodeGroup(2, 96, 8, 50_000), NodeGroup(2, 96, 16, 4_000_000)]}
+    assert ask(larger).mem == ("50000M",), "on either"
+    cpus = {"": [NodeGroup(4, 32, 0, 64_000)]}
+    none = {"gpus_per_node": 0, "ranks_per_node": 4, "tp": 4}
+    assert ask(cpus, **none).mem == ("0",) and ask(cpus, **none, cpus_per_rank=2).mem == ("16000M",)
+    assert ask({}, tp=2, gpus_per_node=2).mem == ask(tp=2, gpus_per_node=2).mem == ("0",)
+    assert "all memory (sinfo could not be asked; with others on a node the job waits" in str(ask({}))
 
 
 def test_gpus_by_type_and_clusters_that_count_none():
@@ -60,10 +78,12 @@ def test_what_no_node_could_give_is_refused(slurm, said):
 
 def test_slurms_tables_are_read(tmp_path, monkeypatch):
     assert [num_gpus(text) for text in ("gpu:8", "gpu:h100:8(S:0-1),tmp:1", "(null)", "")] == [8, 8, 0, 0]
-    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'main*|4|96|gpu:h100:8(S:0-1)'\necho 'old|2|16|(null)'\n")
+    (tmp_path / "sinfo").write_text(
+        "#!/bin/sh\necho 'main*|4|96|gpu:h100:8(S:0-1)|2000000'\necho 'old|2|16|(null)|64000'\n"
+    )
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    main, old = [NodeGroup(4, 96, 8)], [NodeGroup(2, 16, 0)]
+    main, old = [NodeGroup(4, 96, 8, 2_000_000)], [NodeGroup(2, 16, 0, 64_000)]
     assert partitions() == {"main": main, "": main, "old": old}
 
 
