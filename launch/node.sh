@@ -27,3 +27,58 @@ memory_kills() {
   done
   echo 0
 }
+
+# raise_limits SYS: as many open files and as much locked memory as this node allows; the soft limits are slurmd's, or
+# those of the shell that submitted. Says where no locked memory is left to the network; that rank 0 of a large job has
+# too few files it says itself.
+raise_limits() {
+  local locked
+  locked=$(ulimit -Hl)
+  ulimit -Sn "$(ulimit -Hn)" && ulimit -Sl "$locked"
+  [[ ${SLURM_LOCALID:-0} != 0 || $locked == unlimited || -z $(active_infiniband "$1") ]] ||
+    echo "warning: ${SLURMD_NODENAME:-this node} allows $locked KiB of locked memory (ulimit -Hl); InfiniBand wants it unlimited"
+}
+
+# clean RUN ATTEMPT JOB GOING EARLIER: end_stale, and remove_containers of this job and of the EARLIER ones of this run.
+clean() {
+  local number old=("$3")
+  for number in $5; do [[ $4 == "?" || " $4 " == *" $number "* ]] || old+=("$number"); done
+  end_stale "$1" "$2" "$3" "$4"
+  remove_containers "${old[@]}"
+}
+
+# remove_containers JOB ...: removes the unpacked images that pyxis has left here under the names that slurm.sbatch gave
+# them in these jobs; pyxis may put a job's number before them.
+remove_containers() {
+  local name
+  command -v enroot >/dev/null || return 0
+  for name in $(enroot list); do
+    [[ $name =~ ^pyxis_([0-9]+_)?hacpo-mega-([0-9]+)$ && " $* " == *" ${BASH_REMATCH[2]} "* ]] || continue
+    enroot remove -f "$name" && echo "${SLURMD_NODENAME:-this node}: removed the container $name"
+  done
+}
+
+# end_stale RUN ATTEMPT JOB GOING: ends the processes that earlier attempts of RUN have left on this node, and removes
+# what they alone have in /dev/shm. GOING are the numbers of the user's jobs that run, "?" if nobody knows: what belongs
+# to one stays, but for JOB, this one. Everything else on the node stays, too: other users', other runs', and what names no run.
+end_stale() {
+  local environ process job attempt file ended=() files=() names=() gone=()
+  while read -r environ; do
+    process=${environ%/environ}
+    [[ -O $process ]] || continue
+    attempt=$(sed -zn 's/^HACPO_MEGA_ATTEMPT=//p' "$environ" | tr -d '\0')
+    job=$(sed -zn 's/^SLURM_JOB_ID=//p' "$environ" | tr -d '\0')
+    [[ $job == "$3" && $attempt != "$2" || $job != "$3" && $4 != "?" && " $4 " != *" $job "* ]] || continue
+    ended+=("${process#/proc/}")
+    names+=("$(<"$process/comm") ${process#/proc/} of attempt $attempt, job $job")
+    while read -r file; do files+=("$file"); done < <(sed -n 's|^.* \(/dev/shm/.*\)$|\1|p' "$process/maps" | sort -u)
+  done < <(grep -lzsFx "HACPO_MEGA_RUN=$1" /proc/[0-9]*/environ)
+  [[ ${#ended[@]} != 0 ]] || return 0
+  kill -KILL "${ended[@]}"
+  for _ in {1..50}; do kill -0 "${ended[@]}" 2>/dev/null && sleep 0.1; done
+  for file in "${files[@]}"; do
+    [[ -O $file ]] && ! grep -qsF " $file" /proc/[0-9]*/maps && rm -f "$file" && gone+=("$file")
+  done
+  printf -v names '; %s' "${names[@]}"
+  echo "${SLURMD_NODENAME:-this node}: ended what earlier attempts of this run have left: ${names:2}${gone[*]:+; removed ${gone[*]}}"
+}

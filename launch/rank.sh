@@ -18,6 +18,7 @@ else
 fi
 echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, process $$, $(date '+%F %T')"
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+raise_limits /sys
 [[ -n ${NCCL_IB_HCA+set} ]] || { found=$(active_infiniband /sys) && [[ -n $found ]] && export NCCL_IB_HCA=$found; }
 killed_before=$(memory_kills "")
 

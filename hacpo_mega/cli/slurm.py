@@ -31,17 +31,27 @@ def slurm(
     accept: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As in train.")] = None,
     branch: Annotated[Path | None, typer.Option("--from", metavar="STEP", help="As in train.")] = None,
     last_whole: Annotated[bool, typer.Option("--last-whole", help="As in train.")] = False,
+    hold: Annotated[
+        bool, typer.Option("--hold", help="Only take the nodes, and keep them, for starts by --job.")
+    ] = False,
+    job_number: Annotated[
+        str | None, typer.Option("--job", metavar="N", help="Start now, here, on the nodes of a job that holds some.")
+    ] = None,
     status: Annotated[
         Path | None, typer.Option("--status", metavar="RUN", help="Show how a run stands, on one screen.")
     ] = None,
 ) -> None:
     """Train on a Slurm cluster: show who runs on which node, write the job script and submit it."""
     if status is not None:
-        if config_file is not None or dry_run or fresh:
+        if config_file is not None or dry_run or fresh or hold or job_number is not None:
             raise ValueError("--status takes a run folder and nothing else: hacpo-mega slurm --status RUN")
         raise typer.Exit(_show(status))
     if config_file is None:
         raise ValueError("give a configuration, or --status RUN")
+    if job_number is not None and not (job_number.isdigit() and not hold):
+        raise ValueError(f"--job {job_number}: give the number of a job that runs, and no --hold")
+    from hacpo_mega.jobs.slurm_held import start_in
+    from hacpo_mega.jobs.slurm_script import hold as hold_nodes
     from hacpo_mega.jobs.slurm_script import prepare, submit
 
     options = [word for key in accept or [] for word in ("--accept", key)]
@@ -49,9 +59,11 @@ def slurm(
     options += ["--last-whole"] if last_whole else []
     if dry_run:
         config = _placed(config_file, overrides or [])
-        job = prepare(config, options)
+        job = prepare(config, options, for_any_cluster=True)
         _say_limit(config)
         say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
+        for problem in job.request.problems:
+            say(f"submission would be refused: {problem}", file=sys.stderr)
         return
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
     fetch_agents(config_file, overrides or [], partial(_require_inputs, how=how))  # once, where there is a network
@@ -61,8 +73,11 @@ def slurm(
     job = prepare(config, options)
     _require_inputs(config, how)
     _say_limit(config)
-    say(f"{job.plan.table()}\n{job.request}")
-    for line in submit(job, fresh=fresh):
+    say(job.plan.table())
+    if job_number is not None:
+        raise typer.Exit(start_in(job, job_number, fresh=fresh))
+    say(job.request)
+    for line in hold_nodes(job) if hold else submit(job, fresh=fresh):
         say(line)
 
 

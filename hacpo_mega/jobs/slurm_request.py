@@ -9,7 +9,7 @@ waits until nobody else is there. Not here: who runs where (slurm.py), how
 Slurm is asked what it has (slurm_queue.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hacpo_mega.config.slurm import SlurmConfig
@@ -22,8 +22,8 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class Request:
-    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem`,
-    of a node of each component, and why so much.
+    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem`
+    of a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give.
     """
 
     cpus: int
@@ -32,6 +32,7 @@ class Request:
     mem: tuple[str, ...]
     why_mem: str
     takes_whole_nodes: bool
+    problems: tuple[str, ...]
 
     def __str__(self) -> str:
         words = {"0": "all memory", "": "memory"}
@@ -44,13 +45,10 @@ class Request:
 def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[NodeGroup]]) -> Request:
     """The request of a plan. `known` are the nodes by partition, "" the default one; empty where nobody could be asked.
 
-    ValueError, in one line, for a partition that does not exist, or has too few nodes, GPUs or processors.
+    Its problems are a partition that does not exist, or has too few nodes, GPUs or processors.
     """
     parts = plan.components
     groups = [_groups(part, known) for part in parts]
-    for part, own in zip(parts, groups, strict=True):
-        alike = [other for other in parts if other.kind.partition == part.kind.partition]
-        _require_nodes(_spoken(part), sum(len(other.counts) for other in alike), own)
     counts_none = any(own and part.kind.gpus and not any(one.gpus for one in own) for part, own in zip(parts, groups))
     asks_none = slurm.gres == "none" or (slurm.gres is None and counts_none)
     whole = asks_none or WHOLE_NODE in slurm.sbatch_options
@@ -59,8 +57,9 @@ def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[Node
         cpus, why = slurm.cpus_per_rank, "slurm.cpus_per_rank"
     else:
         cpus, why = min(_share(part, own, whole) for part, own in zip(parts, groups, strict=True))
-    for part, own in zip(parts, groups, strict=True):
-        _require_processors(part, own, cpus)
+    problems = [
+        line for part, own in zip(parts, groups, strict=True) for line in _problems(part, parts, own, known, cpus)
+    ]
     if any(option.startswith("--mem") for option in slurm.sbatch_options):
         mem, why_mem = ("",) * len(parts), "slurm.sbatch_options"
     elif slurm.mem is not None:
@@ -71,46 +70,58 @@ def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[Node
             tuple(mem for mem, _ in shares),
             "; ".join(dict.fromkeys(filter(None, (why for _, why in shares)))),
         )
-    return Request(cpus, why, gpus, mem, why_mem, whole)
+    return Request(cpus, why, gpus, mem, why_mem, whole, tuple(dict.fromkeys(problems)))
 
 
 def _groups(part: Component, known: Mapping[str, Sequence[NodeGroup]]) -> Sequence[NodeGroup]:
     """The nodes that a component may get; of several partitions those of all."""
-    if not known:
-        return ()
-    names = (part.kind.partition or "").split(",")
-    for name in names:
+    return [group for name in _partitions(part) for group in known.get(name, ())]
+
+
+def _partitions(part: Component) -> list[str]:
+    return (part.kind.partition or "").split(",")
+
+
+def _problems(
+    part: Component,
+    parts: Sequence[Component],
+    groups: Sequence[NodeGroup],
+    known: Mapping[str, Sequence[NodeGroup]],
+    cpus: int,
+) -> Iterator[str]:
+    """What no node of the cluster could give to a component, which shares its partitions with other `parts`."""
+    for name in _partitions(part) if known else ():
         if name not in known:
             asked = f"slurm.partition {name}: there is no such partition" if name else "there is no default partition"
-            raise ValueError(f"{asked}; there are: {', '.join(sorted(filter(None, known)))}")
-    return [group for name in names for group in known[name]]
+            yield f"{asked}; there are: {', '.join(sorted(filter(None, known)))}"
+    if not groups:
+        return
+    needed = sum(len(other.counts) for other in parts if other.kind.partition == part.kind.partition)
+    there = sum(group.num_nodes for group in groups)
+    if needed > there:
+        yield (
+            f"the job needs {needed} nodes, {_spoken(part)} has {there}: it would wait for ever. Use fewer lanes or "
+            "cells, more processes on a node, or another partition"
+        )
+    yield from _of_fullest_node(part, groups, cpus)
 
 
 def _spoken(part: Component) -> str:
     return f"partition {part.kind.partition}" if part.kind.partition else "the default partition"
 
 
-def _require_nodes(where: str, needed: int, groups: Sequence[NodeGroup]) -> None:
-    there = sum(group.num_nodes for group in groups)
-    if groups and needed > there:
-        raise ValueError(
-            f"the job needs {needed} nodes, {where} has {there}: it would wait for ever. Use fewer lanes or cells, "
-            "more processes on a node, or another partition"
-        )
-
-
-def _require_processors(part: Component, groups: Sequence[NodeGroup], cpus: int) -> None:
+def _of_fullest_node(part: Component, groups: Sequence[NodeGroup], cpus: int) -> Iterator[str]:
     """Some node must have the processors and the GPUs of the fullest node of a component."""
     ranks, gpus = max(part.counts), part.kind.gpus
-    if groups and not any(group.cpus >= ranks * cpus for group in groups):
+    if not any(group.cpus >= ranks * cpus for group in groups):
         most = max(group.cpus for group in groups)
-        raise ValueError(
+        yield (
             f"{ranks} processes of {cpus} processors need {ranks * cpus} on a node, the largest of {_spoken(part)} has "
             f"{most}. Nearest: slurm.cpus_per_rank={max(1, most // ranks)}"
         )
-    most = max((group.gpus for group in groups), default=0)
+    most = max(group.gpus for group in groups)
     if 0 < most < min(gpus, ranks):
-        raise ValueError(f"slurm.gpus_per_node ({gpus}): a node of {_spoken(part)} has {most}. Nearest: {most}")
+        yield f"slurm.gpus_per_node ({gpus}): a node of {_spoken(part)} has {most}. Nearest: {most}"
 
 
 def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[int, str]:

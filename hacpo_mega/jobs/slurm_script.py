@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tomli_w
@@ -25,7 +25,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
-from hacpo_mega.jobs.slurm_queue import job_name, jobs_of, partitions, spoken
+from hacpo_mega.jobs.slurm_queue import QueuedJob, job_name, jobs_of, partitions, spoken
 from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.run_lock import RunLock
@@ -34,9 +34,19 @@ from hacpo_mega.models.hub import CACHE, HubModel
 LAUNCH = installed_files("launch")
 TEMPLATE = LAUNCH / "slurm.sbatch"
 ODD = '%"\\'  # in a directive: a number of the job, the end of the value, an escape
+ODD_IN_MOUNTS = ',:"$`'  # pyxis cuts at the first two; enroot's shell reads the others
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|unable to contact|limit")
+# All that an allocation does that stays: what runs in it is told when the time is nearly over.
+HOLD = """\
+#!/bin/bash
+@directives@
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+echo "[slurm $(date '+%F %T')] job $SLURM_JOB_ID holds $SLURM_JOB_NODELIST"
+sleep infinity &
+while kill -0 $! 2>/dev/null; do wait $!; done
+"""
 # File systems in the memory of one machine. Of others nothing is known here: the head node of a cluster may export its
 # own disk; a node that does not see the folder says so when the job starts.
 NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
@@ -55,6 +65,7 @@ class Job:
     mounts: tuple[Path, ...]
     config: str
     has_hub_models: bool
+    held: bool = False
 
     def script(self, number: int) -> str:
         """The job script of the Nth submission of the run."""
@@ -69,10 +80,10 @@ class Job:
         return self.run_dir / "slurm"
 
 
-def prepare(config: Config, options: Sequence[str] = ()) -> Job:
+def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: bool = False) -> Job:
     """The job of a configuration; writes nothing. `options` are those of `train`.
 
-    ValueError, in one line, for what the cluster could not run.
+    ValueError, in one line, for what no cluster could run, and this one neither, unless it is `for_any_cluster`.
     """
     slurm, plan = config.slurm, Plan.of(RankMap.of(config), config.slurm)
     if slurm.time is not None and seconds_of(slurm.time) <= slurm.signal_s:
@@ -90,10 +101,13 @@ def prepare(config: Config, options: Sequence[str] = ()) -> Job:
             f"run_dir {run_dir} is on {kind}, in this machine's memory: {len(plan.nodes)} nodes need a folder that all "
             "of them see"
         )
+    request = request_of(plan, slurm, partitions())
+    if request.problems and not for_any_cluster:
+        raise ValueError("\n".join(request.problems))
     return Job(
         run_dir=run_dir,
         plan=plan,
-        request=request_of(plan, slurm, partitions()),
+        request=request,
         template=_template(slurm.template),
         slurm=slurm,
         options=tuple(options),
@@ -113,16 +127,9 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     if sbatch is None:
         raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster; --dry-run shows the script")
     others = jobs_of(job.run_dir) or []
-    if fresh and others:
-        numbers = " ".join(other.number for other in others)
-        raise ValueError(f"--fresh: {spoken(others)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
+    require_no_job(job, others, fresh=fresh)
     _refuse_if_slurm_would(sbatch, job)
-    if fresh:
-        with RunLock(job.run_dir) as lock:
-            aside = move_aside(job.run_dir)
-            job.run_dir.mkdir(parents=True, exist_ok=True)
-            lock.enter(aside)  # else what marks the lock would stay in the folder that has moved
-    script = _write(job)
+    script = write(job, fresh=fresh)
     done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"Slurm refuses {script}: {_words(done.stderr)}")
@@ -132,6 +139,33 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
         yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
     yield f"job {number}, log {log}\nwatch: tail -F {log}\nstate: hacpo-mega slurm --status {job.run_dir}"
     yield f"end:   scancel {number}"
+
+
+def hold(job: Job) -> Iterator[str]:
+    """Submits an allocation of the job's nodes that stays until its time is over, and starts nothing on them.
+
+    ValueError without sbatch, for nodes of several kinds, and with Slurm's words when it refuses.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster")
+    held = replace(job, held=True)
+    folder = _own_folder(job)
+    text = HOLD.replace("@directives@", "\n".join(_directives(held)))
+    done = subprocess.run([sbatch, "--parsable"], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
+    number = done.stdout.strip().partition(";")[0]
+    yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'{number}.log'}"
+    yield f"start:  hacpo-mega slurm CONFIG --job {number}     one configuration after the other, as soon as it runs"
+    yield f"end:    scancel {number}"
+
+
+def require_no_job(job: Job, others: Sequence[QueuedJob], *, fresh: bool) -> None:
+    """ValueError where `fresh` would take the folder from a job of the run."""
+    if fresh and others:
+        numbers = " ".join(other.number for other in others)
+        raise ValueError(f"--fresh: {spoken(others)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
 
 
 def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
@@ -146,16 +180,14 @@ def _words(said: str) -> str:
     return "; ".join(line.replace("sbatch: error: ", "") for line in said.strip().splitlines())
 
 
-def _write(job: Job) -> Path:
-    """The next submission's two files, in a folder that nobody else may write; the script's path."""
-    folder = job.folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
-    except PermissionError as error:
-        raise ValueError(
-            f"{folder} is another user's: its job scripts would run as you; give another run_dir"
-        ) from error
+def write(job: Job, *, fresh: bool) -> Path:
+    """The next submission's two files; the script's path. `fresh` moves what lies in the run's folder aside before."""
+    if fresh:
+        with RunLock(job.run_dir) as lock:
+            aside = move_aside(job.run_dir)
+            job.run_dir.mkdir(parents=True, exist_ok=True)
+            lock.enter(aside)  # else what marks the lock would stay in the folder that has moved
+    folder = _own_folder(job)
     number = 1
     while (folder / f"config.{number}.toml").exists():
         number += 1
@@ -165,6 +197,19 @@ def _write(job: Job) -> Path:
             path.chmod(0o644)
             file.write(text)
     return script
+
+
+def _own_folder(job: Job) -> Path:
+    """The folder of the run's scripts and logs, which nobody else may write."""
+    folder = job.folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
+    except PermissionError as error:
+        raise ValueError(
+            f"{folder} is another user's: its job scripts would run as you; give another run_dir"
+        ) from error
+    return folder
 
 
 def _template(path: Path | None) -> str:
@@ -191,13 +236,14 @@ def _seen_by_processes(config: Config) -> Iterator[Path]:
 
 
 def _directives(job: Job) -> Iterator[str]:
-    """The #SBATCH lines: of the job, then of each component."""
+    """The #SBATCH lines: of the job, then of each component. Nodes that are held belong to no run, and come once."""
     slurm = job.slurm
-    yield f'#SBATCH --job-name="{job_name(job.run_dir)}"'
+    yield f'#SBATCH --job-name="{job_name(job.run_dir)}{"-held" * job.held}"'
     yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'
     yield "#SBATCH --open-mode=append"
     yield f'#SBATCH --chdir="{Path.cwd()}"'
-    yield "#SBATCH --dependency=singleton"
+    if not job.held:
+        yield "#SBATCH --dependency=singleton"
     for number, component in enumerate(job.plan.components):
         if number:
             yield "#SBATCH hetjob"
@@ -219,7 +265,7 @@ def _directives(job: Job) -> Iterator[str]:
         }
         yield from (f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
         yield from (f"#SBATCH --{gpus}" for gpus in filter(None, [job.request.gpus[number]]))
-        yield "#SBATCH --requeue"
+        yield f"#SBATCH --{'no-' * job.held}requeue"
         if job.request.takes_whole_nodes and WHOLE_NODE not in slurm.sbatch_options:
             yield f"#SBATCH {WHOLE_NODE}"
         yield from (f"#SBATCH {option}" for option in slurm.sbatch_options)
@@ -245,6 +291,7 @@ def _settings(job: Job, number: int) -> Iterator[str]:
     yield f"preflight={int(slurm.preflight)}"
     yield f"preflight_wait_s={slurm.preflight_wait_s}"
     yield f"max_attempts={slurm.max_attempts}"
+    yield f"held={int(job.held)} # whether the nodes stay when this script ends"
     # The nodes look for models of the Hub where they were found here, whatever home or HF_HOME they have.
     environment = {"HF_HUB_CACHE": CACHE, **slurm.environment} if job.has_hub_models else slurm.environment
     yield from (f"export {name}={shlex.quote(value)}" for name, value in environment.items())
@@ -261,16 +308,24 @@ def _setup(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _container(job: Job) -> Iterator[str]:
-    """The words of pyxis; the name, of which there is one an attempt, is the script's to say."""
+    """The words of pyxis; the name, by which it is removed in the end, is the script's to say."""
     if job.slurm.container_image is None:
         if job.slurm.container_mounts:
             raise ValueError("slurm.container_mounts: there is no slurm.container_image to mount them in")
         return
     folders = sorted(set(job.mounts))
     outer = [one for one in folders if not any(other != one and one.is_relative_to(other) for other in folders)]
+    for folder in outer:
+        if odd := sorted(set(ODD_IN_MOUNTS).intersection(str(folder))):
+            raise ValueError(
+                f"{folder}: pyxis reads {odd[0]!r} in the path of a mount as its own, and the container needs this "
+                "folder; give it another name"
+            )
     yield f"--container-image={job.slurm.container_image}"
     yield f"--container-mounts={','.join([*(f'{one}:{one}' for one in outer), *job.slurm.container_mounts])}"
     yield f"--container-workdir={Path.cwd()}"
+    if "--container-mount-home" not in job.slurm.srun_options:  # packages and settings in it would win over the image's
+        yield "--no-container-mount-home"
 
 
 def _file_system(path: Path) -> str:

@@ -43,6 +43,22 @@ def test_a_dry_run_prints_a_script_that_bash_reads_and_writes_nothing(config):
     assert not (config.parent / "run").exists()
 
 
+def test_a_dry_run_shows_what_the_cluster_at_hand_could_not_hold(config, monkeypatch, tmp_path):
+    """The plan of a scale configuration on a development cluster, and the refusal at its end; submission ends there."""
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'main*|1|16|gpu:8|64000'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for own, said in (
+        ((), "the job needs 2 nodes, the default partition has 1"),
+        (("slurm.partition=h",), "slurm.par"),
+    ):
+        done = run_here("slurm", config, "--dry-run", *own)
+        assert done.returncode == 0 and done.stdout.startswith("3 ranks on 2 nodes\n") and "#SBATCH" in done.stdout
+        assert done.stderr.startswith(f"submission would be refused: {said}") and done.stderr.count("\n") == 1
+        done = run_here("slurm", config, *own)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(said), done.stderr
+
+
 def test_agents_of_two_partitions_are_components_of_one_job(config):
     own = ("slurm.partition=new", "slurm.agents.wide.partition=old", "slurm.agents.wide.constraint=v100")
     script = run_here("slurm", config, "--dry-run", *own, "slurm.account=team").stdout

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,26 @@ esac
 """
 SRUN = """#!/bin/bash
 echo "$*" >>"$(dirname "$NOTES")/steps"
-[[ "$*" == *rank.sh* ]] || exit 0
+[[ "$*" == *rank.sh* || "$*" == *node.sh* ]] || exit 0
+if [[ "$*" == *node.sh* ]]; then # what is to be done on a node is done here
+  while [[ $1 != bash ]]; do shift; done
+  exec "$@"
+fi
 while [[ $1 != */rank.sh ]]; do echo "$1" >>"$NOTES"; shift; done
 echo "secret $HACPO_MEGA_SECRET export $SLURM_EXPORT_ENV" >>"$NOTES"
 logs=$2 python3 -c "$PLAY"
+"""
+# Knows the containers that its files name.
+ENROOT = """#!/bin/bash
+cd "$(dirname "$0")/containers"
+case "$1" in
+  list) ls ;;
+  remove) [[ $2 == -f ]] && rm "$3" ;;
+esac
+"""
+# Says which jobs of the user run.
+SQUEUE = """#!/bin/bash
+printf '7\\n8\\n'
 """
 MANY = 32_768
 ALL_ENDED = f"""
@@ -49,10 +66,16 @@ class Attempt:
         text = prepare(load_config(config)).script(1)
         if num_ranks is not None:
             text = text.replace("num_ranks=2\n", f"num_ranks={num_ranks}\n")
-        for name, content in (("scontrol", SCONTROL), ("srun", SRUN)):
+        for name, content in (("scontrol", SCONTROL), ("srun", SRUN), ("enroot", ENROOT), ("squeue", SQUEUE)):
             (folder / name).write_text(content)
             (folder / name).chmod(0o755)
-        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "PLAY": play, "NOTES": str(folder / "notes")}
+        job = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "PLAY": play,
+            "NOTES": str(folder / "notes"),
+        }
         environment = os.environ | job | {"PATH": f"{folder}:{os.environ['PATH']}"}
         done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, cwd=ROOT)
         self.status, self.said, self.script = done.returncode, done.stdout + done.stderr, text
@@ -129,14 +152,104 @@ def test_what_an_older_preflight_found_excludes_nobody(tmp_path):
     assert attempt.status == 5 and "the preflight failed and names no node" in attempt.said, attempt.said
 
 
+IMAGE = {"container_image": "team/image.sqsh", "container_mounts": ["/data:/data:ro"]}
+
+
 def test_a_container_is_unpacked_once_and_shows_what_processes_read(tmp_path):
-    image = {"container_image": "team/image.sqsh", "container_mounts": ["/data:/data:ro"], "preflight": True}
-    notes = Attempt(tmp_path, **image).notes
-    assert notes.count("--container-name=hacpo-mega-7-1") == 2, "by the preflight and by the training"
+    notes = Attempt(tmp_path, **IMAGE, preflight=True).notes
+    assert notes.count("--container-name=hacpo-mega-7") == 2, "by the preflight and by the training"
     assert notes.count("--cpu-bind=cores") == 2 and "--container-image=team/image.sqsh" in notes
     mounts = next(note for note in notes if note.startswith("--container-mounts=")).partition("=")[2].split(",")
     assert mounts[-1] == "/data:/data:ro" and f"{tmp_path}:{tmp_path}" in mounts and f"{ROOT}:{ROOT}" in mounts
-    assert f"--container-workdir={Path.cwd()}" in notes
+    assert f"--container-workdir={Path.cwd()}" in notes and "--no-container-mount-home" in notes
+    own = ["--container-mount-home", "--container-name=mine"]
+    (tmp_path / "own").mkdir()
+    notes = Attempt(tmp_path / "own", **IMAGE, srun_options=own).notes
+    assert not {"--no-container-mount-home", "--container-name=hacpo-mega-7"} & set(notes), "pyxis takes one of each"
+
+
+@pytest.mark.parametrize("play", ["", "import os; os._exit(1)", "import os; os._exit(2)"])
+def test_no_container_stays_behind(tmp_path, play):
+    """Nor does what a lost attempt or an ended job of this run has left; another run's stays, and a running job's."""
+    stays = ["pyxis_hacpo-mega-8", "pyxis_hacpo-mega-70", "pyxis_other", "pyxis_7_other", "hacpo-mega-7"]
+    goes = ["pyxis_hacpo-mega-7", "pyxis_7_hacpo-mega-7", "pyxis_hacpo-mega-5"]
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "run/slurm").mkdir(parents=True)
+    for number in (5, 7, 8):
+        (tmp_path / f"run/slurm/{number}.log").touch()
+    for name in (*stays, *goes):
+        (tmp_path / "containers" / name).touch()
+    unpack = f"open({str(tmp_path / 'containers/pyxis_hacpo-mega-7')!r}, 'x');"
+    attempt = Attempt(tmp_path, unpack + play, **IMAGE)
+    assert sorted(path.name for path in (tmp_path / "containers").iterdir()) == sorted(stays), attempt.said
+    assert attempt.said.count("removed the container pyxis_hacpo-mega-7") == 2, "before it begins, and at its end"
+    said = attempt.said
+    assert "requeued" not in said or said.rindex("removed the container") < said.index("requeued"), "steps end there"
+
+
+@pytest.mark.parametrize("sign", [",", ":", "$"])
+def test_a_folder_that_pyxis_would_cut_is_refused(tmp_path, sign):
+    folder = tmp_path / f"a{sign}b"
+    folder.mkdir()
+    Attempt(folder)
+    with pytest.raises(ValueError, match=rf"/a\{sign}b.*: pyxis reads '\{sign}' in the path of a mount as its own"):
+        Attempt(folder, **IMAGE)
+
+
+def test_only_what_this_run_has_left_on_a_node_is_ended(tmp_path):
+    """Its earlier attempts' processes, of this job and of jobs that are over, and what they alone have in /dev/shm."""
+    run, other = tmp_path / "run", tmp_path / "run2"
+    shared = Path("/dev/shm") / f"hacpo_mega_test_{os.getpid()}"
+    maps = f"import mmap, time; f = open({str(shared)!r}, 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9); "
+    told = [(run, 9, 7, maps), (run, 9, 5, ""), (run, 9, 8, ""), (run, 1, 7, ""), (other, 9, 7, "")]
+    command = [sys.executable, "-c"]
+    left = []
+    for at, attempt, job, does in told:
+        names = {"HACPO_MEGA_RUN": str(at), "HACPO_MEGA_ATTEMPT": str(attempt), "SLURM_JOB_ID": str(job)}
+        code = f"{does}import time; print(flush=True); time.sleep(600)"
+        left.append(subprocess.Popen([*command, code], env=os.environ | names, stdout=subprocess.PIPE))
+    try:
+        for process in left:
+            process.stdout.readline()
+        assert shared.exists()
+        attempt = Attempt(tmp_path)
+        assert attempt.status == 0, attempt.said
+        assert [left[number].wait(60) for number in (0, 1)] == [-9, -9] and not shared.exists()
+        assert [process.poll() for process in left[2:]] == [None] * 3, "a running job's, this attempt's, another run's"
+        (line,) = [line for line in attempt.said.splitlines() if "have left" in line]
+        assert f"{left[0].pid} of attempt 9, job 7; " in line and line.endswith(f"removed {shared}")
+    finally:
+        shared.unlink(missing_ok=True)
+        for process in left:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_file_of_keys_reaches_the_processes(tmp_path):
+    """The line of docs/guide/slurm.md."""
+    keys = tmp_path / "keys"
+    keys.write_text("TRACKER_KEY=abc\n")
+    line = f"set -a && source {keys} && set +a"
+    play = "import os; print('key', os.environ['TRACKER_KEY'])"
+    attempt = Attempt(tmp_path, play, setup=[line])
+    assert "key abc" in attempt.said and "abc" not in attempt.script
+    keys.unlink()
+    attempt = Attempt(tmp_path, play, setup=[line])
+    assert attempt.status == 2 and f"slurm.setup: this line failed: {line}" in attempt.said
+
+
+def test_limits_are_raised_and_a_low_one_is_said(tmp_path):
+    folder = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    folder.mkdir(parents=True)
+    (folder / "state").write_text("4: ACTIVE\n")
+    (folder / "link_layer").write_text("InfiniBand\n")
+    lower = 'ulimit -Sn 90; ulimit -Hn 100; ulimit -l 64; source "$0"; raise_limits "$1"; ulimit -Sn'
+    asked = ["bash", "-c", lower, ROOT / "launch/node.sh", tmp_path]
+    said = subprocess.run(asked, capture_output=True, text=True, env=os.environ | {"SLURMD_NODENAME": "node1"}).stdout
+    assert said == (
+        "warning: node1 allows 64 KiB of locked memory (ulimit -Hl); InfiniBand wants it unlimited\n100\n"
+    ), said
 
 
 def test_a_template_of_ones_own_has_the_same_placeholders(tmp_path):

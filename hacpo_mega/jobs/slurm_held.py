@@ -1,0 +1,66 @@
+"""A run in an allocation that is there already: `hacpo-mega slurm CONFIG --job N`, after --hold or salloc. No torch.
+
+The run's own job script (launch/slurm.sbatch) runs here, in the foreground, and its sruns on the first nodes of the
+allocation: secret, environment, placement, preflight and the line of whoever fails are those of a job. What ends it
+starts nothing again. Not here: how nodes are asked for (jobs/slurm_script.py).
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import replace
+
+from hacpo_mega.jobs.slurm_queue import jobs_of
+from hacpo_mega.jobs.slurm_script import Job, require_no_job, write
+
+TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def start_in(job: Job, number: str, *, fresh: bool) -> int:
+    """Runs the job on nodes of job `number`, to its end, and returns its status.
+
+    A signal has the run take a checkpoint and end, a second one ends it at once. ValueError where that job does not
+    run, or has too few nodes, and for --fresh beside a job of the run.
+    """
+    if len(job.plan.components) > 1:
+        raise ValueError("slurm.agents: nodes of several kinds are a job of their own; leave --job out")
+    require_no_job(job, jobs_of(job.run_dir) or [], fresh=fresh)
+    nodes = _nodes_of(number, job.slurm.exclude)
+    if len(nodes) < (needed := len(job.plan.nodes)):
+        raise ValueError(f"--job {number}: it has {len(nodes)} nodes ({','.join(nodes)}), the run needs {needed}")
+    script = write(replace(job, held=True), fresh=fresh)
+    # A shell of salloc says how many tasks and processors it has, which srun would take for wishes.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    chosen = {"SLURM_JOB_NODELIST": ",".join(nodes[:needed]), "SLURM_JOB_NUM_NODES": str(needed)}
+    environment = kept | chosen | {"SLURM_JOB_ID": number}
+    # In a session of its own: Ctrl-C would end the script and leave its srun.
+    process = subprocess.Popen(["bash", str(script)], env=environment, start_new_session=True)
+    signals = iter(["USR1"])
+
+    def pass_on(*_: object) -> None:
+        subprocess.Popen(["scancel", f"--signal={next(signals, 'TERM')}", number])
+
+    before = {told: signal.signal(told, pass_on) for told in TOLD}
+    try:
+        return process.wait()
+    finally:
+        for told, handler in before.items():
+            signal.signal(told, handler)
+
+
+def _nodes_of(number: str, excluded: str | None) -> list[str]:
+    """The nodes of a job that runs, but those that are not to be used. ValueError where it does not run."""
+    if shutil.which("scontrol") is None:
+        raise ValueError("scontrol is not on the PATH: start on a login node of the cluster, or on a node of the job")
+    shown = _scontrol("show", "job", "-o", number).split()
+    fields = dict(word.split("=", 1) for word in shown if "=" in word)
+    if fields.get("JobState") != "RUNNING":
+        state = fields.get("JobState", "unknown to Slurm")
+        raise ValueError(f"--job {number}: it is {state}: wait until it runs, or ask for nodes with --hold")
+    left_out = _scontrol("show", "hostnames", excluded).split() if excluded else []
+    return [node for node in _scontrol("show", "hostnames", fields["NodeList"]).split() if node not in left_out]
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", *words], capture_output=True, text=True).stdout
