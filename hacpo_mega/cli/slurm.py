@@ -50,6 +50,8 @@ def slurm(
         raise ValueError("give a configuration, or --status RUN")
     if job_number is not None and not (job_number.isdigit() and not hold):
         raise ValueError(f"--job {job_number}: give the number of a job that runs, and no --hold")
+    if hold and (fresh or accept or branch is not None or last_whole or dry_run):
+        raise ValueError("--hold takes nodes and starts nothing on them: give the other options with --job N")
     from hacpo_mega.jobs.slurm_held import start_in
     from hacpo_mega.jobs.slurm_script import hold as hold_nodes
     from hacpo_mega.jobs.slurm_script import prepare, submit

@@ -155,6 +155,30 @@ def test_a_node_that_fails_the_preflight_is_left_out(slurm, going):
     assert "on node[2-3]" in second and "] done" in second
 
 
+def test_configurations_go_one_after_the_other_on_nodes_that_stay(slurm, config):
+    """Each with a secret of its own, on the first nodes that are allowed; what ends one starts nothing again."""
+    held = slurm.run(config, "--hold", f"run_dir={config.parent / 'held'}", "slurm.partition=new")
+    number = held.stdout.partition("job ")[2].split()[0]
+    assert f"hacpo-mega slurm CONFIG --job {number}" in held.stdout, held.stderr
+    try:
+        slurm.cluster.wait(lambda: slurm.cluster.job(number)["JobState"] == "RUNNING", f"job {number}")
+        for name, endings, status in (("one", "0", 0), ("two", "1:9", 9), ("three", "75", 75)):
+            done = slurm.run(config, "--job", number, *told(config, name, endings))
+            assert done.returncode == status, done.stdout + done.stderr
+            assert f"job {number} on node3,node4 (3 ranks)" in done.stdout and "queues again" not in done.stdout
+            assert_told_afresh(config.parent / name, num_attempts=1)
+            assert ("rank 1 on node3 ended first, with status 9; the end of" in done.stdout) == (status == 9)
+        secrets = {(config.parent / name / "slurm/told/0.0").read_text().split()[2] for name in ("one", "two", "three")}
+        assert len(secrets) == 3
+        few = slurm.run(config, "--job", number, *told(config, "few", "0"), "slurm.exclude=node4")
+        assert few.returncode == 2 and few.stderr.endswith("it has 1 nodes (node3), the run needs 2\n"), few.stderr
+        assert slurm.cluster.job(number)["JobState"] == "RUNNING" and not (config.parent / "few").exists()
+    finally:
+        slurm.cluster.on(CONTROL, "scancel", number)
+    gone = slurm.run(config, "--job", number, *told(config, "few", "0"))
+    assert gone.returncode == 2 and f"--job {number}: it is " in gone.stderr, gone.stderr
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

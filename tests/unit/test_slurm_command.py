@@ -94,6 +94,25 @@ def test_without_sbatch_nothing_is_written(config, monkeypatch):
     assert not (config.parent / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hold", "--fresh"], "--hold takes nodes and starts nothing on them"),
+        (["--hold", "--dry-run"], "--hold takes nodes and starts nothing on them"),
+        (["--hold", "--job", "7"], "--job 7: give the number of a job that runs, and no --hold"),
+        (["--job", "7;ls"], "--job 7;ls: give the number of a job that runs"),
+        (["--job", "7"], "scontrol is not on the PATH: start on a login node of the cluster"),
+        (["--hold"], "sbatch is not on the PATH"),
+        (["--job", "7", "slurm.agents.wide.constraint=x"], "slurm.agents: nodes of several kinds are a job of their"),
+    ],
+)
+def test_nodes_that_stay_have_no_other_options(config, monkeypatch, words, said):
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = run_here("slurm", config, *words)
+    assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
+    assert not (config.parent / "run").exists()
+
+
 def test_who_submits_needs_no_torch(config):
     code = (
         "import sys; from hacpo_mega.cli.app import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
