@@ -19,6 +19,8 @@ ENVIRONMENT = (
     "hacpo_mega/jobs/forked.py",
     "hacpo_mega/jobs/forked_rank.py",
     "hacpo_mega/jobs/local.py",
+    "hacpo_mega/jobs/slurm_held.py",
+    "hacpo_mega/cluster/machine_limits.py",  # what Slurm gave to the job
     "hacpo_mega/cluster/place.py",
     "hacpo_mega/cluster/private_folder.py",
     "hacpo_mega/cluster/rank_map.py",

@@ -54,7 +54,8 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     with Place.join(RANKS) as place:
         read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
         read |= {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
-        return read | {"queues": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}
+        asked = {"queues": "CUDA_DEVICE_MAX_CONNECTIONS", "order": "CUDA_DEVICE_ORDER"}
+        return read | {name: os.environ.get(variable) for name, variable in asked.items()}
 
 
 def ranks_on_cuda(folder: Path, chosen: dict[str, str]) -> list[dict[str, Any]]:
@@ -69,6 +70,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
         assert read == {
             "agent": agent,
             "queues": {"small": None, "large": "1"}[agent],
+            "order": "PCI_BUS_ID",
             "VLLM_ENABLE_V1_MULTIPROCESSING": False,
             "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
             "VLLM_NO_USAGE_STATS": True,
@@ -81,6 +83,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
 
 def test_what_the_user_has_set_stays(tmp_path):
     chosen = {
+        "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
         "VLLM_LOGGING_LEVEL": "DEBUG",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "1",
         "VLLM_CACHE_ROOT": "/of/the/user",
@@ -88,7 +91,7 @@ def test_what_the_user_has_set_stays(tmp_path):
     assert chosen.keys() - CACHES.keys() == ON_CUDA.keys()
     for read in ranks_on_cuda(tmp_path, chosen):
         assert (read["VLLM_LOGGING_LEVEL"], read["VLLM_ALLREDUCE_USE_FLASHINFER"]) == ("DEBUG", True)
-        assert read["VLLM_CACHE_ROOT"] == "/of/the/user"
+        assert (read["VLLM_CACHE_ROOT"], read["order"]) == ("/of/the/user", "FASTEST_FIRST")
         assert read["TRITON_CACHE_DIR"].startswith(str(tmp_path))
 
 
