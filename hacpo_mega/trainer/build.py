@@ -99,6 +99,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
+    if lock is not None:
+        place.at_end(lock.leave)
     start = agree_on_start(place, config, **how)
     require_same_models(place, [agent.model for agent in config.agents])
     steps_done = 0 if start is None else start.step
