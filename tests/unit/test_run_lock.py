@@ -317,6 +317,7 @@ def test_an_earlier_attempt_of_the_same_job_needs_less_silence_and_never_none(
     with monkeypatch.context() as patch:
         patch.setattr(run_lock, "_space", lambda: "another boot")
         said = run_lock.signature("x")
+    begin = time.monotonic()
     for path in (tmp_path / ".run.lock", run_dir / LOCK):
         path.write_text(said)
         path.chmod(0o600)
@@ -324,11 +325,16 @@ def test_an_earlier_attempt_of_the_same_job_needs_less_silence_and_never_none(
     be_of("7", "2")
     if answer:
         monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
-    waited = {}
-    monkeypatch.setattr(run_lock, "_require_silence", lambda files: waited.update({f.path: f.unsure_s for f in files}))
+    waited: dict[Path, float] = {}
+
+    def look(files) -> None:
+        for file in files:
+            waited.setdefault(file.path, file.unsure_s)
+
+    monkeypatch.setattr(run_lock, "_require_silence", look)
     with RunLock(run_dir):
-        pass
-    assert len(waited) == 2 and all(abs(s - waits_s[bool(answer)]) < 0.9 for s in waited.values()), waited
+        most_s, passed_s = waits_s[bool(answer)] + 0.1, time.monotonic() - begin + 0.2
+    assert len(waited) == 2 and all(most_s - passed_s <= seconds <= most_s for seconds in waited.values()), waited
 
 
 @WITH_AND_WITHOUT
@@ -397,7 +403,7 @@ def test_another_user_can_hold_no_lock(open_folder):
     assert os.listdir(open_folder) == ["run"] and os.listdir(run_dir) == []
 
 
-@pytest.mark.parametrize("said", ["", "process 1 on elsewhere since then\n", "dead", "another machine's"])
+@pytest.mark.parametrize("said", ["", "dead", "another machine's"])
 def test_a_lock_of_an_older_version_that_another_user_holds_keeps_nobody_out(open_folder, monkeypatch, said):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     monkeypatch.setattr(run_lock, "QUIET_S", 0.3)
