@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,12 +62,12 @@ def holder_of(run_dir: Path, answer: str = "", **options) -> subprocess.Popen[st
     return process
 
 
-def refusal(run_dir: Path, answer: str = "", *, quiet_s: float = FOREVER_S) -> str:
+def refusal(run_dir: Path, answer: str = "", *, quiet_s: float = FOREVER_S, beat_s: float = 0.05) -> str:
     """What this process hears when it does not get the lock."""
     with pytest.MonkeyPatch.context() as patch:
         if answer:
             patch.setattr(run_lock.fcntl, "flock", no_locks)
-        patch.setattr(run_lock, "BEAT_S", 0.05)
+        patch.setattr(run_lock, "BEAT_S", beat_s)
         patch.setattr(run_lock, "QUIET_S", quiet_s)
         with pytest.raises(ValueError, match=r"^run_dir ") as refused:
             RunLock(run_dir)
@@ -262,12 +263,12 @@ def test_whoever_ends_at_once_gives_its_locks_up_and_lets_nobody_in_before_its_e
 
 
 def test_a_file_system_that_does_not_answer_holds_up_nobodys_end(tmp_path, monkeypatch):
+    answers = threading.Event()
     monkeypatch.setattr(run_lock, "LEAVE_S", 0.1)
     with RunLock(tmp_path / "run") as lock, monkeypatch.context() as patch:
-        patch.setattr(run_lock.os, "ftruncate", lambda *_: time.sleep(1))
-        begin = time.monotonic()
+        patch.setattr(run_lock.os, "ftruncate", lambda *_: answers.wait())
         lock.leave()
-        assert time.monotonic() - begin < 1
+        answers.set()
 
 
 @WITH_AND_WITHOUT
@@ -345,7 +346,7 @@ def test_an_earlier_attempt_that_lives_keeps_its_run(tmp_path, monkeypatch, answ
     (run_dir := tmp_path / "run").mkdir()
     first = holder_of(run_dir, "ENOSYS", elsewhere=True)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert f"is being written by process {first.pid} on " in refusal(run_dir, answer)
+    assert f"is being written by process {first.pid} on " in refusal(run_dir, answer, beat_s=FOREVER_S)
     first.communicate()
 
 
