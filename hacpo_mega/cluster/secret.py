@@ -10,6 +10,7 @@ What follows on the connection is neither signed nor encrypted: docs/security.md
 Not here: which sockets there are (watchdog.py, preflight.py, rendezvous.py).
 """
 
+import atexit
 import hmac
 import os
 import selectors
@@ -101,6 +102,7 @@ def share_secret(run_dir: Path, patience_s: float) -> None:
         except OSError as error:
             raise ValueError(f"{path}, by which the nodes of this job agree: {error.strerror}; {advice}") from error
         os.environ[SECRET_FILE] = str(path)
+        atexit.register(forget_secret)  # of a process that ends before the others have come
     else:
         secret = _await_private(path, min(patience_s, SHARED_S), advice)
     os.environ[SECRET] = secret
