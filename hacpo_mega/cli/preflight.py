@@ -13,6 +13,7 @@ import typer
 from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, prepare_environment
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.secret import forget_secret, share_secret
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.input_checks import missing_models
 from hacpo_mega.logbook.provenance import installed_versions
@@ -50,11 +51,15 @@ def _take_part(config_file: Path, overrides: list[str], wait_s: float) -> int:
     else:
         rank_map, run_dir = RankMap.of(config), config.run_dir
         _require_world_size(rank_map, seat)
+        share_secret(run_dir, wait_s)
         if seat.is_first_of_node:
             report = report_of(seat, config, installed_versions())
     from hacpo_mega.preflight.command import Preflight
 
-    return Preflight(seat, rank_map, run_dir, report, wait_s).run()
+    try:
+        return Preflight(seat, rank_map, run_dir, report, wait_s).run()
+    finally:
+        forget_secret()  # a round that finds something is the last, before anybody has joined
 
 
 def _load(config_file: Path, overrides: list[str]) -> Config:

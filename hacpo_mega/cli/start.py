@@ -27,6 +27,7 @@ from hacpo_mega.cluster.environment import (
 )
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import num_local, require_srun
+from hacpo_mega.cluster.secret import share_secret
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import find_problems
 from hacpo_mega.config.input_checks import missing_models
@@ -130,6 +131,7 @@ def this_process_is_a_rank(config: Config, work: str, door: str = ENGINE) -> boo
             require_srun()
             ranks.require_world_size(job_size())
             ranks.require_one_node(num_local(job_size()))
+            share_secret(config.run_dir, config.wait_s)
     return is_one_of(ranks.world_size, work, door)
 
 

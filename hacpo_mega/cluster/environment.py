@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import own_folder
 from hacpo_mega.cluster.processors import num_threads, stay_near_gpu
-from hacpo_mega.cluster.seat import expand_nodes, is_on_one_machine, tasks_of_nodes
+from hacpo_mega.cluster.seat import expand_nodes, is_on_one_machine, node_list, tasks_of_nodes
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
@@ -225,21 +225,32 @@ def shown_environment() -> str:
 
 
 def attempt_of_job() -> tuple[str, int] | None:
-    """Which job this process is in, and the attempt of it, from 1 on; None where nobody starts a job again."""
-    if _is_slurm_task():
-        return f"slurm {os.environ['SLURM_JOB_ID']}", 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    """Which job this process is in, and the attempt of it, from 1 on; None where nobody starts a job again.
+
+    The same before and after Place.join, which sets RANK.
+    """
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}", 1 + restarts
+    if job := _slurm_job():
+        return f"slurm {job}", 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return None
+
+
+def _slurm_job() -> str | None:
+    """The number of the Slurm job whose script or step this process belongs to, whoever has started it there.
+
+    The shell of salloc is on another machine: it has the job's variables and no SLURM_PROCID.
+    """
+    return os.environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in os.environ else None
 
 
 def place_in_cluster() -> dict[str, str]:
     """The job and the nodes that a start is traced to; empty where no cluster started this process."""
-    if (found := attempt_of_job()) is None:
-        return {}
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    return {"job": found[0]} | ({"nodes": nodes} if nodes else {})
+    if job := _slurm_job():
+        return {"job": f"slurm {job}", "nodes": node_list()}
+    found = attempt_of_job()
+    return {} if found is None else {"job": found[0]}
 
 
 def end_with_launcher() -> None:

@@ -224,6 +224,10 @@ class Place:
         """Has `action` done before the last words of this process, where a signal or another's death ends it."""
         self._watchdog.before_end = action
 
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Has `action` done last where this process ends at once."""
+        self._watchdog.at_end = lambda: (self._sockets.remove(), action())
+
     def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
         with self._waiting("what all ranks gather"):

@@ -67,7 +67,7 @@ class Seat:
             local_rank=local_rank,
             num_local=num_local(world_size),
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            nodes=expand_nodes(_node_list()),
+            nodes=expand_nodes(node_list()),
             address=os.environ["MASTER_ADDR"],
             port=_number("MASTER_PORT", os.environ["MASTER_PORT"], 65535),
             launcher_keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -80,8 +80,8 @@ class Seat:
         return self.local_rank == 0
 
 
-def _node_list() -> str:
-    """The nodes of this step; of a heterogeneous job's, whose step list may be one component's, those of the job."""
+def node_list() -> str:
+    """Slurm's list of this step's nodes; of the job's where it is heterogeneous: the step's may be one component's."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     if "SLURM_HET_SIZE" in os.environ:
         names = names[::-1]

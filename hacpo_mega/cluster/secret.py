@@ -10,23 +10,30 @@ What follows on the connection is neither signed nor encrypted: docs/security.md
 Not here: which sockets there are (watchdog.py, preflight.py, rendezvous.py).
 """
 
+import atexit
 import hmac
 import os
 import selectors
 import socket
+import stat
+import sys
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from hacpo_mega.cluster.private_folder import own_folder
-from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.seat import RANK_VARIABLES, Seat, from_launcher, num_local
+from hacpo_mega.models.visible import say
 
 SECRET = "HACPO_MEGA_SECRET"  # 32 random bytes as hexadecimal digits; the launcher or the job script makes them
 NUM_BYTES = 32  # of the secret, of a challenge and of a proof
 EXPORT = f"export {SECRET}=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
+SECRET_FILE = "HACPO_MEGA_SECRET_FILE"  # of the process that made it
+SHARED_S, NOTICE_S, POLL_S = 300.0, 15.0, 0.5  # how long rank 0's file is waited for, in silence, and between two looks
 MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one that has been silent longest goes
 
 
@@ -67,8 +74,73 @@ def new_secret() -> str:
 
 
 def forget_secret() -> None:
-    """Keeps it from the processes that this one starts later: graders, for one."""
+    """Keeps it from the processes that this one starts later: graders, for one. All ranks of the job know it by now."""
     os.environ.pop(SECRET, None)
+    if path := os.environ.pop(SECRET_FILE, None):
+        with suppress(OSError):  # it may have gone with its folder
+            os.unlink(path)
+
+
+def share_secret(run_dir: Path, patience_s: float) -> None:
+    """Gives the processes of a Slurm step on several nodes one secret, where nobody has exported any. Before `of_job`.
+
+    By a file beside `run_dir`, which all nodes see: rank 0 makes it, for this step alone and readable by its user
+    alone, and removes it by `forget_secret`. ValueError where it cannot be made, or does not appear.
+    """
+    rank, world_size = (from_launcher(*names) for names in RANK_VARIABLES[:2])
+    if SECRET in os.environ or "SLURM_STEP_ID" not in os.environ or num_local(world_size) == world_size:
+        return
+    step = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    folder = Path(os.path.realpath(run_dir))
+    path = folder.with_name(f".{folder.name}.{'.'.join(step)}.secret")
+    advice = f"say `{EXPORT}` once, before srun"
+    if rank == 0:
+        secret = new_secret()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_private(path, secret)
+        except OSError as error:
+            raise ValueError(f"{path}, by which the nodes of this job agree: {error.strerror}; {advice}") from error
+        os.environ[SECRET_FILE] = str(path)
+        atexit.register(forget_secret)  # of a process that ends before the others have come
+    else:
+        secret = _await_private(path, min(patience_s, SHARED_S), advice)
+    os.environ[SECRET] = secret
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, in the place of whatever a killed process has left there."""
+    draft = path.with_name(f"{path.name}.{new_secret()[:16]}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _await_private(path: Path, patience_s: float, advice: str) -> str:
+    """The text of a file that this user has made, and nobody else may read. ValueError where none comes in time."""
+    begin, is_silent = time.monotonic(), True
+    while True:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, encoding="ascii", errors="replace") as file:
+                found = os.fstat(descriptor)
+                is_mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                if is_mine and not stat.S_IMODE(found.st_mode) & 0o077:
+                    return file.read()
+        waited_s = time.monotonic() - begin
+        if waited_s > patience_s:
+            raise ValueError(
+                f"{SECRET} is not set, and rank 0 has made no {path} of this user's for {patience_s:.0f} s: {advice}, "
+                "or give a run_dir that all nodes see"
+            )
+        if is_silent and waited_s > NOTICE_S:
+            say(f"waiting for rank 0, which makes {path}", file=sys.stderr)
+            is_silent = False
+        time.sleep(POLL_S)
 
 
 def _decoded(said: str) -> bytes:

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
-JOB_FIELDS = ("%i", "%T", "%r", "%M", "%L", "%N")
+JOB_FIELDS = ("%i", "%T", "%r", "%M", "%L", "%N", "%o")  # the last one may have anything in it
 PARTITION_FIELDS = ("%P", "%D", "%c", "%G", "%m")
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job of the run that waits or runs, in Slurm's words: `elapsed` and `left` are times, `nodes` a node list."""
+    """A job of the run that waits or runs, in Slurm's words: `elapsed` and `left` are times, `nodes` a node list.
+
+    script   what it runs: by its name, which submission of the run it is
+    """
 
     number: str
     state: str
@@ -28,6 +31,7 @@ class QueuedJob:
     elapsed: str
     left: str
     nodes: str
+    script: str
 
     def __str__(self) -> str:
         if self.state == "PENDING":
@@ -46,9 +50,10 @@ class NodeGroup:
 
 
 def job_name(run_dir: Path) -> str:
-    """The name of all jobs of a run, and of no other: a part of it for people, a digest of the real path."""
-    digest = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:8]
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run_dir.name)[:40]}-{digest}"
+    """The name of all jobs of a run, and of no other: a part for people and a digest, both of the real path."""
+    folder = os.path.realpath(run_dir)
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', os.path.basename(folder))[:40]}-{digest}"
 
 
 def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
@@ -56,7 +61,7 @@ def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
     said = _ask("squeue", "--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
     if said is None:
         return None
-    lines = [line.split("|") for line in said.splitlines()]
+    lines = [line.split("|", len(JOB_FIELDS) - 1) for line in said.splitlines()]
     found = [QueuedJob(*line) for line in lines if len(line) == len(JOB_FIELDS)]
     return sorted(found, key=lambda job: job.state == "PENDING")
 

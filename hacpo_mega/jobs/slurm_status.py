@@ -31,6 +31,17 @@ TROUBLE = re.compile(
     r"^srun: error|BAD$|CANCELLED"
 )
 
+# What the job script says of the rank that ended first, and where an attempt of it begins.
+ENDED_FIRST = re.compile(
+    r"\] rank (\d+) on \S+ ended first, with status \d+; the end of .*/attempt_(\d+)/rank_\1\.log:"
+)
+ATTEMPT_BEGINS = re.compile(r"\] attempt (\d+): job \d+ on ")
+RANK_BEGINS = re.compile(r"^attempt (\d+) of job (.+?) begins after step (\d+);", re.MULTILINE)  # cli/slurm.py says it
+# At the end of a rank's log, what is no reason: its first line, and what libraries say when they are taken down.
+NO_REASON = re.compile(
+    r"^\s*$|^rank \d+ of \d+ on |^nanobind:|^ - leaked|^srun: |^\[W|Warning: |^  warnings\.warn|^\s*\^+\s*$"
+)
+
 
 @dataclass(frozen=True)
 class Status:
@@ -44,7 +55,8 @@ def status_of(run_dir: Path) -> Status:
     """How the run of a folder stands."""
     if not any((run_dir / name).exists() for name in ("slurm", "config.toml", "logs/attempts.jsonl")):
         return Status(f"{run_dir} holds no run", NO_RUN)
-    jobs, num_steps, ended = jobs_of(run_dir), _num_steps(run_dir), dict(_end_times(run_dir))
+    jobs, ended = jobs_of(run_dir), dict(_end_times(run_dir))
+    num_steps = _num_steps(run_dir, jobs or [])
     step, safe = max(ended, default=0), max(committed_steps(run_dir), default=0)
     is_done = num_steps is not None and (exported_steps(run_dir) or 0) >= num_steps
     rows = [
@@ -66,20 +78,34 @@ def _queue(jobs: Sequence[QueuedJob] | None) -> str:
 
 
 def _attempt(run_dir: Path) -> str:
-    """The newest attempt, as rank 0 noted it, or as the job script made its folder."""
+    """The newest attempt: of the run, as the job script counts them, else of a job that has another script."""
+    numbers = [folder.name.removeprefix("attempt_") for folder in run_dir.glob("logs/attempt_*")]
+    newest = max((int(number) for number in numbers if re.fullmatch("[0-9]{1,9}", number)), default=0)
     attempts = read_attempts(run_dir)
-    folders = len(list(run_dir.glob("logs/attempt_*")))
+    if newest:
+        found = RANK_BEGINS.search(_first_bytes(run_dir / f"logs/attempt_{newest}/rank_0.log"))
+        if found is None:
+            return f"{newest}, of which rank 0 has not begun"
+        number, job, step = int(found[1]), found[2], found[3]
+        began = [line["time_unix_s"] for line in attempts if (line["job"], line["attempt"]) == (job, number)]
+        when = f" {_date(began[-1])}" if began else ""
+        return f"{newest} ({one_line(job)}), began{when} after step {step}"
     if not attempts:
-        return f"{folders}, of which no rank has begun" if folders else "none has begun"
+        return "none has begun"
     last = attempts[-1]
-    when = time.strftime("%F %T", time.localtime(last["time_unix_s"]))
-    return f"{max(folders, len(attempts))} ({last['job']}), the last began {when} after step {last['step']}"
+    return f"{last['attempt']} of {last['job']}, began {_date(last['time_unix_s'])} after step {last['step']}"
 
 
-def _num_steps(run_dir: Path) -> int | None:
-    """Of the newest configuration that was submitted, else of the one that runs."""
+def _date(time_unix_s: float) -> str:
+    return time.strftime("%F %T", time.localtime(time_unix_s))
+
+
+def _num_steps(run_dir: Path, jobs: Sequence[QueuedJob]) -> int | None:
+    """Of the job that runs, else of the run's folder; before its first start of the newest submission."""
+    numbers = [re.search(r"/job\.(\d+)\.sbatch$", job.script) for job in jobs if job.state != "PENDING"]
+    running = [run_dir / f"slurm/config.{number[1]}.toml" for number in numbers if number]
     submitted = sorted(run_dir.glob("slurm/config.*.toml"), key=lambda path: path.stat().st_mtime)
-    for path in (*reversed(submitted), run_dir / "config.toml"):
+    for path in (*running, run_dir / "config.toml", *reversed(submitted)):
         with suppress(
             OSError, ValueError, KeyError, TypeError, OverflowError
         ):  # half written, or by another version: the next one tells
@@ -116,14 +142,48 @@ def _spoken_s(seconds: float) -> str:
 
 
 def _trouble(run_dir: Path) -> str:
-    """The last line of trouble in the newest job's log, with its file; other logs only where no job has one."""
+    """The last line of trouble in the newest job's log, with its file; other logs only where no job has one.
+
+    Before it the reason, by the log of the rank that ended first in that attempt.
+    """
     logs = sorted(run_dir.glob("slurm/[0-9]*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
     for log in logs[:1] or sorted(run_dir.glob("logs/attempt_*/rank_0.log"))[-1:]:
-        for line in reversed(list(_last_lines(log))):
-            if TROUBLE.search(line):
-                return f"{one_line(line[:200])}\n{'':8} in {log}"
+        lines = _last_lines(log)
+        for number in reversed(range(len(lines))):
+            if TROUBLE.search(lines[number]):
+                found = [*_reason(run_dir, lines[: number + 1]), (lines[number], log)]
+                return f"\n{'':9}".join(f"{one_line(line[:200])}\n{'':9}in {path}" for line, path in found)
         return f"none in {log}"
     return "no log yet"
+
+
+def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:
+    """Why the attempt whose end a job's log shows has failed: a line and its file; none where no rank is named."""
+    for line in reversed(lines):
+        ranks: tuple[str, ...] = ()
+        if found := ENDED_FIRST.search(line):
+            attempt, ranks = found[2], (found[1], "0")  # what several find the first of a node says alone
+        elif not (found := ATTEMPT_BEGINS.search(line)):
+            continue
+        elif "ends with status" in lines[-1]:
+            attempt, ranks = found[1], ("0",)
+        for rank in ranks:
+            log = run_dir / f"logs/attempt_{attempt}/rank_{rank}.log"
+            if said := [line for line in _last_lines(log) if not NO_REASON.search(line)]:
+                return [(said[-1], log)]
+        break
+    return []
+
+
+def _first_bytes(path: Path) -> str:
+    """The first bytes of a file; nothing without it, nor of a pipe or a device."""
+    if not path.is_file():
+        return ""
+    try:
+        with path.open("rb") as file:
+            return file.read(END_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _last_lines(path: Path) -> list[str]:

@@ -3,11 +3,16 @@
     .NAME.lock   beside the folder that all links lead to: holds while there is no folder, or it is moved away
     NAME/.lock   inside it: holds for whoever reaches the same folder by another way (a bind mount, another name)
 
-Both say who holds them. The kernel drops a lock (flock) when its process ends, however it ends. Where a file system has
-no locks, the file itself is the lock: made by one process alone (O_EXCL) and removed by it. A file that a killed
-process has left is taken over as soon as that process is seen to be gone on this machine, or, if it was another's, when
-it gave no sign for QUIET_S seconds: a holder touches its files every BEAT_S. Somebody may still delete them by hand, or
-have stopped a process for so long; so who holds a folder asks before it writes whether it still does (`is_lost`).
+Both say who holds them, and of which attempt of a job it is. The kernel drops a lock (flock) when its process ends,
+however it ends. Where a file system has no locks, the file itself is the lock: made by one process alone (O_EXCL) and
+removed by it. A file that a killed process has left is taken over as soon as that process is seen to be gone on this
+machine, or, if it was another's, when it has given no sign for QUIET_S seconds, or for 3 * BEAT_S if it was an earlier
+attempt of the same job: a holder touches its files every BEAT_S. An earlier attempt is never taken to be over without
+that silence: a node that only the scheduler has lost may run on. Somebody may still delete the files by hand, or have
+stopped a process for so long; so who holds a folder asks before it writes whether it still does (`is_lost`).
+
+flock needs no right but to open a file. So a lock's file is its user's alone (0600; his group's, too, where that may
+write the folder), and what the lock of a file is worth that others can open, only its signature tells.
 """
 
 import datetime
@@ -17,13 +22,16 @@ import json
 import os
 import secrets
 import socket
+import stat
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from hacpo_mega.cluster.environment import attempt_of_job
 from hacpo_mega.config.run_dirs import LOCK
 from hacpo_mega.models.visible import say
 
@@ -33,6 +41,7 @@ BEAT_S = 10.0
 QUIET_S = 90.0  # a network file system may show others a sign as late as 60 s
 OPENING = os.O_RDWR | os.O_NOFOLLOW  # never what a planted link leads to
 MOST_TRIES = 5
+LEAVE_S = 5.0  # for the last words of a process that ends at once
 
 
 class Held(Exception):
@@ -57,8 +66,9 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._cannot(error) from error
-        self._take(self.path)
-        if self.folder.is_dir():
+        exists = self.folder.is_dir()
+        self._take([self.path, self.folder / LOCK] if exists else [self.path])
+        if exists:
             self.enter()
         self._ends = threading.Event()
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
@@ -69,7 +79,7 @@ class RunLock:
         if aside is not None and (old := self._files.pop(inside, None)):
             old.release(aside / LOCK)
         if inside not in self._files:
-            self._take(inside)
+            self._take([inside])
         self._identity = _identity(self.folder)
 
     def is_lost(self) -> bool:
@@ -80,9 +90,19 @@ class RunLock:
         is_there = self._identity is not None and _identity(self.folder) == self._identity
         return is_there and not_the_folder(self.folder, self.token) is not None
 
-    def _take(self, path: Path) -> None:
+    def leave(self) -> None:
+        """Gives the locks up for a process that ends at once, whose other threads may write until it has ended.
+
+        Its files say so from now on; the kernel's locks stay. A file system that does not answer is not waited for.
+        """
+        self._ends.set()
+        words = threading.Thread(target=self._give_up, name="run lock's end", daemon=True)
+        words.start()
+        words.join(LEAVE_S)
+
+    def _take(self, paths: Sequence[Path]) -> None:
         try:
-            self._files[path] = _LockFile(path, self.token)
+            self._hold(paths)
         except Held as holder:
             self._release()
             raise ValueError(
@@ -92,6 +112,29 @@ class RunLock:
         except OSError as error:
             self._release()
             raise self._cannot(error) from error
+
+    def _hold(self, paths: Sequence[Path]) -> None:
+        """Takes the files in their order; last holders of other machines are given their time all at once."""
+        for _ in range(MOST_TRIES):
+            found: list[_LockFile] = []
+            try:
+                for path in paths:
+                    # Not there any more, or there now: released, made or taken over between two looks at it.
+                    with suppress(FileNotFoundError, FileExistsError):
+                        if path not in self._files:
+                            found.append(_LockFile(path, self.token))
+                with suppress(FileNotFoundError):
+                    _require_silence(found)
+                    for file in found:
+                        if file.settle():
+                            self._files[file.path] = file
+            finally:
+                for file in found:
+                    if file not in self._files.values():
+                        file.drop()
+            if all(path in self._files for path in paths):
+                return
+        raise Held("a job that begins at this moment")
 
     def _cannot(self, error: OSError) -> ValueError:
         return ValueError(
@@ -103,6 +146,10 @@ class RunLock:
         while not self._ends.wait(BEAT_S):
             for file in list(self._files.values()):
                 file.touch()
+
+    def _give_up(self) -> None:
+        for path, file in list(self._files.items()):
+            file.leave(path)
 
     def _release(self) -> None:
         for path, file in self._files.items():
@@ -129,114 +176,170 @@ def not_the_folder(folder: Path, token: str) -> str | None:
 
 
 class _LockFile:
-    """One file that says who holds it. Held while it is another's; OSError where it cannot be made or written."""
+    """One file that says who holds it: opened, locked where it can be, and this process's once it has settled.
+
+    unsure_s   how long nobody may touch it until then, by what is known of its last holder
+    """
 
     def __init__(self, path: Path, token: str) -> None:
-        self._token = token
-        for _ in range(MOST_TRIES):
-            # Not there any more, or there now: released, made or taken over between two looks at it.
-            with suppress(FileNotFoundError, FileExistsError):
-                if self._has_taken(path):
-                    break
-        else:
-            raise Held("a job that begins at this moment")
+        """Held while it is another's, FileNotFoundError or FileExistsError when it is to be looked at again.
+
+        OSError where it cannot be made or opened.
+        """
+        self.path, self._token = path, token
+        self._is_new = not os.path.lexists(path)
+        self._descriptor = os.open(path, OPENING | (os.O_CREAT | os.O_EXCL if self._is_new else 0), 0o600)
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, signature(token).encode(), 0)
-        except OSError:
-            self.release(path)
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is no file", str(path))
+            if self._is_new:
+                with suppress(OSError):  # a file system without such rights
+                    os.fchmod(self._descriptor, _rights(path, self._descriptor))
+            self._is_locked = self._lock()
+            self.unsure_s = 0.0 if self._is_new else self._silence_needed_s()
+        except BaseException:
+            os.close(self._descriptor)
             raise
+
+    def holder(self) -> str:
+        """Whom the file names."""
+        return self._said().partition("\n")[0] or "another job"
+
+    def settle(self) -> bool:
+        """Makes the file this process's, whose last holder is gone; False: it is to be looked at again."""
+        is_there = _identity(self.path) == _identity(self._descriptor)
+        if self._is_new or (self._is_locked and is_there and not self._others_may_open()):
+            try:
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, signature(self._token).encode(), 0)
+            except OSError:
+                self._is_new = True  # what it says now is nobody's
+                raise
+            return is_there
+        if is_there:
+            self._remove()
+        return False
 
     def touch(self) -> None:
         """Gives a sign of life."""
         with suppress(OSError):  # read-only or away for a while, which whoever writes there says
             os.utime(self._descriptor)
 
-    def release(self, path: Path) -> None:
-        """Gives the lock up; `path` is where the file lies by now."""
+    def leave(self, path: Path) -> None:
+        """Says that nobody holds it any more, and keeps the kernel's lock; `path` is where the file lies by now."""
         with suppress(OSError):  # gone with its disk: then nothing is held there
             if self._is_locked:
                 os.ftruncate(self._descriptor, 0)
             elif _identity(path) == _identity(self._descriptor):
                 path.unlink()
+
+    def release(self, path: Path) -> None:
+        """Gives the lock up: the file goes, and then the kernel's lock. Whoever has opened it looks again."""
+        self.leave(path)
+        with suppress(OSError):
+            if _identity(path) == _identity(self._descriptor):
+                path.unlink()
         os.close(self._descriptor)
 
-    def _has_taken(self, path: Path) -> bool:
-        """Whether the file is this process's now; if not, look again. Held while it is another's."""
-        is_new = not os.path.lexists(path)
-        self._descriptor = os.open(path, OPENING | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o644)
+    def drop(self) -> None:
+        """Lets go of a file that has not settled; one that was made here goes."""
+        if self._is_new:
+            self.release(self.path)
+        else:
+            os.close(self._descriptor)
+
+    def _lock(self) -> bool:
+        """Locks the file; False where its file system has no locks, or anybody may have locked it. Else Held."""
         try:
-            self._is_locked = _lock(self._descriptor)
-            if self._is_locked:
-                _require_silence(path, self._descriptor)
-                is_mine = _identity(path) == _identity(self._descriptor)
-            else:
-                is_mine = is_new or _take_over(path, self._descriptor, self._token)
-        except BaseException:
-            os.close(self._descriptor)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if self._others_may_open():
+                return False
+            raise Held(self.holder()) from error
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return False
             raise
-        if not is_mine:
-            os.close(self._descriptor)
-        return is_mine
+        return True
 
+    def _silence_needed_s(self) -> float:
+        """0 where the last holder is gone for sure; Held where it lives on this machine.
 
-def _lock(descriptor: int) -> bool:
-    """Locks an open file; False where its file system has no locks. Held when another process has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise Held(_holder(descriptor)) from error
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            return False
-        raise
-    return True
+        A file that is locked here may be touched by another machine's process, whose locks hold there alone. Costs
+        nothing where that one gave its lock up, or has been silent for long enough already.
+        """
+        said = _known(self._said())
+        if said is not None and said["space"] == _space():
+            if not self._is_locked and _start_of(said["pid"]) == said["start"]:
+                raise Held(self.holder())
+            return 0.0
+        if said is None and self._is_locked:
+            return 0.0
+        enough_s = 3 * BEAT_S if said is not None and _is_earlier_attempt(said) else QUIET_S
+        most_s = 3 * BEAT_S if self._is_locked else enough_s
+        return max(0.0, min(most_s, enough_s - self._silent_s()))
 
+    def _silent_s(self) -> float:
+        """For how long nobody has touched the file, by the clock of its file system."""
+        touched_s = os.fstat(self._descriptor).st_mtime
+        if self._is_locked:
+            os.utime(self._descriptor)  # whoever begins beside this process sees that
+            return os.fstat(self._descriptor).st_mtime - touched_s
+        clock = self.path.with_name(f"{self.path.name}.{self._token}")
+        try:
+            os.close(os.open(clock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            return clock.stat().st_mtime - touched_s
+        finally:
+            clock.unlink(missing_ok=True)
 
-def _require_silence(path: Path, descriptor: int) -> None:
-    """Held when a process of another machine goes on touching a file that is locked here: its locks hold there alone.
+    def _remove(self) -> None:
+        """Takes a file out of the way whose holder is gone, so that a new one can be made. Held by whoever was faster.
 
-    Costs nothing where the last holder gave its lock up, was of this machine, or has been silent for QUIET_S already.
-    """
-    said = _signature_in(descriptor)
-    if said is None or said["space"] == _space():
-        return
-    touched_s = os.fstat(descriptor).st_mtime
-    os.utime(descriptor)  # by one clock with the other's
-    if os.fstat(descriptor).st_mtime - touched_s < QUIET_S and _gives_signs(path, 3 * BEAT_S):
-        raise Held(_holder(descriptor))
-
-
-def _take_over(path: Path, descriptor: int, token: str) -> bool:
-    """Takes a file that is a lock out of the way, if whoever made it is gone; False: it can be made now. Else Held."""
-    said = _signature_in(descriptor)
-    is_alive = (
-        _start_of(said["pid"]) == said["start"]
-        if said is not None and said["space"] == _space()
-        else _gives_signs(path, QUIET_S)
-    )
-    if is_alive:
-        raise Held(_holder(descriptor))
-    aside = path.with_name(f"{path.name}.{token}")
-    path.rename(aside)
-    if _identity(aside) != _identity(descriptor):  # it has been taken over meanwhile: that one's goes back
-        with suppress(FileExistsError):
-            os.link(aside, path)
+        Also one that is locked here, but others can open.
+        """
+        aside = self.path.with_name(f"{self.path.name}.{self._token}")
+        self.path.rename(aside)
+        if _identity(aside) != _identity(self._descriptor):  # it has been taken over meanwhile: that one's goes back
+            with suppress(FileExistsError):
+                os.link(aside, self.path)
+            aside.unlink()
+            raise Held("a job that begins at this moment")
         aside.unlink()
-        raise Held("a job that begins at this moment")
-    aside.unlink()
-    return False
+
+    def _others_may_open(self) -> bool:
+        mode = stat.S_IMODE(os.fstat(self._descriptor).st_mode)
+        return bool(mode & 0o077 & ~_rights(self.path, self._descriptor))
+
+    def _said(self) -> str:
+        return os.pread(self._descriptor, 4096, 0).decode(errors="replace")
 
 
-def _gives_signs(path: Path, seconds: float) -> bool:
-    """Whether a file is touched or written in so many seconds, which are waited. FileNotFoundError when it goes."""
-    before, deadline = _sign(path), time.monotonic() + seconds
-    say(f"{path} may be another machine's: waiting for a sign of it, {seconds:.0f} s at most", file=sys.stderr)
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, seconds / 10))
-        if _sign(path) != before:
-            return True
-    return False
+def _rights(path: Path, descriptor: int) -> int:
+    """Who may open a lock: its user, and his group where that may write the folder, and so take the lock away."""
+    folder, file = os.stat(path.parent), os.fstat(descriptor)
+    may_write = folder.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP and folder.st_gid == file.st_gid
+    return 0o660 if may_write else 0o600
+
+
+def _is_earlier_attempt(said: Mapping[str, Any]) -> bool:
+    """Whether a signature is of an attempt of this process's own job that came before this one."""
+    mine, number = attempt_of_job(), said.get("attempt")
+    return mine is not None and isinstance(number, int) and said.get("job") == mine[0] and number < mine[1]
+
+
+def _require_silence(files: Sequence[_LockFile]) -> None:
+    """Held when somebody touches or writes one of the files within its seconds. FileNotFoundError when one goes."""
+    unsure = [file for file in files if file.unsure_s > 0]
+    if not unsure:
+        return
+    before, begin = {file: _sign(file.path) for file in unsure}, time.monotonic()
+    most_s, names = max(file.unsure_s for file in unsure), " and ".join(str(file.path) for file in unsure)
+    say(f"{names} may be another machine's: waiting for a sign of it, {most_s:.0f} s at most", file=sys.stderr)
+    while left := [file for file in unsure if time.monotonic() - begin < file.unsure_s]:
+        time.sleep(min(1.0, most_s / 10))
+        for file in left:
+            if _sign(file.path) != before[file]:
+                raise Held(file.holder())
 
 
 def _sign(path: Path) -> tuple[int, int, int]:
@@ -256,23 +359,20 @@ def signature(token: str) -> str:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     process = os.getpid()
     known = {"token": token, "space": _space(), "pid": process, "start": _start_of(process)}
+    if found := attempt_of_job():
+        known |= {"job": found[0], "attempt": found[1]}
     return f"process {process} on {socket.gethostname()} since {now}\n{json.dumps(known)}\n"
-
-
-def _signature_in(descriptor: int) -> dict[str, Any] | None:
-    return _known(os.pread(descriptor, 4096, 0).decode(errors="replace"))
 
 
 def _known(said: str) -> dict[str, Any] | None:
     """What the second line of a signature says; None when nobody holds it, or somebody has not yet said so."""
     with suppress(ValueError, IndexError, KeyError, TypeError):  # then it is not one of ours
         known = json.loads(said.split("\n")[1])
-        return {key: known[key] for key in ("space", "pid", "start")}
+        return {key: known[key] for key in ("space", "pid", "start")} | {
+            "job": known.get("job"),
+            "attempt": known.get("attempt"),
+        }
     return None
-
-
-def _holder(descriptor: int) -> str:
-    return os.pread(descriptor, 4096, 0).decode(errors="replace").partition("\n")[0] or "another job"
 
 
 def _space() -> str:

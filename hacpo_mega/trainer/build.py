@@ -98,7 +98,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
-    lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
+    lock = _lock(config, place, stack) if is_first else None
     start = agree_on_start(place, config, **how)
     require_same_models(place, [agent.model for agent in config.agents])
     steps_done = 0 if start is None else start.step
@@ -152,6 +152,13 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         disk=JointDisk(place, config, folder, console.say),
         observers=Observers(observers),
     )
+
+
+def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
+    """That of the run's folder, which rank 0 gives up also where it is ended at once."""
+    lock = stack.enter_context(RunLock(config.run_dir))
+    place.at_end(lock.leave)
+    return lock
 
 
 def _agent(

@@ -94,6 +94,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path, victim):
     job = Job(tmp_path, victim, "sleep")
     job.ranks[victim].kill()
     job.assert_everyone_names(re.escape(f"{NAMES[victim]} died in phase learn of step 12"))
+    assert ((tmp_path / ".run.lock").read_text() == "") == (victim != 0), "whoever the watchdog ends gives its lock up"
     # A consequence (a connection closed by the dead peer) must not be reported as if it were a cause.
     assert not any("Traceback" in text for text in job.errors())
 
@@ -345,5 +346,8 @@ def test_a_killed_trainer_leaves_its_finished_steps_and_no_process(tmp_path):
     after = read_metrics(metrics)
     assert len(before) >= 3
     assert {step: after[step] for step in before} == before
+    assert [(tmp_path / name).read_text() for name in (".run.lock", "run/.lock")] == ["", ""], (
+        "rank 0 has given them up"
+    )
     assert not folders_of_job(own)
     shutil.rmtree(own)

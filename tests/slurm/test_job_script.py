@@ -89,7 +89,12 @@ def assert_a_running_job_keeps_its_run(slurm, config: Path, overrides: tuple[str
     assert oct(folder.stat().st_mode)[-2:] == "55" and oct((folder / "job.2.sbatch").stat().st_mode)[-2:] == "44"
     shown = slurm.run("--status", config.parent / "deaf")
     assert shown.returncode == 0 and f"queue    job {number} RUNNING on node[" in shown.stdout, shown
-    assert "PENDING (Dependency)" in shown.stdout and "0 of 99, safe 0" in shown.stdout
+    assert "PENDING (Dependency)" in shown.stdout and "0 of 2, safe 0" in shown.stdout, "the job's that runs"
+    (config.parent / "deaf_link").symlink_to("deaf")
+    by_link = (*overrides, f"run_dir={config.parent / 'deaf_link'}")
+    refused = slurm.run(config, *by_link, "--fresh")
+    assert refused.returncode == 2 and f"scancel {number} " in refused.stderr, "by whatever name it comes"
+    assert slurm.run("--status", config.parent / "deaf_link").stdout.count(f"job {number} RUNNING on node[") == 1
     return next(line.split()[1].rstrip(",") for line in added.stdout.splitlines() if line.startswith("job "))
 
 
@@ -103,6 +108,10 @@ def test_a_job_queues_again_until_starting_again_would_change_nothing(slurm, con
     assert "ended first" not in second and "queues again" in second
     assert "rank 1 on node1 ended first, with status 2; the end of" in third and "the reason why" in third
     assert "ends with status 2; starting again would change nothing" in third and "queues again" not in third
+    shown = slurm.run("--status", config.parent / "again")
+    assert shown.returncode == 1 and "attempt  3, of which rank 0 has not begun" in shown.stdout, shown
+    reason = f"trouble  the reason why\n{'':9}in {config.parent}/again/logs/attempt_3/rank_1.log\n"
+    assert f"{reason}{'':9}[slurm " in shown.stdout and "] ends with status 2" in shown.stdout
     logs = config.parent / "again" / "logs" / "attempt_1"
     assert "the reason why" in (logs / "rank_1.log").read_text()
     nodes = [(logs / f"rank_{rank}.ended").read_text().split()[3] for rank in range(3)]

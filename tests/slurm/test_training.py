@@ -16,6 +16,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import committed_steps
+from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.rollout_log import read_rollouts
@@ -112,14 +113,14 @@ def disturbed(slurm, config) -> dict:
     cluster.wait(lambda: committed_steps(run_dir) == [1], f"step 1, see {run_dir}/slurm/{first}.log")
     cluster.on(CONTROL, "scancel", first)
     gate.open(2)
-    told = {"run_dir": run_dir, "state": slurm.wait_for_end(first, run_dir)}
+    told = {"run_dir": run_dir, "first": first, "state": slurm.wait_for_end(first, run_dir)}
     cluster.wait(lambda: cluster.states() == ["idle"] * 4, "the nodes to be free")
     told["left"], told["committed"] = processes_of(run_dir), max(committed_steps(run_dir))
 
     gate.open(told["committed"] + 1)
     placing = ("slurm.agents.wide.partition=new", "slurm.agents.narrow.partition=old")
     number = slurm.submit(config, f"run_dir={run_dir}", gate.override, *placing)
-    log = run_dir / "slurm" / f"{number}.log"
+    log, told["second"] = run_dir / "slurm" / f"{number}.log", number
     cluster.wait(lambda: max(committed_steps(run_dir)) > told["committed"], f"a step, see {log}")
     told["safe"], told["lost"] = max(committed_steps(run_dir)), cluster.job(f"{number}+1")["NodeList"]
     cluster.power_off(told["lost"])
@@ -237,6 +238,11 @@ def test_a_lost_node_costs_no_committed_step(disturbed, reference):
     starts = read_starts(run_dir)
     assert [start["steps_done"] for start in starts] == [0, disturbed["committed"], disturbed["safe"]]
     assert node_of(run_dir, 3, rank=2) != disturbed["lost"]
+    assert [start["job"] for start in starts] == [f"slurm {disturbed[name]}" for name in ("first", "second", "second")]
+    nodes = [{node_of(run_dir, attempt, rank) for rank in range(3)} for attempt in (1, 2, 3)]
+    assert [set(expand_nodes(start["nodes"])) for start in starts] == nodes
+    log = (run_dir / "slurm" / f"{disturbed['second']}.log").read_text()
+    assert "waiting for a sign" not in log, "rank 0 was ended by the watchdog, and has given its locks up"
     attempts = [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
     seconds = [moment["time_unix_s"] - disturbed["lost_at"] for moment in (attempts[2], starts[2])]
     print(f"the node was lost; rank 0 began again after {seconds[0]:.0f} s, and was loaded after {seconds[1]:.0f} s")
@@ -252,6 +258,28 @@ def test_drained_nodes_a_preemption_and_a_lost_link_cost_no_committed_step(inter
     starts = [start["steps_done"] for start in read_starts(run_dir)]
     assert len(starts) == 3 and starts[2] == interrupted["safe"], "a node that came back cost no attempt"
     print(f"committed before each start: {starts}; exit codes of attempt 1: {exit_codes(run_dir, 1)}")
+
+
+def test_a_script_of_the_users_own_trains_on_two_nodes(slurm, config, python, reference):
+    """As docs/guide/slurm.md has it: srun and nothing else, no secret and no address by hand."""
+    run_dir, programs = config.parent / "own", config.parent / "programs"
+    programs.mkdir()
+    (programs / "hacpo-mega").write_text(f'#!/bin/sh\nexec "{python}" -m hacpo_mega.cli "$@"\n')
+    (programs / "hacpo-mega").chmod(0o755)
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=3\n#SBATCH --ntasks-per-node=2\n"
+    steps = [f"srun hacpo-mega {command} {config} run_dir={run_dir}" for command in ("preflight", "train")]
+    (config.parent / "own.sbatch").write_text(head + " &&\n".join(steps) + "\n")
+    log = config.parent / "own.log"
+    environment = slurm.environment | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    command = ("sbatch", "--parsable", f"--output={log}", str(config.parent / "own.sbatch"))
+    number = slurm.cluster.on(CONTROL, *command, **environment).stdout.strip()
+    assert slurm.wait_for_end(number, log) == "COMPLETED", log.read_text()
+    assert_same_run(run_dir, reference)
+    (start,) = read_starts(run_dir)
+    assert start["job"] == f"slurm {number}" and len(expand_nodes(start["nodes"])) == 2
+    assert not list(run_dir.parent.glob(".own*")), "neither a secret nor a lock stays"
+    done = slurm.run("--status", run_dir)
+    assert done.returncode == 0 and f"1 of slurm {number}, began " in done.stdout, done.stdout
 
 
 def test_agents_of_two_partitions_are_on_their_nodes(disturbed):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.logbook.run_lock import RunLock
 
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
 
@@ -25,6 +26,8 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
             place.defer_signals()
             place.foretell("started again, it goes on")
         rank = place.coordinate.global_rank
+        if rank == 0:  # as trainer/build.py
+            place.at_end(RunLock(ready.parent / "run").leave)
         place.enter_phase("roll_out", "of step 11")
         place.barrier()
         place.enter_phase("learn" if rank == victim else "exchange", "of step 12")

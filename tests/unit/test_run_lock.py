@@ -7,8 +7,13 @@ Lustre and NFS do when they are mounted without locks.
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +38,11 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 print("held", flush=True)
-sys.stdin.read()
+if sys.stdin.readline() == "leave\\n":
+    lock.leave()
+    print("left", flush=True)
+    sys.stdin.readline()
+    os._exit(1)
 lock.__exit__()
 """
 WITH_AND_WITHOUT = pytest.mark.parametrize("answer", ["", "ENOSYS"])
@@ -53,12 +62,12 @@ def holder_of(run_dir: Path, answer: str = "", **options) -> subprocess.Popen[st
     return process
 
 
-def refusal(run_dir: Path, answer: str = "", *, quiet_s: float = FOREVER_S) -> str:
+def refusal(run_dir: Path, answer: str = "", *, quiet_s: float = FOREVER_S, beat_s: float = 0.05) -> str:
     """What this process hears when it does not get the lock."""
     with pytest.MonkeyPatch.context() as patch:
         if answer:
             patch.setattr(run_lock.fcntl, "flock", no_locks)
-        patch.setattr(run_lock, "BEAT_S", 0.05)
+        patch.setattr(run_lock, "BEAT_S", beat_s)
         patch.setattr(run_lock, "QUIET_S", quiet_s)
         with pytest.raises(ValueError, match=r"^run_dir ") as refused:
             RunLock(run_dir)
@@ -232,3 +241,209 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock.os, "pwrite", full)
     with pytest.raises(ValueError, match=r"cannot be locked \(No space left on device: .*\.run\.lock\): make room"):
         RunLock(tmp_path / "run")
+
+
+@WITH_AND_WITHOUT
+def test_whoever_ends_at_once_gives_its_locks_up_and_lets_nobody_in_before_its_end(
+    tmp_path, monkeypatch, capsys, answer
+):
+    """As a rank that the watchdog ends: the next attempt, on another machine, waits for no sign of it."""
+    if answer:
+        monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    (run_dir := tmp_path / "run").mkdir()
+    first = holder_of(run_dir, answer, elsewhere=True)
+    first.stdin.write("leave\n")
+    first.stdin.flush()
+    assert first.stdout.readline() == "left\n"
+    if not answer:
+        assert "is being written by another job" in refusal(run_dir)
+    first.communicate("\n")
+    with RunLock(run_dir):
+        assert "waiting" not in capsys.readouterr().err
+
+
+def test_a_file_system_that_does_not_answer_holds_up_nobodys_end(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(run_lock, "LEAVE_S", 0.1)
+    with RunLock(tmp_path / "run") as lock, monkeypatch.context() as patch:
+        patch.setattr(run_lock.os, "ftruncate", lambda *_: answers.wait())
+        lock.leave()
+        answers.set()
+
+
+@WITH_AND_WITHOUT
+def test_both_locks_are_waited_for_at_once(tmp_path, monkeypatch, capsys, answer):
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "QUIET_S", 0.4 if answer else FOREVER_S)
+    (run_dir := tmp_path / "run").mkdir()
+    first = holder_of(run_dir, answer, elsewhere=True)
+    first.kill()
+    first.communicate()
+    if answer:
+        monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    with RunLock(run_dir):
+        (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}/.run.lock and {run_dir}/.lock may be another machine's: waiting for a sign")
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize(
+    ("job", "attempt", "silent_s", "waits_s"),
+    [
+        ("7", "1", 5, (25, 25)),
+        ("7", "1", 29, (1, 1)),
+        ("7", "1", 31, (0, 0)),
+        ("7", "2", 31, (30, 59)),  # the same attempt: somebody else, who has the job's variables
+        ("7", "3", 31, (30, 59)),
+        ("8", "1", 31, (30, 59)),
+        ("", "", 31, (30, 59)),
+        ("8", "1", 70, (20, 20)),
+        ("8", "1", 91, (0, 0)),
+    ],
+)
+def test_an_earlier_attempt_of_the_same_job_needs_less_silence_and_never_none(
+    tmp_path, monkeypatch, answer, job, attempt, silent_s, waits_s
+):
+    """Seconds that are still waited, where the kernel locks and where not; this process is of job 7, attempt 2."""
+
+    def be_of(job: str, attempt: str) -> None:
+        monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(int(attempt or 1) - 1))
+        for name, value in (("SLURM_PROCID", "0"), ("SLURM_JOB_ID", job)):
+            monkeypatch.setenv(name, value) if job else monkeypatch.delenv(name, raising=False)
+
+    (run_dir := tmp_path / "run").mkdir()
+    be_of(job, attempt)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_lock, "_space", lambda: "another boot")
+        said = run_lock.signature("x")
+    begin = time.monotonic()
+    for path in (tmp_path / ".run.lock", run_dir / LOCK):
+        path.write_text(said)
+        path.chmod(0o600)
+        os.utime(path, times=(0, time.time() - silent_s))
+    be_of("7", "2")
+    if answer:
+        monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    waited: dict[Path, float] = {}
+
+    def look(files) -> None:
+        for file in files:
+            waited.setdefault(file.path, file.unsure_s)
+
+    monkeypatch.setattr(run_lock, "_require_silence", look)
+    with RunLock(run_dir):
+        most_s, passed_s = waits_s[bool(answer)] + 0.1, time.monotonic() - begin + 0.2
+    assert len(waited) == 2 and all(most_s - passed_s <= seconds <= most_s for seconds in waited.values()), waited
+
+
+@WITH_AND_WITHOUT
+def test_an_earlier_attempt_that_lives_keeps_its_run(tmp_path, monkeypatch, answer):
+    """A node that only the scheduler has lost: its process gives signs, though no lock of it is seen here."""
+    for name, value in {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (run_dir := tmp_path / "run").mkdir()
+    first = holder_of(run_dir, "ENOSYS", elsewhere=True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert f"is being written by process {first.pid} on " in refusal(run_dir, answer, beat_s=FOREVER_S)
+    first.communicate()
+
+
+STRANGER = """
+import fcntl, os, sys
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+for path in sys.argv[1:]:
+    try:
+        files = [open(path)]
+        fcntl.flock(files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("holds", flush=True)
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+        continue
+    globals().setdefault("kept", []).extend(files)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter, and nobody else write."""
+    if os.geteuid():
+        pytest.skip("needs the right to be another user")
+    with tempfile.TemporaryDirectory(prefix="hacpo-mega-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def stranger_at(*paths: Path) -> tuple[subprocess.Popen[str], list[str]]:
+    """Another user, who tries to hold the locks, and what came of it."""
+    command = [
+        shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable,
+        "-c",
+        STRANGER,
+        *map(str, paths),
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, [process.stdout.readline().strip() for _ in paths]
+
+
+def test_another_user_can_hold_no_lock(open_folder):
+    (run_dir := open_folder / "run").mkdir()
+    paths = (open_folder / ".run.lock", run_dir / LOCK)
+    first = holder_of(run_dir)
+    other, came = stranger_at(*paths)
+    assert came == ["PermissionError"] * 2
+    other.communicate()
+    first.kill()
+    first.communicate()
+    other, came = stranger_at(*paths)
+    assert came == ["PermissionError"] * 2, "nor those that a killed process has left"
+    holder_of(run_dir).communicate()
+    other.communicate()
+    assert os.listdir(open_folder) == ["run"] and os.listdir(run_dir) == []
+
+
+@pytest.mark.parametrize("said", ["", "dead", "another machine's"])
+def test_a_lock_of_an_older_version_that_another_user_holds_keeps_nobody_out(open_folder, monkeypatch, said):
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "QUIET_S", 0.3)
+    (run_dir := open_folder / "run").mkdir()
+    paths = (open_folder / ".run.lock", run_dir / LOCK)
+    if said in ("dead", "another machine's"):
+        first = holder_of(run_dir, elsewhere=said != "dead")
+        first.kill()
+        first.communicate()
+    for path in paths:
+        if not path.exists():
+            path.write_text(said)
+        path.chmod(0o644)
+    other, came = stranger_at(*paths)
+    assert came == ["holds"] * 2
+    with RunLock(run_dir) as lock:
+        assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o600] * 2
+        assert not lock.is_lost()
+        assert f"by process {os.getpid()} on " in refusal(run_dir)
+    other.communicate()
+
+
+def test_a_job_of_an_older_version_that_lives_keeps_its_run(tmp_path):
+    """Its files can be opened by everybody, and are its own all the same."""
+    (run_dir := tmp_path / "run").mkdir()
+    first = holder_of(run_dir)
+    for path in (tmp_path / ".run.lock", run_dir / LOCK):
+        path.chmod(0o644)
+    assert f"by process {first.pid} on " in refusal(run_dir)
+    first.communicate()
+
+
+def test_who_may_write_the_folder_may_hold_its_lock(tmp_path):
+    """A team that shares a run by its group: what a killed job has left keeps no member out."""
+    (run_dir := tmp_path / "run").mkdir()
+    for folder in (tmp_path, run_dir):
+        folder.chmod(0o2770)
+    with RunLock(run_dir):
+        assert stat.S_IMODE((run_dir / LOCK).stat().st_mode) == 0o660
+    tmp_path.chmod(0o3770)  # sticky: nobody takes another's file away there
+    with RunLock(run_dir) as lock:
+        assert stat.S_IMODE(lock.path.stat().st_mode) == 0o600

@@ -11,9 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from hacpo_mega.cluster import secret as secrets_of_jobs
 from hacpo_mega.cluster.private_folder import job_folder, own_folder
 from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.cluster.secret import MAX_CALLERS, SECRET, Gate, Secret, Stranger, introduce, new_secret
+from hacpo_mega.cluster.secret import (
+    MAX_CALLERS,
+    SECRET,
+    Gate,
+    Secret,
+    Stranger,
+    forget_secret,
+    introduce,
+    new_secret,
+    share_secret,
+)
 from hacpo_mega.jobs.forked import changed_environment
 from hacpo_mega.jobs.local import launcher_environment
 from hacpo_mega.preflight.meeting import Door, knock
@@ -262,6 +273,75 @@ def test_a_folder_that_others_may_write_keeps_no_secret(tmp_path, monkeypatch):
     own_folder().chmod(0o777)
     with pytest.raises(ValueError, match="is not a folder of yours"):
         own_folder()
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}
+
+
+def task(rank: int, **changes: str) -> dict[str, str]:
+    """What the task of one of two nodes finds; torchrun's names, which come first, say nothing."""
+    none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "")
+    return STEP | none | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} | changes
+
+
+@pytest.fixture
+def no_secret(monkeypatch):
+    monkeypatch.setattr(secrets_of_jobs, "POLL_S", 0.01)
+    for name in (SECRET, secrets_of_jobs.SECRET_FILE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def shared(run_dir: Path, rank: int, patience_s: float = LIMIT_S, **changes: str) -> str | None:
+    with changed_environment(task(rank, **changes)):
+        share_secret(run_dir, patience_s)
+        told, made = os.environ.get(SECRET), os.environ.get(secrets_of_jobs.SECRET_FILE)
+    if made:
+        os.environ[secrets_of_jobs.SECRET_FILE] = made
+    return told
+
+
+def test_tasks_of_one_step_on_two_nodes_agree_by_a_file_of_their_user(tmp_path, no_secret):
+    (tmp_path / "link").symlink_to("runs/run")
+    first = shared(tmp_path / "runs/run", 0)
+    (file,) = (tmp_path / "runs").iterdir()
+    assert file.name == ".run.7.1.0.secret" and file.stat().st_mode & 0o777 == 0o600 and len(first) == 64
+    assert shared(tmp_path / "link", 1) == first
+    with pytest.raises(ValueError, match=r"and rank 0 has made no .*\.run\.7\.2\.0\.secret .*: say `export "):
+        shared(tmp_path / "link", 1, 0.05, SLURM_STEP_ID="2")
+    forget_secret()
+    assert not file.exists() and secrets_of_jobs.SECRET_FILE not in os.environ
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{SECRET: "0" * 64}, {"SLURM_TASKS_PER_NODE": "2"}, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}],
+    ids=["exported", "one node", "one machine's launcher"],
+)
+def test_no_file_is_made_where_the_secret_is_there_or_not_needed(tmp_path, no_secret, changes):
+    assert shared(tmp_path / "run", 0, **changes) == changes.get(SECRET)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_anybody_else_is_not_believed_and_what_a_killed_step_left_is_replaced(tmp_path, no_secret):
+    file = tmp_path / ".run.7.1.0.secret"
+    for plant in (lambda: file.write_text("0" * 64), lambda: file.symlink_to("target"), lambda: os.mkfifo(file)):
+        plant()
+        with pytest.raises(ValueError, match="rank 0 has made no "):
+            shared(tmp_path / "run", 1, 0.05)
+        file.unlink()
+    file.write_text("0" * 64)
+    file.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(file, NOBODY, NOBODY)
+        with pytest.raises(ValueError, match="rank 0 has made no "):
+            shared(tmp_path / "run", 1, 0.05)
+    made = shared(tmp_path / "run", 0)
+    assert shared(tmp_path / "run", 1) == made != "0" * 64
+    forget_secret()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"by which the nodes of this job agree: .*; say `export ") as refused:
+        shared(tmp_path / "file" / "run", 0)
+    assert "\n" not in str(refused.value)
 
 
 NOBODY = 65534

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -12,11 +13,12 @@ from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli.slurm import begin_attempt
-from hacpo_mega.cluster.environment import from_slurm
+from hacpo_mega.cluster.environment import attempt_of_job, from_slurm
 from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.config import load_config
 from hacpo_mega.jobs.attempts import goes_in_circles, record_attempt
 from hacpo_mega.logbook.older_runs import move_aside
+from hacpo_mega.logbook.provenance import read_starts, record_start
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +160,45 @@ def test_threads_are_no_more_than_the_processors_that_srun_binds_to():
     assert from_slurm(TASK, 1)["OMP_NUM_THREADS"] == "1"
     assert from_slurm(TASK, 4)["OMP_NUM_THREADS"] == "4", "bound: what it may use, not the node's share"
     assert from_slurm(TASK | {"SLURM_CPUS_PER_TASK": "12"}, 1)["OMP_NUM_THREADS"] == "1"
+
+
+JOINED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as Place.join leaves them, for vLLM
+HET = {"SLURM_HET_SIZE": "2", "SLURM_STEP_NODELIST": "node3"}
+TORCHRUN = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "where", "attempt"),
+    [
+        (TASK | {"SLURM_PROCID": "0"}, {"job": "slurm 4711", "nodes": "node[1-3]"}, ("slurm 4711", 1)),
+        (TASK | HET | {"SLURM_PROCID": "0"}, {"job": "slurm 4711", "nodes": "node[1-3]"}, ("slurm 4711", 1)),
+        (
+            TASK | {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "node2", "SLURM_RESTART_COUNT": "4"},
+            {"job": "slurm 4711", "nodes": "node2"},
+            ("slurm 4711", 5),
+        ),
+        (
+            TASK | TORCHRUN | {"SLURM_PROCID": "0"},
+            {"job": "slurm 4711", "nodes": "node[1-3]"},
+            ("torchrun x", 2),
+        ),
+        (TORCHRUN, {"job": "torchrun x"}, ("torchrun x", 2)),
+        ({"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node1"}, {}, None),
+        ({}, {}, None),
+    ],
+    ids=["srun", "two components", "some nodes", "torchrun under srun", "torchrun", "the shell of salloc", "by hand"],
+)
+def test_a_start_is_traced_to_its_job_and_nodes(variables, where, attempt, tmp_path, monkeypatch):
+    """Before and after the process has taken its place in the job."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))] + list(JOINED):
+        monkeypatch.delenv(name, raising=False)
+    for more in (variables, JOINED):
+        for name, value in more.items():
+            monkeypatch.setenv(name, value)
+        record_start(tmp_path, 0, {})
+        assert attempt_of_job() == attempt
+    starts = read_starts(tmp_path)
+    assert [{key: start[key] for key in ("job", "nodes") if key in start} for start in starts] == [where, where]
 
 
 def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):

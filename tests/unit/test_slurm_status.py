@@ -93,6 +93,11 @@ def test_runs_of_one_name_have_jobs_of_two(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
     assert job_name(tmp_path / "a" / "run") == job_name(tmp_path / "link" / "run") != job_name(tmp_path / "b" / "run")
+    (tmp_path / "a" / "run").mkdir()
+    (tmp_path / "other").symlink_to("a/run")
+    (tmp_path / "more").symlink_to("other")
+    for name in ("other", "more", "b/../link/run", "a/run/.", "a/run/../run"):
+        assert job_name(tmp_path / name) == job_name(tmp_path / "a" / "run"), name
 
 
 @pytest.fixture
@@ -106,6 +111,9 @@ def run(tmp_path, monkeypatch):
     steps = [{"step": n, "values": {}, "timing": {"time_unix_s": now - 10 * (6 - n)}} for n in range(6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + '\n{"step": 6, "val')
     begun = [{"time_unix_s": now, "job": "slurm 12", "attempt": n, "step": 2 * n} for n in (1, 2)]
+    (tmp_path / "logs/attempt_2/rank_0.log").write_text(
+        "rank 0 of 2 on node1, process 7\nattempt 2 of job slurm 12 begins after step 4; MASTER_ADDR=node1\n"
+    )
     (tmp_path / "logs/attempts.jsonl").write_text("\n".join(map(json.dumps, begun)) + "\n")
     said = "[slurm 2026] rank 1 on node2 ended first, with status 9\n\x1b[31mstep 5/10 | safe 4\n"
     (tmp_path / "slurm/12.log").write_text(said)
@@ -117,7 +125,7 @@ def test_how_a_run_stands_is_one_screen(run):
     assert done.returncode == 0, done.stderr
     rows = dict(line.split(None, 1) for line in done.stdout.splitlines())
     assert rows["queue"].startswith("unknown: squeue is not on the PATH")
-    assert rows["attempt"].startswith("2 (slurm 12), the last began ") and rows["attempt"].endswith("after step 4")
+    assert rows["attempt"].startswith("2 (slurm 12), began 20") and rows["attempt"].endswith("after step 4")
     assert rows["step"] == "5 of 10, safe 4" and rows["speed"].startswith("10.0 s a step (median of 5)")
     assert rows["speed"].endswith("about 00:00:50 left")
     assert rows["trouble"].startswith("[slurm 2026] rank 1 on node2 ended first") and rows["in"].endswith(
@@ -143,10 +151,87 @@ def test_its_exit_code_says_whether_anybody_works(run, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{run}:/usr/bin:/bin")
     done = run_here("slurm", "--status", run)
     assert done.returncode == 1 and "no job of this run waits or runs" in done.stdout
-    (run / "squeue").write_text("#!/bin/sh\necho '12|RUNNING|None|1:02|58:58|node[1-2]'\n")
+    (run / "squeue").write_text("#!/bin/sh\necho '12|RUNNING|None|1:02|58:58|node[1-2]|/r|n/slurm/job.1.sbatch'\n")
     done = run_here("slurm", "--status", run)
     assert done.returncode == 0 and "job 12 RUNNING on node[1-2] for 1:02, 58:58 left" in done.stdout
     (run / "squeue").write_text("#!/bin/sh\n")
     (run / "finished.json").write_text('{"steps_done": 10}')
     assert run_here("slurm", "--status", run).returncode == 0
     assert os.path.exists(run / "slurm/12.log"), "it only reads"
+
+
+def shown(run) -> tuple[int, dict[str, str]]:
+    done = run_here("slurm", "--status", run)
+    assert done.stderr == ""
+    return done.returncode, dict(line.split(None, 1) for line in done.stdout.splitlines() if line[0] != " ")
+
+
+def answer_of_squeue(run, monkeypatch, *lines: str) -> None:
+    (run / "squeue").write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    (run / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{run}:/usr/bin:/bin")
+
+
+def test_a_submission_that_never_ran_changes_nothing_that_is_shown(run, monkeypatch):
+    """Of a run of 10 steps; the newest submission is of 99, and its job waits, was cancelled, or runs."""
+    (run / "config.toml").write_text("num_steps = 10\n")
+    (run / "slurm/config.2.toml").write_text("num_steps = 99\n")
+    first = f"12|RUNNING|None|1:02|58:58|node[1-2]|{run}/slurm/job.1.sbatch"
+    second = f"13|PENDING|Dependency|0:00|1:00:00||{run}/slurm/job.2.sbatch"
+    answer_of_squeue(run, monkeypatch, first, second)
+    code, rows = shown(run)
+    assert code == 0 and rows["step"] == "5 of 10, safe 4" and "job 13 PENDING (Dependency)" in rows["queue"]
+    (run / "finished.json").write_text('{"steps_done": 10}')
+    answer_of_squeue(run, monkeypatch)
+    code, rows = shown(run)
+    assert code == 0 and rows["run"] == f"{run}, done" and rows["step"] == "5 of 10, safe 4"
+    answer_of_squeue(run, monkeypatch, second.replace("PENDING", "RUNNING"))
+    code, rows = shown(run)
+    assert code == 0 and rows["run"] == str(run) and rows["step"] == "5 of 99, safe 4"
+    (run / "config.toml").write_text("num_steps = 99\n")  # it has begun, and was cancelled
+    answer_of_squeue(run, monkeypatch)
+    code, rows = shown(run)
+    assert code == 1 and rows["run"] == str(run) and rows["step"] == "5 of 99, safe 4"
+
+
+def test_an_attempt_is_shown_with_the_job_that_it_is_of(run, monkeypatch):
+    """Attempt 2 was of job 12; then job 14 came, whose rank 0 has not said anything, and then has."""
+    (run / "logs/attempt_10").mkdir()
+    assert shown(run)[1]["attempt"] == "10, of which rank 0 has not begun"
+    with (run / "logs/attempts.jsonl").open("a") as file:
+        file.write(json.dumps({"time_unix_s": time.time(), "job": "slurm 14", "attempt": 1, "step": 4}) + "\n")
+    (run / "logs/attempt_10/rank_0.log").write_text("attempt 1 of job slurm 14 begins after step 4; \n")
+    assert shown(run)[1]["attempt"].startswith("10 (slurm 14), began 20")
+    for folder in ("attempt_1", "attempt_2", "attempt_10"):
+        for file in (run / "logs" / folder).iterdir():
+            file.unlink()
+        (run / "logs" / folder).rmdir()
+    assert shown(run)[1]["attempt"].startswith("1 of slurm 14, began 20"), "the user's own script makes no folders"
+
+
+NOISE = "nanobind: leaked 3 types!\n - leaked type vllm.Thing\n[W1126 10:00 socket.cpp] x\n\n"
+VERDICT = "[slurm 2026] ends with status 2; starting again would change nothing (docs)\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "ranks", "shown_first"),
+    [
+        ("rank 1 on node2 ended first, with status 2; the end of {run}/logs/attempt_2/rank_1.log:\nx\n", {1}, 1),
+        ("rank 1 on node2 ended first, with status 2; the end of {run}/logs/attempt_2/rank_1.log:\nx\n", {0}, 0),
+        ("it says nothing of a rank\n", {0, 1}, 0),
+        ("it says nothing of a rank\n", set(), None),
+    ],
+    ids=["the rank that ended first", "that one said nothing", "before the ranks: rank 0", "nobody said anything"],
+)
+def test_trouble_begins_with_the_reason(run, log, ranks, shown_first):
+    begin = "[slurm 2026] attempt 1: job 12 on node[1-2]\nold Error: x\n[slurm 2026] attempt 2: job 12 on node[1-2]\n"
+    (run / "slurm/12.log").write_text(f"{begin}[slurm 2026] {log.format(run=run)}{VERDICT}")
+    for rank in (0, 1):
+        said = f"a step\nlr was 1, is 2 ({rank})\n{NOISE}" if rank in ranks else NOISE
+        (run / f"logs/attempt_2/rank_{rank}.log").write_text(f"rank {rank} of 2 on node1, process 7\n{said}")
+    trouble = run_here("slurm", "--status", run).stdout.partition("\ntrouble  ")[2].splitlines()
+    assert trouble[-2].strip() == VERDICT.strip() and trouble[-1] == f"{'':9}in {run}/slurm/12.log"
+    if shown_first is not None:
+        wanted = [f"lr was 1, is 2 ({shown_first})", f"{'':9}in {run}/logs/attempt_2/rank_{shown_first}.log"]
+        assert trouble[:2] == wanted
+    assert len(trouble) == (2 if shown_first is None else 4)
