@@ -246,8 +246,6 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     configuration is not the run's, or what lies in run_dir could not be moved out of a new run's way.
     """
     fresh, branch, accepted = how.get("fresh", False), how.get("branch"), how.get("accept", ())
-    if lines := list(unknown_keys(accepted, [agent.name for agent in config.agents])):
-        raise ValueError("\n".join(lines))
     if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):
         raise ValueError(
             f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give the branch another run_dir, or "
@@ -257,9 +255,11 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     if found is None:
         require_displaceable(config.run_dir)
         if branch is None:
+            _require_known(accepted, config, {})
             return None
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
+    _require_known(accepted, config, found.config)
     if lines := list(refusals(changes(found.config, plain(config)), accepted)):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
     digests = model_digests(config)
@@ -272,6 +272,12 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
             f"{found.folder} has {found.step} steps done, num_steps is {config.num_steps}: give more, or --fresh"
         )
     return found
+
+
+def _require_known(accepted: Sequence[str], config: Config, stored: dict[str, Any]) -> None:
+    """ValueError for an accepted key that neither a configuration of today nor the stored one has."""
+    if lines := list(unknown_keys(accepted, [agent.name for agent in config.agents], stored)):
+        raise ValueError("\n".join(lines))
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -63,11 +63,14 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     ]
 
 
-def unknown_keys(accepted: Sequence[str], agents: Sequence[str]) -> Iterator[str]:
-    """A line for every key that the user accepts and no configuration of these agents has."""
+def unknown_keys(accepted: Sequence[str], agents: Sequence[str], stored: dict[str, Any]) -> Iterator[str]:
+    """A line for every key that the user accepts and neither a configuration of these agents nor the stored one has."""
+    before = list(dict(flat(stored)))
     known = [in_a_run(key).replace("NAME", "*") for key in keys_of(Config)]
     values = [one for one in known if not any(other.startswith(f"{one}.") for other in known)]
     for key in accepted:
+        if any(covers(key, one) for one in before):
+            continue
         first, _, rest = key.partition(".")
         agent, _, rest = rest.partition(".") if first == "agents" else ("*", "", rest)
         place = ".".join(filter(None, (first, "*" if first == "agents" and rest else "", rest)))

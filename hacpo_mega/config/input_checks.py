@@ -20,6 +20,13 @@ from hacpo_mega.models.folder import tokenizer_problem
 FIRST_BYTES = 1 << 20
 PARQUET_MAGIC = b"PAR1"
 SAVED_STATE = "state.json"
+# What a file is that begins so and is no prompt file, and what to do with it.
+OTHER_KINDS = {
+    codecs.BOM_UTF16_LE: "UTF-16 text; save it as UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text; save it as UTF-8",
+    b"PK\x03\x04": "a zip archive; unpack it",
+}
+TABLES = (".csv", ".tsv", ".xlsx")
 
 
 def input_problems(config: Config) -> Iterator[str]:
@@ -27,7 +34,7 @@ def input_problems(config: Config) -> Iterator[str]:
     yield from _run_folder(config)
     yield from _prompt_files(config)
     for key, grader in config.reward.graders.items():
-        if problem := grader_problem(grader.kind):
+        if problem := grader_problem(grader.kind, grader.options):
             yield f"{key}.kind: {problem}"
         elif problem := option_problem(grader.kind, grader.options):
             yield f"{key}.options: {problem}"
@@ -137,6 +144,11 @@ def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None
             end = stream.read()
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})"
+    kind = next((kind for sign, kind in OTHER_KINDS.items() if start.startswith(sign)), None)
+    if file.suffix in TABLES and not start.lstrip().startswith(b"{"):
+        kind = "a table by its name; a run reads JSON Lines or Parquet, which to_parquet of pandas writes"
+    if kind is not None:
+        return f"{file} is {kind}"
     start = start.removeprefix(codecs.BOM_UTF8).lstrip()
     if not start:
         return f"{file} is empty"

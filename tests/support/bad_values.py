@@ -169,6 +169,22 @@ NAMES = [
     one("omega", "algorithm.omega_clip=[2.0, 3.0]", "algorithm: omega_clip [2.0, 3.0]: needs 0 < low <= 1 <= high"),
     one("no equals sign", "seed", "override 'seed': expected section.key=value"),
     one("an unknown agent", "agents.c.tp=1", "override 'agents.c.tp=1': no entry is named 'c'; there are: a, b"),
+    one("a part of a key", ".seed=1", "override '.seed=1': expected section.key=value"),
+    one("no last part", "rollout.=1", "override 'rollout.=1': expected section.key=value"),
+    one(
+        "none of two kinds", "agents.a.lora={targets='q'}", "agents.a.lora.targets: needs 'all-linear' or a list, found"
+    ),
+    one("an entry", "agents.a.lora={targets=[['q']]}", "agents.a.lora.targets.0: needs a text, found ['q']"),
+    one(
+        "none of four kinds",
+        "reward.options={x=[1]}",
+        "reward.options.x: needs true or false, a whole number, a number or a text, found [1]",
+    ),
+    one(
+        "memory", "slurm.mem='64GB'", "slurm.mem: needs a number of megabytes, or one with K, M, G or T behind it, such"
+    ),
+    one("a variable", "slurm.environment={'a-b'='x'}", "slurm.environment.a-b: needs letters, digits and _, no digit"),
+    one("a part", "reward={parts={'Right'={}}}", "reward.parts.Right: needs at most 31 small letters, digits and _"),
     one("into a text", "agents.a.model.x=1", "override 'agents.a.model.x=1': leads into a str, not a table"),
     one("into a number", "seed.x.y=1", "seed: needs a whole number, found {'x'"),
 ]
