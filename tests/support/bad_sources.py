@@ -33,6 +33,12 @@ REWARDS = [
         ("reward.kind=number", "reward.options={rel_tol=-1}"),
         ("reward.options: option rel_tol (-1) must be a number from 0, below 1",),
     ),
+    one("no server", "reward.kind=model", "reward.options: 'model' needs url (an address that begins with http:// or"),
+    Case(
+        "a server of another kind",
+        ("reward.kind=model", "reward.options={url='ftp://x', model='m'}"),
+        ("reward.options: option url ('ftp://x') must be an address that begins with http:// or https://",),
+    ),
     Case(
         "an option of no parameter",
         ("reward.kind='{here}/mine.py:grader'", "reward.options={bonus=0.1, foo=2}"),
