@@ -71,7 +71,9 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
 
 def _apply(table: dict[str, Any], override: str) -> None:
     """Sets one dotted key; ValueError when the text or the way to the key is off."""
-    key, equals, text = (part.strip() for part in override.partition("="))
+    key, equals, text = override.partition("=")
+    if key != key.strip():  # as a TOML file has it: key = value
+        key, text = key.strip(), text.strip()
     if not equals or not all(key.split(".")):
         raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
     if key.count(".") >= MAX_DEPTH:
