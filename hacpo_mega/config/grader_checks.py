@@ -79,6 +79,25 @@ def own_code_problem(name: str, num_arguments: int | None = None, what: str = "f
     return None
 
 
+def tracker_problem(name: str) -> str | None:
+    """Why a class of the user's cannot be a tracker (logbook/trackers.py), as far as its source tells; or None."""
+    problem = own_code_problem(name, num_arguments=1, what="class")
+    found = None if problem else _definition(name)
+    if not isinstance(found, ast.ClassDef) or found.bases or found.decorator_list:
+        return problem
+    has = _bound_names(ast.Module(found.body, []))
+    if missing := [method for method in ("log", "finish") if method not in has]:
+        return f"{name!r} has no {' and no '.join(missing)}, which every tracker has (docs/guide/monitoring.md)"
+    made = next((node for node in found.body if getattr(node, "name", None) == "__init__"), None)
+    arguments = (
+        made.args if isinstance(made, FUNCTIONS) else ast.arguments([], [ast.arg("self")], None, [], [], None, [])
+    )
+    takes = [*arguments.posonlyargs, *arguments.args][1:]
+    if arguments.vararg or len(takes) - len(arguments.defaults) <= 1 <= len(takes):
+        return None
+    return f"{name!r} is made with {len(takes)} arguments, and is given one, the run (docs/guide/monitoring.md)"
+
+
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
     """Which of the options a grader that `grader_problem` has found does not have, as far as its source tells; or, of
     one of ours, not with this value."""

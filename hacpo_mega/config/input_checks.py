@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
-from hacpo_mega.config.grader_checks import grader_problem, option_problem, own_code_problem
+from hacpo_mega.config.grader_checks import grader_problem, option_problem, own_code_problem, tracker_problem
 from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import one_line, parse_json
@@ -69,7 +69,7 @@ def _own_code(config: Config) -> Iterator[str]:
             yield f"logging.metrics: {problem}"
     for tracker in config.logging.trackers:
         if ":" in tracker:
-            if problem := own_code_problem(tracker, what="class"):
+            if problem := tracker_problem(tracker):
                 yield f"logging.trackers: {problem}"
         elif importlib.util.find_spec(tracker) is None:
             yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"

@@ -214,6 +214,10 @@ WARM_STARTS = [
 ]  # fmt: skip
 LOGGING = [
     one("an unknown tracker", "logging.trackers=['mlflo']", "logging.trackers.0: must be one of wandb, trackio"),
+    one("no methods", "logging.trackers=['{here}/uncallable.py:Bare']", "Bare' has no log and no finish, wh"),
+    one("no run", "logging.trackers=['{here}/uncallable.py:Alone']", "is made with 0 arguments, and is given"),
+    one("no class", "logging.trackers=['{here}/uncallable.py:number']", "number is 3, and a class is need"),
+    one("a maker", "logging.trackers=['{here}/uncallable.py:none']", "none' takes 0 arguments, and is given 1"),
     one("a project's name", "logging.project='a/b'", "logging.project: needs letters, digits, - and _, a letter or"),
     one("a step twice", "logging.trace_steps=[2,1,2]", "logging.trace_steps: [2, 1, 2] names one twice. Nearest: [2,"),
     Case("a step too late", ("logging={trace=true,trace_steps=[1,9]}",),

@@ -51,6 +51,8 @@ def here(tmp_path_factory) -> Path:
         "def none(): ...\ndef needs(p, a, g, *, k): ...\ndef four(a, b, c, d): ...\nclass Bare: ...\nnumber = 3\n"
         "def named(x, y, z, level, *, answer): ...\ndef late(p, a, g, more=1): ...\n"
         "class Made:\n    __call__ = late\n"
+        "class Alone:\n    log = finish = late\n"
+        "class Tracker(Alone): ...\n"
     )
     (folder / "folder.py").mkdir()
     for name, described in (("bare", None), ("torn", "{"), ("listed", "[]")):
@@ -171,6 +173,7 @@ def test_graders_that_can_be_called_are_taken(here):
         assert load_config(here / "run.toml", [f"reward.kind={here}/uncallable.py:{name}"])
     given = [f"reward.kind={here}/uncallable.py:needs", "reward.options={k=1}"]
     assert load_config(here / "run.toml", given)
+    assert load_config(here / "run.toml", [f"logging.trackers=['{here}/uncallable.py:Tracker']"])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
