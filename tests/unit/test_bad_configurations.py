@@ -220,7 +220,7 @@ def test_a_grader_is_found_where_python_finds_it_and_nothing_of_it_runs(tmp_path
     (tmp_path / "a_grader.py").write_text(f"from json import loads as parse\n{loud}\nif 1:\n    rule = parse\n")
     (tmp_path / "a_package").mkdir()
     (tmp_path / "a_package" / "__init__.py").write_text(loud)
-    (tmp_path / "a_package" / "part.py").write_text(f"{loud}class Grader: ...\n")
+    (tmp_path / "a_package" / "part.py").write_text(f"{loud}class Grader:\n    def __call__(self, p, a, g): ...\n")
     (tmp_path / "no_package").mkdir()
     monkeypatch.chdir(tmp_path)
     for kind in (
@@ -228,7 +228,7 @@ def test_a_grader_is_found_where_python_finds_it_and_nothing_of_it_runs(tmp_path
         "a_grader:rule",
         "a_package.part:Grader",
         "math:sqrt",
-        "json.decoder:JSONDecoder",
+        "email.utils:formatdate",
     ):
         assert load_config(here / "run.toml", [f"reward.kind={kind}"]).reward.kind == kind
     with pytest.raises(ValueError, match="'no_package' is a folder without code"):
