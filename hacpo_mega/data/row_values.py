@@ -37,7 +37,7 @@ def value_problem(value: object, types: tuple[type, ...]) -> str | None:
     """What keeps a value from being a prompt (`types` is str) or a gold answer (GOLD_TYPES); None when nothing does."""
     if isinstance(value, bool) or not isinstance(value, types):
         needs = "a text or a number" if float in types else "a text"
-        return f"is {WORDS.get(type(value), 'a value of another kind')}, needs {needs} (found {quoted(value)})"
+        return f"is {WORDS.get(type(value), type(value).__name__)}, needs {needs} (found {quoted(value)})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, needs a finite number"
     if isinstance(value, str) and not value.strip():
