@@ -25,7 +25,7 @@ from typing import Any, TypedDict, Unpack
 from pydantic import ValidationError
 
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.changes import changes, refusals
+from hacpo_mega.config.changes import changes, refusals, unknown_keys
 from hacpo_mega.config.run import of_today
 from hacpo_mega.config.run_dirs import require_displaceable
 from hacpo_mega.models.documents import parse_json, require_file
@@ -148,6 +148,12 @@ def committed_steps(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := COMMITTED.fullmatch(name)))
 
 
+def _newest_in(run_dir: Path) -> str:
+    """The end of a line on a run folder that was given in place of one of its steps."""
+    steps = committed_steps(run_dir)
+    return f". Nearest: {folder_of(run_dir, steps[-1])}" if steps else ""
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
     if folder.name.endswith((WRITING, REMOVING)):
@@ -158,7 +164,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except ValueError as error:
         raise ValueError(f"{folder / RECORD} {error}: {folder} is no checkpoint of a run") from error
     except OSError as error:
-        raise ValueError(f"{folder / RECORD} is missing: {folder} is no checkpoint of a run") from error
+        raise ValueError(
+            f"{folder / RECORD} is missing: {folder} is no checkpoint of a run{_newest_in(folder)}"
+        ) from error
     found = Checkpoint.parse(folder, text)
     if (named := COMMITTED.fullmatch(folder.name)) and int(named[1]) != found.step:
         raise ValueError(f"{folder} is step {found.step} by its {RECORD}: a copy, or renamed")
@@ -237,7 +245,7 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     `but` are steps that are known as damaged. ValueError, one line per problem, when that step cannot be read, the
     configuration is not the run's, or what lies in run_dir could not be moved out of a new run's way.
     """
-    fresh, branch = how.get("fresh", False), how.get("branch")
+    fresh, branch, accepted = how.get("fresh", False), how.get("branch"), how.get("accept", ())
     if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):
         raise ValueError(
             f"--from {branch} is of {config.run_dir}, which --fresh moves aside: give the branch another run_dir, or "
@@ -247,10 +255,12 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     if found is None:
         require_displaceable(config.run_dir)
         if branch is None:
+            _require_known(accepted, config, {})
             return None
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
-    if lines := list(refusals(changes(found.config, plain(config)), how.get("accept", ()))):
+    _require_known(accepted, config, found.config)
+    if lines := list(refusals(changes(found.config, plain(config)), accepted)):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
     digests = model_digests(config)
     for agent in config.agents:
@@ -262,6 +272,12 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
             f"{found.folder} has {found.step} steps done, num_steps is {config.num_steps}: give more, or --fresh"
         )
     return found
+
+
+def _require_known(accepted: Sequence[str], config: Config, stored: dict[str, Any]) -> None:
+    """ValueError for an accepted key that neither a configuration of today nor the stored one has."""
+    if lines := list(unknown_keys(accepted, [agent.name for agent in config.agents], stored)):
+        raise ValueError("\n".join(lines))
 
 
 def plain(config: Config) -> dict[str, Any]:

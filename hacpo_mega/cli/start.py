@@ -26,7 +26,7 @@ from hacpo_mega.cluster.environment import (
     reads_first,
 )
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import num_local, require_srun
+from hacpo_mega.cluster.seat import Seat, num_local, require_srun
 from hacpo_mega.cluster.secret import share_secret
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks import find_problems
@@ -139,6 +139,7 @@ def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
     """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
+        Seat.find()  # what its launcher has not set is said before the imports
         end_with_launcher()
         _import_for_good(door, work)
         return True

@@ -4,8 +4,10 @@
 (torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
 """
 
+import codecs
 import ctypes
 import fcntl
+import locale
 import logging
 import netrc
 import os
@@ -26,7 +28,15 @@ from urllib.parse import urlsplit
 from hacpo_mega.cluster.machine_limits import num_cores
 from hacpo_mega.cluster.private_folder import own_folder
 from hacpo_mega.cluster.processors import num_threads, stay_near_gpu
-from hacpo_mega.cluster.seat import expand_nodes, is_on_one_machine, node_list, tasks_of_nodes
+from hacpo_mega.cluster.seat import (
+    expand_nodes,
+    is_on_one_machine,
+    node_list,
+    number_of,
+    size_variable,
+    tasks_of_nodes,
+)
+from hacpo_mega.models.documents import short
 
 # Set before torch, vllm or transformers are imported, and only where the user has not set them.
 EVERYWHERE = {
@@ -70,7 +80,11 @@ LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by jobs/local.py for the ranks i
 
 
 def prepare_environment() -> None:
-    """Sets the variables above where they are not set. Must run before any heavy import."""
+    """Sets the variables above where they are not set. Must run before any heavy import.
+
+    ValueError for one that libraries would not understand, and would go on without.
+    """
+    _require_sound_variables()
     under_srun = {}
     if _is_slurm_task():
         if _has_cuda():
@@ -88,6 +102,22 @@ def prepare_environment() -> None:
     # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)
+
+
+def _require_sound_variables() -> None:
+    threads, level = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_LOGGING_LEVEL")
+    if threads is not None and not re.fullmatch("0*[1-9][0-9]{0,4}", threads):
+        raise ValueError(
+            f"OMP_NUM_THREADS must be the threads of a process, a number from 1 on, found {short(threads)}; without it "
+            "the processes of a machine share its cores"
+        )
+    if level is not None and level.upper() not in logging.getLevelNamesMapping():
+        known = ", ".join(name for name in logging.getLevelNamesMapping() if name != "NOTSET")
+        raise ValueError(f"VLLM_LOGGING_LEVEL must be one of {known}, found {short(level)}")
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
+        raise ValueError(
+            "Python reads files as ASCII here, and some of torch's are UTF-8: unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
+        )
 
 
 def library_settings(*, on_cuda: bool) -> dict[str, str]:
@@ -155,10 +185,23 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
 
     Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
     """
-    nodes = next(task[name] for name in NODE_LISTS if name in task)
+    needed = ("SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_NODEID")
+    nodes = next((task[name] for name in NODE_LISTS if name in task), None)
+    if missing := [*(name for name in needed if name not in task), *([NODE_LISTS[-1]] if nodes is None else [])]:
+        raise ValueError(
+            f"SLURM_PROCID is set, and {', '.join(missing)} not, which srun sets for its tasks: start with srun, or "
+            "unset SLURM_PROCID to start here"
+        )
+    job, step = (number_of(name, task.get(name, "0"), 2**32 - 1) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
-    port = 10_000 + (int(task["SLURM_JOB_ID"]) * 8 + int(task.get("SLURM_STEP_ID", "0"))) % 20_000
-    num_local = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"])[int(task["SLURM_NODEID"])]
+    port = 10_000 + (job * 8 + step) % 20_000
+    counts, node = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"]), number_of("SLURM_NODEID", task["SLURM_NODEID"])
+    if node >= len(counts):
+        raise ValueError(
+            f"SLURM_NODEID is {node}, and SLURM_TASKS_PER_NODE ({short(task['SLURM_TASKS_PER_NODE'])}) is of "
+            f"{len(counts)} nodes: start with srun, which sets both"
+        )
+    num_local = counts[node]
     threads = num_threads(task, num_local, allowed)
     return {"MASTER_ADDR": expand_nodes(nodes)[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
 
@@ -229,11 +272,11 @@ def attempt_of_job() -> tuple[str, int] | None:
 
     The same before and after Place.join, which sets RANK.
     """
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if _variable("TORCHELASTIC_MAX_RESTARTS"):
+        restarts = _variable("TORCHELASTIC_RESTART_COUNT")
         return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}", 1 + restarts
     if job := _slurm_job():
-        return f"slurm {job}", 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        return f"slurm {job}", 1 + _variable("SLURM_RESTART_COUNT")
     return None
 
 
@@ -289,7 +332,7 @@ def _is_slurm_task() -> bool:
 
 def is_first_of_the_job() -> bool:
     """Whether this process is rank 0 of its job; outside a job it is."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
+    return _variable("RANK", "SLURM_PROCID") == 0
 
 
 def inside_a_job() -> bool:
@@ -299,7 +342,13 @@ def inside_a_job() -> bool:
 
 def is_first_of_its_node() -> bool:
     """Whether this process is the one of its node that says what all of them find; outside a job it is."""
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
+    return _variable("LOCAL_RANK", "SLURM_LOCALID") == 0
+
+
+def _variable(*names: str) -> int:
+    """The number in the first of these variables that is set; 0 where none is. ValueError for what is no number."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    return 0 if name is None else number_of(name, os.environ[name])
 
 
 def reads_first() -> bool:
@@ -315,4 +364,4 @@ def job_size() -> int:
             "neither WORLD_SIZE nor SLURM_NTASKS is set: start with launch/local.sh, torchrun or srun, or let "
             "hacpo_mega.train start the ranks of a script or notebook"
         )
-    return int(value)
+    return number_of(size_variable(), value)

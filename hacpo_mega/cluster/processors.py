@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hacpo_mega.cluster.seat import number_of
+
 MASK = re.compile(r"0x[0-9A-Fa-f]+")
 
 
@@ -19,9 +21,9 @@ def num_threads(task: Mapping[str, str], num_local: int, allowed: int) -> int:
 
     Where nothing binds it, it sees those of all processes of its node.
     """
-    if own := int(task.get("SLURM_CPUS_PER_TASK", "0")):
+    if own := number_of("SLURM_CPUS_PER_TASK", task.get("SLURM_CPUS_PER_TASK", "0")):
         return max(1, min(own, allowed))
-    is_bound = allowed < int(task.get("SLURM_CPUS_ON_NODE", allowed))
+    is_bound = allowed < number_of("SLURM_CPUS_ON_NODE", task.get("SLURM_CPUS_ON_NODE", str(allowed)))
     return max(1, allowed if is_bound else allowed // num_local)
 
 

@@ -55,6 +55,8 @@ class Seat:
         """This process's seat. ValueError where no launcher has set what it needs."""
         require_srun()
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
+        if rank >= world_size:
+            raise ValueError(f"RANK ({rank}) must be below WORLD_SIZE ({world_size}): ranks are counted from 0")
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(
@@ -69,7 +71,7 @@ class Seat:
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             nodes=expand_nodes(node_list()),
             address=os.environ["MASTER_ADDR"],
-            port=_number("MASTER_PORT", os.environ["MASTER_PORT"], 65535),
+            port=number_of("MASTER_PORT", os.environ["MASTER_PORT"], 65535),
             launcher_keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             store_file=Path(os.environ[STORE_FILE]) if STORE_FILE in os.environ else None,
         )
@@ -119,10 +121,10 @@ def from_launcher(name: str, slurm_name: str) -> int:
             f"neither {name} nor {slurm_name} is set: start with launch/local.sh, torchrun or srun, or let "
             "hacpo_mega.train start the ranks of a script or notebook"
         )
-    return _number(name if os.environ.get(name) else slurm_name, value)
+    return number_of(name if os.environ.get(name) else slurm_name, value)
 
 
-def _number(name: str, value: str, most: int = 2**31 - 1) -> int:
+def number_of(name: str, value: str, most: int = 2**31 - 1) -> int:
     """The value of a variable. ValueError, which names it, for what is no number from 0 to `most`."""
     if not re.fullmatch(r"[0-9]{1,10}", value) or int(value) > most:
         raise ValueError(f"{name} must be a number from 0 to {most}, found {value[:80]!r}")
@@ -150,6 +152,8 @@ def _expand(part: str) -> Iterator[str]:
     head, tail = part[: found.start()], part[found.end() :]
     for span in found[1].split(","):
         first, _, last = span.partition("-")
+        if not re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", span):
+            raise ValueError(f"{short(part)} is no list of nodes as Slurm writes it, such as gpu[01-03,7]")
         for number in range(int(first), int(last or first) + 1):
             yield from _expand(f"{head}{str(number).zfill(len(first))}{tail}")
 
@@ -168,9 +172,9 @@ def tasks_of_nodes(counts: str) -> list[int]:
 def num_local(world_size: int) -> int:
     """Processes of this node; all of them where the launcher does not say."""
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
-        return _number("LOCAL_WORLD_SIZE", local)
+        return number_of("LOCAL_WORLD_SIZE", local)
     counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))
-    node = _number("SLURM_NODEID", os.environ.get("SLURM_NODEID", "0"))
+    node = number_of("SLURM_NODEID", os.environ.get("SLURM_NODEID", "0"))
     return counts[node] if node < len(counts) else world_size
 
 

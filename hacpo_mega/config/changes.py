@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from hacpo_mega.config.describe import said
+from hacpo_mega.config.describe import in_a_run, keys_of, nearest_key, said
 from hacpo_mega.config.effects import covers, effect_of, flat
+from hacpo_mega.config.schema import Config
+from hacpo_mega.models.documents import one_line, short
 
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")
@@ -59,6 +61,27 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     return [
         Change(key, said(old.get(key)), said(new.get(key)), _kind(key)) for key in keys if old.get(key) != new.get(key)
     ]
+
+
+def unknown_keys(accepted: Sequence[str], agents: Sequence[str], stored: dict[str, Any]) -> Iterator[str]:
+    """A line for every key that the user accepts and neither a configuration of these agents nor the stored one has."""
+    before = list(dict(flat(stored)))
+    known = [in_a_run(key).replace("NAME", "*") for key in keys_of(Config)]
+    values = [one for one in known if not any(other.startswith(f"{one}.") for other in known)]
+    for key in accepted:
+        if any(covers(key, one) for one in before):
+            continue
+        first, _, rest = key.partition(".")
+        agent, _, rest = rest.partition(".") if first == "agents" else ("*", "", rest)
+        place = ".".join(filter(None, (first, "*" if first == "agents" and rest else "", rest)))
+        if "=" in key:
+            yield f"--accept {short(key)}: expected a key alone. Nearest: --accept {one_line(key.partition('=')[0])}"
+        elif agent and not any(fnmatchcase(name, agent) for name in agents):
+            yield f"--accept {short(key)}: no agent is named {short(agent)}; there are: {', '.join(agents)}"
+        elif not any(covers(place, one) for one in known) and not any(covers(one, place) for one in values):
+            near = nearest_key(place.replace("agents.*.", "agents."))
+            nearest = f"; did you mean {in_a_run(near, agent)!r}?" if near else ""
+            yield f"--accept {short(key)}: unknown key{nearest}"
 
 
 def refusals(found: Sequence[Change | OtherContent], accepted: Sequence[str]) -> Iterator[str]:

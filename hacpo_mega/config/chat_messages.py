@@ -82,7 +82,7 @@ def lost_message(text: str, read: str) -> str | None:
     for name in map(_tool_name, tools_of(text)):
         if name not in read:
             return f"leaves out the tool {name!r}: it is of no model that calls tools; leave data.tools_field out"
-    for message in messages_of(text) or ():
+    for message in messages_of(text) or [{"role": "user", "content": text}]:
         if message["role"] != "assistant" and message["content"].strip() not in read:
             return f"leaves out or changes the message {message['content'][:80]!r} of {message['role']}"
     return None

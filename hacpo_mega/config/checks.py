@@ -90,6 +90,8 @@ def _names(config: Config) -> Iterator[str]:
     names = [agent.name for agent in config.agents]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"agents: the name {name!r} occurs {names.count(name)} times; every agent needs its own"
+    for name in sorted(config.slurm.agents.keys() - set(names)):
+        yield f"slurm.agents.{name}: there is no agent of that name; there are: {', '.join(names)}"
 
 
 def _method(config: Config) -> Iterator[str]:

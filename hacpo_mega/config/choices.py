@@ -28,6 +28,11 @@ SHARE = Option("a number from 0, below 1", lambda value: _is_number(value) and 0
 DISTANCE = Option("a number from 0, below inf", lambda value: _is_number(value) and 0.0 <= value < math.inf)
 SECONDS = Option("a number above 0, below inf", lambda value: _is_number(value) and 0.0 < value < math.inf)
 TEXT = Option("text", lambda value: isinstance(value, str))
+NAME = Option("a text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
+ADDRESS = Option(
+    "an address that begins with http:// or https://",
+    lambda value: isinstance(value, str) and value.startswith(("http://", "https://")),
+)
 
 # Every kind of judge with the options that it has.
 REWARD_KINDS: Mapping[str, Mapping[str, Option]] = {
@@ -43,16 +48,20 @@ REWARD_KINDS: Mapping[str, Mapping[str, Option]] = {
     "exact": {},
     "arithmetic": {},
     "model": {
-        **dict.fromkeys(("url", "model", "template"), TEXT),
+        **{"url": ADDRESS, "model": NAME, "template": TEXT},
         **{"max_tokens": COUNT, "attempts": COUNT, "request_s": SECONDS},
         **dict.fromkeys(("api_key_env", "cache", "extra_body"), TEXT),
     },
 }
+# The options without which a kind of judge cannot be.
+NEEDED: Mapping[str, tuple[str, ...]] = {"model": ("url", "model")}
 
 
 def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
-    """Which of the options of a kind of judge has a value that it does not take; its names are known."""
+    """Which option a kind of judge lacks, or has with a value that it does not take; the names of all are known."""
     known = REWARD_KINDS[kind]
+    if missing := [name for name in NEEDED.get(kind, ()) if name not in options]:
+        return f"{kind!r} needs {' and '.join(f'{name} ({known[name].said})' for name in missing)}"
     wrong = (name for name, value in options.items() if not known[name].takes(value))
     return next((f"option {name} ({options[name]!r}) must be {known[name].said}" for name in wrong), None)
 

@@ -11,15 +11,19 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from hacpo_mega.config.choices import REWARD_KINDS, value_problem
 
+# Any of these among its parameters, and a grader is called by name.
+VERL = ({"solution_str", "ground_truth"}, {"solution_strs", "ground_truths"})
+ASKED_BY_NAME = ({"answer"}, {"answers"}, {"completions"}, *VERL)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def grader_problem(kind: str) -> str | None:
-    """What is wrong with a reward kind, or None."""
+def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({})) -> str | None:
+    """What is wrong with a reward kind, or None; `options` are given to it besides."""
     place, colon, name = kind.rpartition(":")
     if kind in REWARD_KINDS:
         return None
@@ -31,7 +35,29 @@ def grader_problem(kind: str) -> str | None:
         )
     if not place or not name.isidentifier():
         return f"{kind!r} is no grader; write module:function or file.py:function"
-    return own_code_problem(kind)
+    return own_code_problem(kind) or _call_problem(kind, options)
+
+
+def _call_problem(kind: str, options: Mapping[str, object]) -> str | None:
+    """Why a grader cannot be called, by its source; grading/grader_signature.py asks the function itself."""
+    found = _definition(kind)
+    if isinstance(found, ast.ClassDef):
+        may_call = found.bases or found.decorator_list or "__call__" in _bound_names(ast.Module(found.body, []))
+        return None if may_call else f"{kind!r} is a class without __call__, and a grader is called"
+    if not isinstance(found, FUNCTIONS):
+        return None
+    fixed = [argument.arg for argument in (*found.args.posonlyargs, *found.args.args)]
+    needed = [a.arg for a, default in zip(found.args.kwonlyargs, found.args.kw_defaults) if default is None]
+    needed = [name for name in needed if name not in options]
+    if any(names <= {*fixed, *needed} for names in ASKED_BY_NAME):
+        return None
+    most = 3 if found.args.vararg else len(fixed)
+    if len(fixed) - len(found.args.defaults) <= 3 <= most and not needed:
+        return None
+    return (
+        f"{kind!r} takes ({ast.unparse(found.args)}), and a grader is called with (prompt, answer, gold), or by name "
+        "where it takes answer, answers, TRL's completions, or verl's solution_str and ground_truth"
+    )
 
 
 def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
@@ -39,7 +65,8 @@ def own_code_problem(name: str, num_arguments: int | None = None, what: str = "f
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         file = Path(place)
-        missing = f"{name[-200:]!r}: the file {place[-200:]} does not exist"
+        is_other = "is a folder, a pipe or a device" if os.path.exists(file) else "does not exist"
+        missing = f"{name[-200:]!r}: the file {place[-200:]} {is_other}"
         found = _source_problem(file, attribute, what) if os.path.isfile(file) else missing  # also for too long a name
     else:
         found = code_problem(place, attribute, what)
@@ -50,6 +77,25 @@ def own_code_problem(name: str, num_arguments: int | None = None, what: str = "f
     if not len(takes) - len(made.args.defaults) <= num_arguments <= len(takes):
         return f"{name!r} takes {len(takes)} arguments, and is given {num_arguments}"
     return None
+
+
+def tracker_problem(name: str) -> str | None:
+    """Why a class of the user's cannot be a tracker (logbook/trackers.py), as far as its source tells; or None."""
+    problem = own_code_problem(name, num_arguments=1, what="class")
+    found = None if problem else _definition(name)
+    if not isinstance(found, ast.ClassDef) or found.bases or found.decorator_list:
+        return problem
+    has = _bound_names(ast.Module(found.body, []))
+    if missing := [method for method in ("log", "finish") if method not in has]:
+        return f"{name!r} has no {' and no '.join(missing)}, which every tracker has (docs/guide/monitoring.md)"
+    made = next((node for node in found.body if getattr(node, "name", None) == "__init__"), None)
+    arguments = (
+        made.args if isinstance(made, FUNCTIONS) else ast.arguments([], [ast.arg("self")], None, [], [], None, [])
+    )
+    takes = [*arguments.posonlyargs, *arguments.args][1:]
+    if arguments.vararg or len(takes) - len(arguments.defaults) <= 1 <= len(takes):
+        return None
+    return f"{name!r} is made with {len(takes)} arguments, and is given one, the run (docs/guide/monitoring.md)"
 
 
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
@@ -156,9 +202,18 @@ def _source_problem(file: Path, name: str, what: str = "function") -> str | None
         return f"{file} cannot be read ({error.strerror})"
     bound = _bound_names(tree)
     if name in bound or "*" in bound:
-        return None
+        return _constant_problem(file, tree, name, what)
     near = difflib.get_close_matches(name, sorted(bound), n=1)
     return f"{file} has no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _constant_problem(file: Path, tree: ast.Module, name: str, what: str) -> str | None:
+    """That a file binds `name` to a plain value, and to nothing else; None where it may be a function or class."""
+    bound = [node for node in tree.body if name in _bound_names(ast.Module([node], []))]
+    values = [node.value for node in bound if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    if not values or len(values) < len(bound):
+        return None
+    return f"{file}: {name} is {ast.unparse(values[-1])[:80]}, and a {what} is needed"
 
 
 def _bound_names(tree: ast.Module) -> set[str]:

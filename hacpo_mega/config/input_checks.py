@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
-from hacpo_mega.config.grader_checks import grader_problem, option_problem, own_code_problem
+from hacpo_mega.config.grader_checks import grader_problem, option_problem, own_code_problem, tracker_problem
 from hacpo_mega.config.run_dirs import long_names, run_dir_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import one_line, parse_json
@@ -20,6 +20,13 @@ from hacpo_mega.models.folder import tokenizer_problem
 FIRST_BYTES = 1 << 20
 PARQUET_MAGIC = b"PAR1"
 SAVED_STATE = "state.json"
+# What a file is that begins so and is no prompt file, and what to do with it.
+OTHER_KINDS = {
+    codecs.BOM_UTF16_LE: "UTF-16 text; save it as UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text; save it as UTF-8",
+    b"PK\x03\x04": "a zip archive; unpack it",
+}
+TABLES = (".csv", ".tsv", ".xlsx")
 
 
 def input_problems(config: Config) -> Iterator[str]:
@@ -27,7 +34,7 @@ def input_problems(config: Config) -> Iterator[str]:
     yield from _run_folder(config)
     yield from _prompt_files(config)
     for key, grader in config.reward.graders.items():
-        if problem := grader_problem(grader.kind):
+        if problem := grader_problem(grader.kind, grader.options):
             yield f"{key}.kind: {problem}"
         elif problem := option_problem(grader.kind, grader.options):
             yield f"{key}.options: {problem}"
@@ -62,7 +69,7 @@ def _own_code(config: Config) -> Iterator[str]:
             yield f"logging.metrics: {problem}"
     for tracker in config.logging.trackers:
         if ":" in tracker:
-            if problem := own_code_problem(tracker, what="class"):
+            if problem := tracker_problem(tracker):
                 yield f"logging.trackers: {problem}"
         elif importlib.util.find_spec(tracker) is None:
             yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"
@@ -137,6 +144,11 @@ def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None
             end = stream.read()
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})"
+    kind = next((kind for sign, kind in OTHER_KINDS.items() if start.startswith(sign)), None)
+    if file.suffix in TABLES and not start.lstrip().startswith(b"{"):
+        kind = "a table by its name; a run reads JSON Lines or Parquet, which to_parquet of pandas writes"
+    if kind is not None:
+        return f"{file} is {kind}"
     start = start.removeprefix(codecs.BOM_UTF8).lstrip()
     if not start:
         return f"{file} is empty"

@@ -20,16 +20,22 @@ from hacpo_mega.models.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, 
 
 # What a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
-    "model_type": "needs a table",
-    "dict_type": "needs a table",
-    "tuple_type": "needs a list",
-    "bool_type": "needs true or false",
-    "int_type": "needs a whole number",
-    "float_type": "needs a number",
-    "finite_number": "needs a finite number",
-    "string_type": "needs a text",
-    "path_type": "needs a path",
-    "string_pattern_mismatch": "needs letters, digits, - and _, a letter or digit first",
+    "model_type": "a table",
+    "dict_type": "a table",
+    "tuple_type": "a list",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "path_type": "a path",
+}
+# The texts that a pattern of the schema takes, in words.
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9_-]*$": "letters, digits, - and _, a letter or digit first",
+    r"^[a-z][a-z0-9_]{0,30}$": "at most 31 small letters, digits and _, a letter first",
+    r"^[A-Za-z_]\w*$": "letters, digits and _, no digit first",
+    r"^\d+[KMGT]?$": "a number of megabytes, or one with K, M, G or T behind it, such as 64G",
 }
 
 
@@ -66,7 +72,9 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
 def _apply(table: dict[str, Any], override: str) -> None:
     """Sets one dotted key; ValueError when the text or the way to the key is off."""
     key, equals, text = override.partition("=")
-    if not equals or not key:
+    if key != key.strip():  # as a TOML file has it: key = value
+        key, text = key.strip(), text.strip()
+    if not equals or not all(key.split(".")):
         raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
     if key.count(".") >= MAX_DEPTH:
         raise ValueError(f"override {short(override)}: no key has more than {MAX_DEPTH} parts")
@@ -96,7 +104,7 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
 
     So one file serves for every method. An option that an override gives itself stays, and is refused if it is unread.
     """
-    given = {override.partition("=")[0] for override in overrides}
+    given = {override.partition("=")[0].strip() for override in overrides}
     if "algorithm.method" not in given:
         return
     method = table["algorithm"]["method"]
@@ -129,14 +137,40 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
     holds_bad = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}
-    lines = []
+    lines, of_kinds = [], {}
     for entry in entries:
         if entry["type"] == "too_short" and entry["loc"] in holds_bad:
+            continue
+        if (place := _of_several_kinds(entry, table)) is not None:
+            of_kinds.setdefault(place, []).append(entry)
             continue
         key = ".".join(_spoken(entry["loc"], table))
         problem = _unknown(entry["loc"], key, schema) if entry["type"] == "extra_forbidden" else ""
         lines.append(f"{key or 'configuration'}: {problem or _what_is_wrong(entry, schema)}")
-    return lines
+    return [*lines, *(_of_no_kind(place, complaints, table) for place, complaints in of_kinds.items())]
+
+
+def _of_several_kinds(entry: ErrorDetails, table: Any) -> tuple[int | str, ...] | None:
+    """Where the value is whose field takes several kinds, if this is the complaint of one of them; else None.
+
+    pydantic names the kind behind the place: ("targets", "tuple[str, ...]", 0), where the table has targets.0.
+    """
+    is_behind = entry["type"] == "missing" or entry["loc"][-1:] == ("[key]",)
+    for num_steps, step in enumerate(entry["loc"][:-1] if is_behind else entry["loc"]):
+        if not isinstance(table, dict | list) or not _holds(table, step):
+            return entry["loc"][:num_steps]
+        table = table[step]
+    return None
+
+
+def _of_no_kind(place: tuple[int | str, ...], complaints: list[ErrorDetails], table: dict[str, Any]) -> str:
+    """The line of a value that is of no kind that its field takes; or of its first bad entry, where it is a list."""
+    inner = [entry for entry in complaints if len(entry["loc"]) > len(place) + 1]
+    if inner:
+        place, complaints = (*place, *inner[0]["loc"][len(place) + 1 :]), inner[:1]
+    *kinds, last = (_needed(entry) for entry in complaints)
+    needs = f"{', '.join(kinds)} or {last}" if kinds else last
+    return f"{'.'.join(_spoken(place, table))}: needs {needs}, found {short(complaints[0]['input'])}"
 
 
 def _unknown(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
@@ -162,13 +196,23 @@ def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "literal_error":
         known = re.findall("'(.*?)'", context["expected"])
         return f"must be {context['expected']}, {found}{_nearest(entry['input'], known)}"
-    if kind in EXPECTED:
-        return f"{EXPECTED[kind]}, {found}{_default(location, schema)}"
     if kind == "too_short":
-        return f"needs at least {context['min_length']} of them, {found}"
+        return f"needs {_needed(entry)}, {found}"
+    if kind in EXPECTED or kind == "string_pattern_mismatch":
+        return f"needs {_needed(entry)}, {found}{_default(location, schema)}"
     bound = next((context[name] for name in ("ge", "le") if name in context), None)
     nearest = _default(location, schema) if bound is None else f". Nearest: {bound}"
     return f"{entry['msg'][0].lower()}{entry['msg'][1:]}, {found}{nearest}"
+
+
+def _needed(entry: ErrorDetails) -> str:
+    """What a field takes, by the complaint about what it was given."""
+    kind, context = entry["type"], entry.get("ctx", {})
+    if kind == "too_short":
+        return f"at least {context['min_length']} of them"
+    if kind == "string_pattern_mismatch":
+        return PATTERNS.get(context["pattern"], f"a text of the pattern {context['pattern']}")
+    return EXPECTED.get(kind) or context.get("expected") or entry["msg"]
 
 
 def _nearest(found: object, known: Iterable[str]) -> str:

@@ -80,7 +80,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
                     f"; did you mean {near[0]!r}?" if near else ""
                 )
             elif not fields[key].accepts(value):
-                yield f"{table}.{key} must be {ast.unparse(fields[key].annotation)}, found {short(value)}"
+                yield f"{table}.{key} must be {fields[key]}, found {short(value)}"
             elif problem := _value_problem(table, key, value):
                 yield f"{table}.{key}: {problem}"
 
@@ -100,6 +100,11 @@ class FieldType:
 
     annotation: ast.expr
     module: "SourceModule"
+
+    def __str__(self) -> str:
+        """The type as the source writes it; of a name that stands for another type, that one."""
+        meaning = self.module.alias(_last_name(self.annotation)) if _last_name(self.annotation) else None
+        return ast.unparse(self.annotation if meaning is None else meaning.annotation)
 
     def accepts(self, value: Any) -> bool:
         """Whether a value from a TOML file fits."""

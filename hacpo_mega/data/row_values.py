@@ -14,6 +14,8 @@ from hacpo_mega.models.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
+# What a value of a row is called, by its type.
+WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -34,7 +36,8 @@ def gold_text(answer: str | int | float) -> str:
 def value_problem(value: object, types: tuple[type, ...]) -> str | None:
     """What keeps a value from being a prompt (`types` is str) or a gold answer (GOLD_TYPES); None when nothing does."""
     if isinstance(value, bool) or not isinstance(value, types):
-        return f"is a {type(value).__name__}, needs {' or '.join(t.__name__ for t in types)} (found {quoted(value)})"
+        needs = "a text or a number" if float in types else "a text"
+        return f"is {WORDS.get(type(value), type(value).__name__)}, needs {needs} (found {quoted(value)})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, needs a finite number"
     if isinstance(value, str) and not value.strip():

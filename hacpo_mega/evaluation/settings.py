@@ -254,7 +254,7 @@ def ask(
         "seed": seed,
     }
     settings = replace(settings, **{k: v for k, v in asked.items() if v is not None})
-    if problem := grader_problem(settings.reward):
+    if problem := grader_problem(settings.reward, settings.reward_options):
         raise ValueError(f"--reward: {problem}")
     if problem := option_problem(settings.reward, settings.reward_options):
         raise ValueError(f"--option: {problem}")

@@ -3,12 +3,14 @@
 Not here: what a document means (its reader knows), and JSON Lines, whose lines are bounded too (data/files.py).
 """
 
+import codecs
 import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # The deepest that anybody writes is a tokenizer.json, of about ten levels.
 MAX_DEPTH = 64
 SHOWN = 80  # characters of a value that a line shows
@@ -64,11 +66,16 @@ def json_file(file: Path) -> Any:
 def toml_file(file: Path, expected: str) -> dict[str, Any]:
     """The table in a TOML file; `expected` ends the line that says there is none. ValueError, one line, for that."""
     try:
-        return parse_toml(_bytes_of(file, 4 * MAX_TOML_BYTES).decode())
+        return parse_toml(_bytes_of(file, 4 * MAX_TOML_BYTES).decode("utf-8-sig"))  # some editors put a mark first
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror}); give {expected}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not valid TOML: invalid UTF-8 at byte {error.start}") from error
+        found = (
+            "this is UTF-16; save it as UTF-8"
+            if error.object.startswith(UTF_16)
+            else f"invalid UTF-8 at byte {error.start}"
+        )
+        raise ValueError(f"{file}: not valid TOML: {found}") from error
     except ValueError as error:
         raise ValueError(f"{file}: not valid TOML: {error}{_another_language(file)}") from error
 

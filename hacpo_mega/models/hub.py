@@ -21,6 +21,12 @@ from hacpo_mega.models.documents import one_line
 NAME = re.compile(r"(?P<repo>\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?", re.ASCII)
 CACHE = constants.HF_HUB_CACHE
 COMMIT = re.compile(r"[0-9a-f]{40}")
+# The address of a model's page, or of one of its revisions, as a path has it: two slashes are one there.
+PAGE = re.compile(
+    r"(?:https?:/)?(?:huggingface\.co|hf\.co)/(?P<repo>[^/]+/[^/@]+)(?:/(?:tree|resolve|blob)/(?P<revision>[^/]+).*)?"
+)
+SCHEME = re.compile(r"hf:/(?P<repo>[^/]+/[^/@]+)(?:@(?P<revision>[^/]+))?")
+KINDS_OF_MODEL = "a Hugging Face folder, such as RUN/agents/NAME, or a name on the Hub, ORG/NAME or ORG/NAME@REVISION"
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def missing_folder(path: Path) -> str:
     if named.is_dir():
         return f"model folder {path} does not exist: {named} is a folder here, without revisions. Nearest: {named}"
     if not named.parent.is_dir():
-        return f"model folder {path} does not exist; give a Hugging Face folder, such as RUN/agents/NAME"
+        return f"model folder {path} does not exist; give {KINDS_OF_MODEL}{_nearest_name(path)}"
     names = sorted(
         one_line(entry.name) for entry in named.parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")
     )
@@ -118,4 +124,13 @@ def missing_folder(path: Path) -> str:
     near = difflib.get_close_matches(named.name, names, n=1)
     asked = "" if model is None else f" (the Hub is not asked where {named.parent}/ is a folder)"
     nearest = f". Nearest: {named.parent / near[0]}" if near else ""
-    return f"model folder {path} does not exist: {named.parent}/ has no {named.name}; it has {has}{asked}{nearest}"
+    parent = str(named.parent).rstrip("/")
+    return f"model folder {path} does not exist: {parent}/ has no {named.name}; it has {has}{asked}{nearest}"
+
+
+def _nearest_name(path: Path) -> str:
+    """The end of a line on the address of a page on the Hub: the name that stands in it."""
+    found = PAGE.fullmatch(str(path)) or SCHEME.fullmatch(str(path))
+    model = found and HubModel.parse(found["repo"] + (f"@{found['revision']}" if found["revision"] else ""))
+    is_default = model is not None and model.revision == constants.DEFAULT_REVISION
+    return f". Nearest: {model.repo if is_default else model}" if model else ""

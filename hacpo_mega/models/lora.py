@@ -73,7 +73,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
     problems = []
     for name in dict.fromkeys(asked):
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1) or [ALL_LINEAR]
+            near = difflib.get_close_matches(name.rpartition(".")[2], there, n=1) or [ALL_LINEAR]
             problems.append(
                 f"lora.targets: {name!r} matches nothing in this {architecture.family} model, whose matrices are "
                 f"{', '.join(there)}. Nearest: {near[0]!r}"

@@ -33,12 +33,26 @@ REWARDS = [
         ("reward.kind=number", "reward.options={rel_tol=-1}"),
         ("reward.options: option rel_tol (-1) must be a number from 0, below 1",),
     ),
+    one("no server", "reward.kind=model", "reward.options: 'model' needs url (an address that begins with http:// or"),
+    Case(
+        "a server of another kind",
+        ("reward.kind=model", "reward.options={url='ftp://x', model='m'}"),
+        ("reward.options: option url ('ftp://x') must be an address that begins with http:// or https://",),
+    ),
     Case(
         "an option of no parameter",
         ("reward.kind='{here}/mine.py:grader'", "reward.options={bonus=0.1, foo=2}"),
         ("reward.options: '{here}/mine.py:grader' has no option foo; its parameters are: p, a, g, bonus",),
     ),
     one("no Python", "reward.kind='{here}/broken.py:f'", "{here}/broken.py is no Python source: "),
+    one(
+        "no arguments", "reward.kind='{here}/uncallable.py:none'", "none' takes (), and a grader is called with (prompt"
+    ),
+    one("four", "reward.kind='{here}/uncallable.py:four'", "four' takes (a, b, c, d), and a grader is called with"),
+    one("a keyword", "reward.kind='{here}/uncallable.py:needs'", "takes (p, a, g, *, k), and a grader is called with"),
+    one("no call", "reward.kind='{here}/uncallable.py:Bare'", "Bare' is a class without __call__, and a grader is"),
+    one("a number", "reward.kind='{here}/uncallable.py:number'", "number is 3, and a function is needed"),
+    one("a folder", "reward.kind='{here}/folder.py:f'", "the file {here}/folder.py is a folder, a pipe or a device"),
     one("no such module", "reward.kind='no_such_module:f'", "reward.kind: there is no module 'no_such_module'"),
     one("no such submodule", "reward.kind='hacpo_mega.no_such.module:f'", "no module 'hacpo_mega.no_such.module'"),
     one("a relative module", "reward.kind='.rewards:f'", "reward.kind: there is no module '.rewards'"),
@@ -73,6 +87,8 @@ FILES = [
     with_files("empty", "files=['{here}/empty.jsonl']", "data.files: {here}/empty.jsonl is empty"),
     with_files("white", "files=['{here}/white.jsonl']", "data.files: {here}/white.jsonl is empty"),
     with_files("an array", "files=['{here}/array.json']", "{here}/array.json is a JSON array, needs one object per li"),
+    with_files("UTF-16", "files=['{here}/wide.jsonl']", "{here}/wide.jsonl is UTF-16 text; save it as UTF-8"),
+    with_files("a table", "files=['{here}/table.csv']", "{here}/table.csv is a table by its name; a run reads JSON Li"),
     with_files("no Parquet", "files=['{here}/text.parquet']", "{here}/text.parquet is no Parquet file, or a part of o"),
     with_files("cut Parquet", "files=['{here}/cut.parquet']", "{here}/cut.parquet is no Parquet file, or a part of on"),
     with_files("Parquet by another name", "files=['{here}/parquet.jsonl']", "{here}/parquet.jsonl is Parquet by its "

@@ -169,6 +169,22 @@ NAMES = [
     one("omega", "algorithm.omega_clip=[2.0, 3.0]", "algorithm: omega_clip [2.0, 3.0]: needs 0 < low <= 1 <= high"),
     one("no equals sign", "seed", "override 'seed': expected section.key=value"),
     one("an unknown agent", "agents.c.tp=1", "override 'agents.c.tp=1': no entry is named 'c'; there are: a, b"),
+    one("a part of a key", ".seed=1", "override '.seed=1': expected section.key=value"),
+    one("no last part", "rollout.=1", "override 'rollout.=1': expected section.key=value"),
+    one(
+        "none of two kinds", "agents.a.lora={targets='q'}", "agents.a.lora.targets: needs 'all-linear' or a list, found"
+    ),
+    one("an entry", "agents.a.lora={targets=[['q']]}", "agents.a.lora.targets.0: needs a text, found ['q']"),
+    one(
+        "none of four kinds",
+        "reward.options={x=[1]}",
+        "reward.options.x: needs true or false, a whole number, a number or a text, found [1]",
+    ),
+    one(
+        "memory", "slurm.mem='64GB'", "slurm.mem: needs a number of megabytes, or one with K, M, G or T behind it, such"
+    ),
+    one("a variable", "slurm.environment={'a-b'='x'}", "slurm.environment.a-b: needs letters, digits and _, no digit"),
+    one("a part", "reward={parts={'Right'={}}}", "reward.parts.Right: needs at most 31 small letters, digits and _"),
     one("into a text", "agents.a.model.x=1", "override 'agents.a.model.x=1': leads into a str, not a table"),
     one("into a number", "seed.x.y=1", "seed: needs a whole number, found {'x'"),
 ]
@@ -198,6 +214,10 @@ WARM_STARTS = [
 ]  # fmt: skip
 LOGGING = [
     one("an unknown tracker", "logging.trackers=['mlflo']", "logging.trackers.0: must be one of wandb, trackio"),
+    one("no methods", "logging.trackers=['{here}/uncallable.py:Bare']", "Bare' has no log and no finish, wh"),
+    one("no run", "logging.trackers=['{here}/uncallable.py:Alone']", "is made with 0 arguments, and is given"),
+    one("no class", "logging.trackers=['{here}/uncallable.py:number']", "number is 3, and a class is need"),
+    one("a maker", "logging.trackers=['{here}/uncallable.py:none']", "none' takes 0 arguments, and is given 1"),
     one("a project's name", "logging.project='a/b'", "logging.project: needs letters, digits, - and _, a letter or"),
     one("a step twice", "logging.trace_steps=[2,1,2]", "logging.trace_steps: [2, 1, 2] names one twice. Nearest: [2,"),
     Case("a step too late", ("logging={trace=true,trace_steps=[1,9]}",),

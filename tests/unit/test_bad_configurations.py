@@ -47,6 +47,14 @@ def here(tmp_path_factory) -> Path:
         "def grader(p, a, g, *, bonus=0.0):\n    def inner():\n        pass\n    return 1.0\n"
     )
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "uncallable.py").write_text(
+        "def none(): ...\ndef needs(p, a, g, *, k): ...\ndef four(a, b, c, d): ...\nclass Bare: ...\nnumber = 3\n"
+        "def named(x, y, z, level, *, answer): ...\ndef late(p, a, g, more=1): ...\n"
+        "class Made:\n    __call__ = late\n"
+        "class Alone:\n    log = finish = late\n"
+        "class Tracker(Alone): ...\n"
+    )
+    (folder / "folder.py").mkdir()
     for name, described in (("bare", None), ("torn", "{"), ("listed", "[]")):
         (folder / name).mkdir()
         for file in ("config.json", "model.safetensors"):
@@ -75,6 +83,8 @@ def write_prompt_files(folder: Path) -> None:
     write("empty.jsonl")
     write("white.jsonl", "", "  ")
     write("array.json", ROWS)
+    write("table.csv", "prompt,answer", "1+1=,2")
+    (folder / "wide.jsonl").write_bytes(json.dumps(ROWS[0]).encode("utf-16"))
     write("text.parquet", *ROWS)
     (folder / "link.jsonl").symlink_to(folder / "good.jsonl")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "one.parquet")
@@ -140,6 +150,7 @@ def test_there_are_enough_of_them():
             "not valid TOML: Invalid statement (at line 1, column 1); this looks like JSON",
         ),
         ("empty.toml", b"", "run_dir: required, not given"),
+        ("wide.toml", "run_dir = 'x'".encode("utf-16"), "not valid TOML: this is UTF-16; save it as UTF-8"),
     ],
 )
 def test_a_file_that_is_no_configuration(name, content, says, tmp_path, monkeypatch, capsys):
@@ -150,6 +161,19 @@ def test_a_file_that_is_no_configuration(name, content, says, tmp_path, monkeypa
     assert f"{tmp_path / name}: {says}" in complaints
     assert "Traceback" not in complaints
     assert len(complaints.splitlines()) == (4 if name == "empty.toml" else 1)  # run_dir, num_steps, agents, data
+
+
+def test_a_mark_before_the_first_line_and_spaces_around_an_override_are_no_matter(here, tmp_path):
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + (here / "run.toml").read_bytes().replace(b"\n", b"\r\n"))
+    assert load_config(tmp_path / "marked.toml", ["num_steps = 7"]).num_steps == 7
+
+
+def test_graders_that_can_be_called_are_taken(here):
+    for name in ("named", "late", "Made"):
+        assert load_config(here / "run.toml", [f"reward.kind={here}/uncallable.py:{name}"])
+    given = [f"reward.kind={here}/uncallable.py:needs", "reward.options={k=1}"]
+    assert load_config(here / "run.toml", given)
+    assert load_config(here / "run.toml", [f"logging.trackers=['{here}/uncallable.py:Tracker']"])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -196,7 +220,7 @@ def test_a_grader_is_found_where_python_finds_it_and_nothing_of_it_runs(tmp_path
     (tmp_path / "a_grader.py").write_text(f"from json import loads as parse\n{loud}\nif 1:\n    rule = parse\n")
     (tmp_path / "a_package").mkdir()
     (tmp_path / "a_package" / "__init__.py").write_text(loud)
-    (tmp_path / "a_package" / "part.py").write_text(f"{loud}class Grader: ...\n")
+    (tmp_path / "a_package" / "part.py").write_text(f"{loud}class Grader:\n    def __call__(self, p, a, g): ...\n")
     (tmp_path / "no_package").mkdir()
     monkeypatch.chdir(tmp_path)
     for kind in (
@@ -204,7 +228,7 @@ def test_a_grader_is_found_where_python_finds_it_and_nothing_of_it_runs(tmp_path
         "a_grader:rule",
         "a_package.part:Grader",
         "math:sqrt",
-        "json.decoder:JSONDecoder",
+        "email.utils:formatdate",
     ):
         assert load_config(here / "run.toml", [f"reward.kind={kind}"]).reward.kind == kind
     with pytest.raises(ValueError, match="'no_package' is a folder without code"):

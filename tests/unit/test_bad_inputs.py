@@ -23,6 +23,13 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import read_checkpoint
 from hacpo_mega.cli import app as cli
+from hacpo_mega.cluster.environment import (
+    from_slurm,
+    is_first_of_its_node,
+    is_first_of_the_job,
+    job_size,
+    prepare_environment,
+)
 from hacpo_mega.cluster.seat import Seat, from_launcher
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.config.run import config_of_run
@@ -272,7 +279,60 @@ def test_a_launchers_variable_that_is_no_number_is_named(value, monkeypatch):
         monkeypatch.setenv(name, value or "x")
         with pytest.raises(ValueError, match=f"{name} must be a number"):
             Seat.find()
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "2")
+    for find, name in ((job_size, "WORLD_SIZE"), (is_first_of_the_job, "RANK"), (is_first_of_its_node, "LOCAL_RANK")):
+        monkeypatch.setenv(name, value or "x")
+        with pytest.raises(ValueError, match=f"{name} must be a number from 0 to"):
+            find()
+
+
+def test_a_rank_is_below_the_number_of_ranks(monkeypatch):
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape("RANK (2) must be below WORLD_SIZE (2)")):
+        Seat.find()
+
+
+SLURM_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)",
+              "SLURM_JOB_NODELIST": "a[1-2]"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"SLURM_TASKS_PER_NODE": None}, "SLURM_PROCID is set, and SLURM_TASKS_PER_NODE not"),
+        ({"SLURM_NODEID": None, "SLURM_JOB_NODELIST": None}, "and SLURM_NODEID, SLURM_JOB_NODELIST not, which srun"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID is 2, and SLURM_TASKS_PER_NODE ('2(x2)') is of 2 nodes"),
+        ({"SLURM_JOB_ID": "7x"}, "SLURM_JOB_ID must be a number from 0 to 4294967295, found '7x'"),
+        ({"SLURM_CPUS_PER_TASK": "x"}, "SLURM_CPUS_PER_TASK must be a number"),
+        ({"SLURM_JOB_NODELIST": "a[x-y]"}, "'a[x-y]' is no list of nodes as Slurm writes it, such as gpu[01-03,7]"),
+    ],
+)
+def test_a_task_of_slurm_that_lacks_what_srun_sets_is_a_line(change, says):
+    task = {name: value for name, value in {**SLURM_TASK, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        from_slurm(task, 4)
+    assert len(str(error.value).splitlines()) == 1
+    assert from_slurm(SLURM_TASK, 4)["MASTER_ADDR"] == "a1"
+
+
+@pytest.mark.parametrize("value", ["abc", "", "0", "-3", "2.0", "2,4", "9" * 30])
+def test_a_number_of_threads_that_is_none_is_refused(value, monkeypatch):
+    """Libraries would take as many as there are cores, in every process, and print a line for each of them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS must be the threads of a process, a number from 1 on, found"):
+        prepare_environment()
+
+
+def test_a_level_and_a_language_that_libraries_do_not_know_are_refused(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "loud")
+    with pytest.raises(ValueError, match=r"VLLM_LOGGING_LEVEL must be one of CRITICAL, .* found 'loud'"):
+        prepare_environment()
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "info")
+    monkeypatch.setattr("locale.getpreferredencoding", lambda do_setlocale: "ANSI_X3.4-1968")
+    with pytest.raises(ValueError, match="Python reads files as ASCII here"):
+        prepare_environment()
 
 
 def test_results_of_an_experiment_that_are_a_file_are_named(tmp_path, monkeypatch, capsys):

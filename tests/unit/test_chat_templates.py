@@ -101,6 +101,10 @@ def test_messages_of_a_row_are_rendered_by_the_agents_own_template(tmp_path):
     tokenizer.chat_template = "s{{ messages[-1].content }}="
     with pytest.raises(ValueError, match=r"leaves out or changes the message '1\+1' of user"):
         TextCodec(tokenizer, Prompting(True)).encode_prompt(messages_text([*turns, last]))
+    tokenizer.chat_template = "s{{ messages[-1].content | trim('0') }}="  # which no trial ends or begins with
+    assert TextCodec(tokenizer, Prompting(True)).encode_prompt("1+10+1")
+    with pytest.raises(ValueError, match=r"leaves out or changes the message '1\+10' of user"):
+        TextCodec(tokenizer, Prompting(True)).encode_prompt("1+10")
 
 
 def test_wording_that_nobody_reads_is_refused(tmp_path):

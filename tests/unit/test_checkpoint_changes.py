@@ -1,6 +1,7 @@
 """What a run that goes on from a checkpoint may have changed in its configuration, its models and its steps."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from checkpoint_cases import NAMES, complaint, config_in, make_step, start_of
 from hacpo_mega.checkpoint.files import (
     completed,
     plain,
+    read_checkpoint,
 )
-from hacpo_mega.config.changes import changes, refusals
+from hacpo_mega.config.changes import changes, refusals, unknown_keys
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,36 @@ def test_what_trains_is_refused_unless_accepted(tmp_path):
     ]
     assert complaint(config, accept=("seed", "agents.*.optimizer")).count("\n") == 1
     assert start_of(config, accept=("seed", "agents.*.optimizer.lr", "algorithm")).step == 2
+
+
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        ("sed", "--accept 'sed': unknown key; did you mean 'seed'?"),
+        ("seed=3", "--accept 'seed=3': expected a key alone. Nearest: --accept seed"),
+        ("algorithm.dlta", "--accept 'algorithm.dlta': unknown key; did you mean 'algorithm.delta'?"),
+        ("agents.qwen.tpp", "--accept 'agents.qwen.tpp': unknown key; did you mean 'agents.qwen.tp'?"),
+        ("agents.tp", "--accept 'agents.tp': no agent is named 'tp'; there are: qwen, llama"),
+        ("", "--accept '': unknown key"),
+    ],
+)
+def test_an_accepted_key_that_nothing_has_is_refused_by_a_new_run_too(key, says, tmp_path):
+    assert complaint(config_in(tmp_path), accept=(key,)) == says
+    make_step(config_in(tmp_path), 2)
+    assert complaint(config_in(tmp_path), accept=(key,)) == says
+
+
+def test_keys_tables_and_keys_of_the_stored_run_may_be_accepted():
+    for key in ("agents", "agents.q*", "agents.*.tp", "agents.qwen.vllm.block_size", "reward.parts.a.weight", "*"):
+        assert list(unknown_keys([key], ["qwen"], {})) == []
+    before = {"agents": [{"name": "gone", "tp": 1}], "algorithm": {"old": 1}}
+    assert list(unknown_keys(["algorithm.old", "agents.gone.tp"], ["qwen"], before)) == []
+
+
+def test_a_run_in_place_of_one_of_its_steps_is_told_the_newest(tmp_path):
+    folder = make_step(config_in(tmp_path), 2)
+    with pytest.raises(ValueError, match=re.escape(f"is no checkpoint of a run. Nearest: {folder}")):
+        read_checkpoint(folder.parent.parent)
 
 
 def test_another_layout_goes_through_and_other_fields_of_megatron_are_asked_for():

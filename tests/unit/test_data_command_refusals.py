@@ -61,7 +61,7 @@ def test_golds_that_are_none_are_listed_with_their_line(tmp_path):
     file = write(tmp_path / "f.jsonl", *[{"prompt": str(i), "answer": a} for i, a in enumerate(([70], True, {"a": 1}))])
     file.write_text(file.read_text() + '{"prompt": "3", "answer": NaN}\n{"prompt": "4", "answer": "4"}\n')
     message = refused("data", "convert", file, "--out", tmp_path / "out.jsonl")
-    for line, found in ((1, "is a list"), (2, "is a bool"), (3, "is a dict"), (4, "is nan")):
+    for line, found in ((1, "is a list"), (2, "is true or false"), (3, "is a table"), (4, "is nan")):
         assert f"{file}:{line}: field 'answer' {found}" in message
     assert len(message.splitlines()) == 5 and not (tmp_path / "out.jsonl").exists()
     done = CliRunner().invoke(app, ["data", "inspect", str(file)])

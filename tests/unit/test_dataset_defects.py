@@ -175,8 +175,8 @@ def test_list_columns_of_parquet_are_no_golds(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     found = read_dataset(tmp_path / "t.parquet")
     assert [str(d).partition(": ")[2] for d in found.defects] == [
-        "field 'answer' is a list, needs str or int or float (found ['1'])",
-        "field 'answer' is a list, needs str or int or float (found ['2', '3'])",
+        "field 'answer' is a list, needs a text or a number (found ['1'])",
+        "field 'answer' is a list, needs a text or a number (found ['2', '3'])",
     ]
 
 

@@ -127,6 +127,25 @@ def test_a_name_below_a_local_folder_is_never_one_of_the_hub(beside):
     assert config_for(beside, f"org/tiny@{OLD}").agents[0].model.name == OLD  # a run that goes on
 
 
+def test_the_address_of_a_page_on_the_hub_is_told_the_name_in_it(tmp_path, cache, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    near = {
+        "https://huggingface.co/org/tiny": "org/tiny",
+        "http://hf.co/org/tiny": "org/tiny",
+        "huggingface.co/org/tiny/tree/main": "org/tiny",
+        "https://huggingface.co/org/tiny/blob/v1/config.json": "org/tiny@v1",
+        "hf://org/tiny@v1": "org/tiny@v1",
+    }
+    for address, name in near.items():
+        with pytest.raises(
+            ValueError, match=r"or a name on the Hub, ORG/NAME or ORG/NAME@REVISION\. Nearest: "
+        ) as said:
+            config_for(tmp_path, address)
+        assert str(said.value).endswith(f". Nearest: {name}")
+    with pytest.raises(ValueError, match=r"or a name on the Hub, ORG/NAME or ORG/NAME@REVISION$"):
+        config_for(tmp_path, "org/tiny/v1")
+
+
 def test_a_path_that_says_it_is_one_is_never_a_name(tmp_path, cache, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for text in ("./org/tiny", "org/tiny/"):
