@@ -19,7 +19,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
-from hacpo_mega.config.named_function import require_named_functions
+from hacpo_mega.config.named_function import require_named_functions, unfinished_import
 from hacpo_mega.config.success import unsaid_success
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
@@ -106,6 +106,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first)
+    if said := place.first_said(unfinished_import(config) if is_first else None):
+        raise ValueError(said)
     require_named_functions(config)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in handed.observers])
