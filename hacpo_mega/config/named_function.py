@@ -15,21 +15,29 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 
+from hacpo_mega.config import own_file
 from hacpo_mega.config.own_file import module_of_file
 from hacpo_mega.config.schema import Config
 
-# Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end.
+# Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end. The
+# loader comes by its file: the package around it takes a second.
 TRIAL = """
-import json, os, sys
-pipe, path, *names = sys.argv[1:]
+import importlib, importlib.util, json, os, sys
+pipe, path, loader, *names = sys.argv[1:]
 sys.path[:] = json.loads(path)
-from hacpo_mega.config.named_function import named_function
+spec = importlib.util.spec_from_file_location("own_file", loader)
+own_file = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(own_file)
+pid = os.getpid()
 for name in names:
     os.write(int(pipe), f"{name}\\n".encode())
+    place = name.rpartition(":")[0]
     try:
-        named_function(name)
-    except ValueError:
+        own_file.module_of_file(place, "own_code") if place.endswith(".py") else importlib.import_module(place)
+    except BaseException:
         pass  # the run's own processes say it
+    if os.getpid() != pid:
+        os._exit(0)  # a child that the file has forked
 os.write(int(pipe), b"\\n")
 os._exit(0)
 """
@@ -61,7 +69,7 @@ def unfinished_import(config: Config) -> str | None:
 def _unfinished(names: Sequence[str], limit_s: float) -> str | None:
     heard, pipe = os.pipe()
     os.set_blocking(heard, False)  # what the code has left running may hold the other end
-    command = [sys.executable, "-P", "-c", TRIAL, str(pipe), json.dumps(sys.path), *names]
+    command = [sys.executable, "-P", "-c", TRIAL, str(pipe), json.dumps(sys.path), own_file.__file__, *names]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, pass_fds=(pipe,), process_group=0, **quiet)
     os.close(pipe)

@@ -171,8 +171,8 @@ def test_workers_that_cannot_be_replaced_leave_answers_unjudged(tmp_path):
 
 # How the import of a grader's file can come to no end, and what is said of it.
 IMPORTS = {
-    "import time; time.sleep(10**6)": "is not loaded after 3 s (reward.start_timeout_s): the import of {}, or",
-    "while True: pass": "is not loaded after 3 s (reward.start_timeout_s): the import of {}, or",
+    "import time; time.sleep(10**6)": "is not loaded after 1 s (reward.start_timeout_s): the import of {}, or",
+    "while True: pass": "is not loaded after 1 s (reward.start_timeout_s): the import of {}, or",
     "import sys; sys.exit(0)": "ends its process (SystemExit: 0) while it is loaded: the import of {}, or",
     "raise KeyboardInterrupt": "cannot be loaded: KeyboardInterrupt",
     "import os; os._exit(0)": "ends its process (exit status 0) while it is loaded: the import of {}, or",
@@ -190,7 +190,7 @@ def test_a_file_whose_import_comes_to_no_end_is_named_in_a_line(code, tmp_path, 
     file = tmp_path / "grader.py"
     file.write_text(f"{code}\ndef reward(prompt, answer, gold):\n    return 1.0\n")
     with pytest.raises(ValueError, match=re.escape(IMPORTS[code].format(file))) as refused:
-        Judge(f"{file}:reward", num_workers=2, start_timeout_s=3.0)
+        Judge(f"{file}:reward", num_workers=2, start_timeout_s=1.0 if "1 s" in IMPORTS[code] else 600.0)
     assert "\n" not in str(refused.value)
     assert not new_workers()
     assert len(capfd.readouterr().err) <= 2 * SHOWN_BYTES
@@ -208,15 +208,16 @@ def test_a_start_that_takes_its_time_is_spoken_of_and_passes(tmp_path, monkeypat
     assert said.count("loaded\n") >= 2 and "cannot reply" not in said
 
 
+@pytest.mark.nightly
 def test_a_replaced_worker_that_hangs_is_not_waited_for_again(tmp_path):
     file = tmp_path / "grader.py"
     file.write_text("import os\ndef reward(p, a, g):\n    return 1.0 if a == 'fine' else os._exit(1)\n")
-    with Judge(f"{file}:reward", start_timeout_s=3.0) as judge:
+    with Judge(f"{file}:reward", start_timeout_s=10.0) as judge:
         assert verdicts(judge, ["fine"]) == ["CORRECT"]
         file.write_text("import time\ntime.sleep(600)\n")
         found = judge.judge([""] * 2, ["fine"] * 2, ["die", "fine"], [Stop.EOS] * 2)
         assert not found[0].is_judged
-        assert "is not loaded after 3 s" in judge.take_report().first_error
+        assert "is not loaded after 10 s" in judge.take_report().first_error
         assert judge.counts.num_workers_replaced == 1
 
 
