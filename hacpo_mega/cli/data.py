@@ -56,6 +56,7 @@ def grade(
     reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
     workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
+    start_timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds to load a grader of yours.")] = 120.0,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
     pred_field: Annotated[str | None, typer.Option(help="Field with the answer: pred, in eval's files text.")] = None,
@@ -65,7 +66,8 @@ def grade(
     from hacpo_mega.commands.grade import grade as grade_answers
     from hacpo_mega.grading.judge import Judge
 
-    with Judge(reward, workers, timeout_s, options=parse_options(option or [])) as judge:
+    options = parse_options(option or [])
+    with Judge(reward, workers, timeout_s, options=options, start_timeout_s=start_timeout_s) as judge:
         _print_findings(grade_answers(file, out, judge, explain, pred_field, gold_field))
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hacpo_mega.cluster.machine_limits import num_cores
-from hacpo_mega.cluster.private_folder import own_folder
+from hacpo_mega.cluster.private_folder import folder_on_node, own_folder
 from hacpo_mega.cluster.processors import num_threads, stay_near_gpu
 from hacpo_mega.cluster.seat import (
     expand_nodes,
@@ -66,9 +66,10 @@ ON_CUDA = {
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-# Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch loads what it finds under a name in
-# the temporary folder that anybody can take.
-CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+# Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch makes its own when it is imported, and
+# loads what it finds there: else under a name in the temporary folder that anybody can take.
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "inductor"}
 
 # What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
@@ -92,6 +93,7 @@ def prepare_environment() -> None:
         under_srun = from_slurm(os.environ, num_cores())
     for name, value in {**library_settings(on_cuda=_has_cuda()), **under_srun}.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault(INDUCTOR, _inductor_folder())
     if inside_a_job() and (interface := _interface_of_job()):
         # Else a node whose name resolves to loopback would wait there for the other nodes, and a job on one machine
         # would listen to the network.
@@ -125,19 +127,31 @@ def library_settings(*, on_cuda: bool) -> dict[str, str]:
     return EVERYWHERE | (ON_CUDA if on_cuda else ON_CPU)
 
 
+def _inductor_folder() -> str:
+    """What torch is told until own_caches says more; it stays empty where nothing is compiled."""
+    with suppress(ValueError, OSError):
+        folder = own_folder() / CACHES[INDUCTOR]
+        folder.mkdir(exist_ok=True)
+        return str(folder)
+    return os.sep  # torch asks for a folder that is there
+
+
 def own_caches(agent: str) -> None:
     """On CUDA, gives the processes of an agent on this node a folder of their own for what they compile.
 
     On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
     because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
     next run. A variable that the user has set stays. Read when something is compiled, so it may be said after the
-    imports. ValueError where the folder is not the user's own: another's code would run here.
+    imports. ValueError where no folder is the user's own: another's code would run here.
     """
-    if not _has_cuda() or all(name in os.environ for name in CACHES):
+    if not _has_cuda():
         return
-    folder = own_folder()
-    for name, part in CACHES.items():
-        os.environ.setdefault(name, str(folder / agent / part))
+    if os.environ.get(INDUCTOR) == _inductor_folder():
+        del os.environ[INDUCTOR]
+    missing = [name for name in CACHES if name not in os.environ]
+    folder = folder_on_node() if missing else Path()
+    for name in missing:
+        os.environ[name] = str(folder / agent / CACHES[name])
 
 
 def one_queue(tp: int) -> None:

@@ -41,7 +41,7 @@ from hacpo_mega.cluster.peer_objects import plain_objects_only
 from hacpo_mega.cluster.private_folder import SocketFolder
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
-from hacpo_mega.cluster.seat import Seat, is_on_one_machine
+from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.secret import Secret, forget_secret
 from hacpo_mega.cluster.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
@@ -150,7 +150,7 @@ class Place:
         roll_call.wait()
         try:
             place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, Unreachable):
             roll_call.explain()  # else it is an error of its own
             raise
         forget_secret()

@@ -7,6 +7,7 @@ the sockets of engines that span processes. No torch.
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -70,14 +71,42 @@ class SocketFolder:
 
 
 def own_folder() -> Path:
-    """The user's folder under TMPDIR, for what outlives a job. ValueError where others have made it or may write."""
-    folder = Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ValueError(f"{folder} is not a folder of yours: remove it, or set TMPDIR")
-    return folder
+    """A folder of the user's for what outlives a job: in the cache of his home, or under TMPDIR where that cannot be.
+
+    Another user can take a name under TMPDIR, but none in a home. ValueError where both fail.
+    """
+    return _first_of(_home_cache(), _shared())
+
+
+def folder_on_node() -> Path:
+    """The same on this node's disk: under TMPDIR, or in the home, by the node's name, where another has that name."""
+    home = _home_cache()
+    return _first_of(_shared(), None if home is None else home / socket.gethostname())
+
+
+def _shared() -> Path:
+    return Path(tempfile.gettempdir()) / f"hacpo_mega-{os.getuid()}"
+
+
+def _home_cache() -> Path | None:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hacpo_mega"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _first_of(*folders: Path | None) -> Path:
+    """The first folder that is there, or can be made, and that nobody else owns or may write."""
+    for folder in filter(None, folders):
+        with suppress(OSError):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o022:
+                return folder
+    named = " nor ".join(str(folder) for folder in folders if folder is not None)
+    raise ValueError(f"neither {named} is a folder of yours, or can be made one: set TMPDIR to a folder of yours")
 
 
 def _make() -> Path:

@@ -25,12 +25,15 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
-from hacpo_mega.cluster.secret import Gate, Secret, introduce
+from hacpo_mega.cluster.secret import AnotherSecret, Gate, Secret, introduce
 from hacpo_mega.models.visible import say
 
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2
 PURPOSE = "store"
+# Rank 0 may be another attempt's, which is about to end: so long is it asked again.
+ANOTHER_S = 60.0
+SAME = "give every process of the job the same HACPO_MEGA_SECRET"
 FIRST_NOTICE_S = 60.0
 MOST_NAMED = 3
 SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
@@ -49,7 +52,7 @@ def open_store(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
     if seat.rank == 0:
         return _serve(seat, secret, patience_s)
     address = "127.0.0.1" if is_on_one_machine() else seat.address
-    return _connect(address, _ask_port(address, seat.port, secret, patience_s), seat.world_size, patience_s)
+    return _connect(address, _ask_port(seat, address, secret, patience_s), seat.world_size, patience_s)
 
 
 def _serve(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
@@ -72,7 +75,8 @@ def _serve(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    gate = Gate(door, secret, PURPOSE)
+    me = f"rank 0 on {seat.node}"
+    gate = Gate(door, secret, PURPOSE, lambda caller: say_another_secret(me, caller))
     threading.Thread(target=_tell_port, args=(gate, port), name="store", daemon=True).start()
     return store
 
@@ -85,8 +89,15 @@ def _tell_port(gate: Gate, port: int) -> None:
             caller.sendall(struct.pack(">H", port))
 
 
-def _ask_port(address: str, port: int, secret: Secret, patience_s: float) -> int:
-    end = time.monotonic() + patience_s
+def say_another_secret(me: str, caller: str) -> None:
+    """Says at once who was turned away: whoever waits for it would name its rank alone, much later."""
+    with suppress(OSError):  # nobody can read it
+        say(f"{me}: a process at {caller} has another secret than this job and is turned away; {SAME}", file=sys.stderr)
+
+
+def _ask_port(seat: Seat, address: str, secret: Secret, patience_s: float) -> int:
+    began, port, was_turned_away = time.monotonic(), seat.port, False
+    end, refused_until = began + patience_s, began + min(ANOTHER_S, patience_s)
     while True:
         left_s = max(POLL_S, end - time.monotonic())
         try:
@@ -96,11 +107,17 @@ def _ask_port(address: str, port: int, secret: Secret, patience_s: float) -> int
                 (told,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
                 return told
         except (OSError, struct.error) as error:
-            if time.monotonic() > end:
-                raise Unreachable(
-                    f"no store of this job at {address} port {port} for {patience_s:.0f} s: {error}. Is rank 0 there, "
-                    "and MASTER_PORT a port that no other program has?"
-                ) from error
+            found = error
+        is_turned_away = isinstance(found, AnotherSecret)
+        was_turned_away |= is_turned_away  # that nobody listens when rank 0 has given up tells less
+        now, me = time.monotonic(), f"rank {seat.rank} on {seat.node}"
+        if (is_turned_away and now > refused_until) or (was_turned_away and now > end):
+            raise Unreachable(f"{me}: rank 0 at {address} port {port} has another secret, or is another job's; {SAME}")
+        if now > end:
+            raise Unreachable(
+                f"{me}: no store of this job at {address} port {port} for {patience_s:.0f} s: {found}. Is rank 0 "
+                "there, and MASTER_PORT a port that no other program has?"
+            )
         time.sleep(POLL_S)
 
 
@@ -154,7 +171,13 @@ class RollCall:
 
     def _absent(self) -> str:
         """The ranks that have not come, as the beginning of a sentence; empty where all have."""
-        absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_here(rank)])]
+        try:
+            absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_here(rank)])]
+        except RuntimeError as error:
+            keeper = self._rank_map.coordinate(0)
+            raise Unreachable(
+                f"{keeper}, or the launcher, keeps the store of the job and has ended: see its log"
+            ) from error
         named = "; ".join(str(self._rank_map.coordinate(rank)) for rank in absent[:MOST_NAMED])
         more = f" and {len(absent) - MOST_NAMED} more ranks" if len(absent) > MOST_NAMED else ""
         return f"{named}{more} {'has' if len(absent) == 1 else 'have'}" if absent else ""

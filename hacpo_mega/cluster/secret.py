@@ -19,6 +19,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one
 
 class Stranger(OSError):
     """Who is at the other end does not know the job's secret, or does not speak like one of its processes."""
+
+
+class AnotherSecret(Stranger):
+    """Who is at the other end speaks like a process of a job, and has another secret."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,8 @@ def _decoded(said: str) -> bytes:
 
 def _of_this_machine() -> bytes:
     """Of all jobs that this user starts by hand on this machine; made by whichever process comes first."""
-    path = own_folder() / "secret"
-    draft = path.with_name(f"secret.{os.getpid()}")
+    path = own_folder() / f"secret-{socket.gethostname()}"  # homes are shared by machines
+    draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     with suppress(FileExistsError):
         if not path.exists():
             try:
@@ -167,10 +172,20 @@ def _of_this_machine() -> bytes:
 
 
 class Gate:
-    """A listening socket that lets in who knows the secret. Strangers are heard side by side and hold up nobody."""
+    """A listening socket that lets in who knows the secret. Strangers are heard side by side and hold up nobody.
 
-    def __init__(self, server: socket.socket, secret: Secret, purpose: str) -> None:
+    turned_away   is told once per address that it has shown another secret
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        secret: Secret,
+        purpose: str,
+        turned_away: Callable[[str], object] = lambda address: None,
+    ) -> None:
         self._server, self._secret, self._purpose = server, secret, purpose
+        self._turned_away, self._known = turned_away, set[str]()
         self._callers: dict[socket.socket, bytearray] = {}  # what was sent to each, and what each has said, in order
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -235,6 +250,11 @@ class Gate:
                 del self._callers[caller]
                 caller.setblocking(True)
                 return caller
+            if len(heard) == 3 * NUM_BYTES and len(self._known) < MAX_CALLERS:
+                address = caller.getpeername()[0]
+                if address not in self._known:
+                    self._known.add(address)
+                    self._turned_away(address)
         self._dismiss(caller)
         return None
 
@@ -249,7 +269,8 @@ def introduce(connection: socket.socket, secret: Secret, purpose: str, timeout_s
     end = time.monotonic() + timeout_s
     challenges = _read(connection, NUM_BYTES, end) + os.urandom(NUM_BYTES)
     connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
-    if not hmac.compare_digest(_read(connection, NUM_BYTES, end), secret.proof("host", purpose, challenges)):
+    shown = _read(connection, NUM_BYTES, end, AnotherSecret)
+    if not hmac.compare_digest(shown, secret.proof("host", purpose, challenges)):
         raise Stranger("who listens there does not know this job's secret")
     connection.settimeout(None)
 
@@ -260,8 +281,8 @@ def _speak(connection: socket.socket, text: bytes) -> None:
         raise Stranger("it does not take 32 bytes")
 
 
-def _read(connection: socket.socket, num_bytes: int, end: float) -> bytes:
-    """Exactly so many bytes before the time `end`. Stranger where they do not come."""
+def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[Stranger] = Stranger) -> bytes:
+    """Exactly so many bytes before the time `end`. Stranger where they do not come, `hung_up` where nothing can."""
     heard = b""
     while len(heard) < num_bytes:
         connection.settimeout(max(1e-3, end - time.monotonic()))
@@ -270,6 +291,6 @@ def _read(connection: socket.socket, num_bytes: int, end: float) -> bytes:
         except TimeoutError:
             raise Stranger("who listens there says nothing that a process of this job would") from None
         if not more:
-            raise Stranger("who listens there hangs up: it has another secret, or is no process of this job")
+            raise hung_up("who listens there hangs up: it has another secret, or is no process of this job")
         heard += more
     return heard

@@ -38,9 +38,10 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.exit_status import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED
 from hacpo_mega.cluster.progress import Progress
-from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.rendezvous import listen, listening_address, own_address
-from hacpo_mega.cluster.secret import Gate, Secret, introduce
+from hacpo_mega.cluster.rank_map import Coordinate, RankMap
+from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, say_another_secret
+from hacpo_mega.cluster.seat import Unreachable
+from hacpo_mega.cluster.secret import AnotherSecret, Gate, Secret, introduce
 from hacpo_mega.models.visible import visible
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
@@ -74,7 +75,7 @@ class Watchdog:
     def __init__(
         self, rank_map: RankMap, rank: int, store: dist.Store, secret: Secret, timeout_s: float, stall_s: float
     ) -> None:
-        """Joins the ring, a collective; `store` carries the addresses. OSError if a neighbour is out of reach."""
+        """Joins the ring, a collective; `store` carries the addresses. Unreachable names a neighbour that is not."""
         self._me = rank_map.coordinate(rank)
         self._watched = rank_map.coordinate((rank + 1) % rank_map.world_size)
         self._store = store
@@ -97,19 +98,41 @@ class Watchdog:
         threading.Thread(target=self._heed, args=(_signals(),), name="signals", daemon=True).start()
         if rank_map.world_size == 1:
             return
-        watcher, watched = (rank - 1) % rank_map.world_size, self._watched.global_rank
-        server = listen(listening_address(), 0)
-        port = server.getsockname()[1]
-        # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
-        admitted = Gate(server, secret, f"{watcher} watches {rank}").expect(timeout_s)
-        process = f"{os.getpid()} {_start_of(os.getpid())}"
-        store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
-        self._address_of_watched = store.get(f"watchdog/{watched}").decode()
-        from_watched = _connect(self._address_of_watched, secret, f"{rank} watches {watched}", timeout_s)
-        self._to_watcher = admitted.result()
+        from_watched = self._join(rank_map.coordinate((rank - 1) % rank_map.world_size), secret, timeout_s)
         _keep_alive(self._to_watcher)
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
         threading.Thread(target=self._beat, args=(stall_s,), name="heartbeat", daemon=True).start()
+
+    def _join(self, watcher: Coordinate, secret: Secret, timeout_s: float) -> socket.socket:
+        """Lets the watcher come, and goes to whom this process watches; returns the connection to that one."""
+        rank, watched, me = self._me.global_rank, self._watched.global_rank, f"{self._me} on {socket.gethostname()}"
+        server = listen(listening_address(), 0)
+        port = server.getsockname()[1]
+        # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
+        gate = Gate(server, secret, f"{watcher.global_rank} watches {rank}", lambda at: say_another_secret(me, at))
+        admitted = gate.expect(timeout_s)
+        process = f"{os.getpid()} {_start_of(os.getpid())}"
+        self._store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
+        missed = self._watched
+        try:
+            self._address_of_watched = self._store.get(f"watchdog/{watched}").decode()
+            purpose = f"{rank} watches {watched}"
+            try:
+                from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
+            except AnotherSecret:  # one that ended at this moment would have hung up, too
+                from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
+            missed = watcher
+            self._to_watcher = admitted.result()
+        except AnotherSecret as error:
+            host = self._address_of_watched.split()[1]
+            raise Unreachable(f"{me}: {self._watched} on {host} has another secret; {SAME}") from error
+        except (RuntimeError, OSError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise Unreachable(
+                f"{me}: {missed} has come to the job, and is not in its ring ({reason}): it has ended or hangs, see "
+                "its log"
+            ) from error
+        return from_watched
 
     def enter_phase(self, phase: str, when: str) -> None:
         """Says what this process does from now on; costs one small write."""
@@ -318,6 +341,9 @@ def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> 
             continue
         try:
             introduce(connection, secret, purpose, timeout_s / len(candidates))
+        except AnotherSecret:
+            connection.close()
+            raise
         except OSError as error:
             connection.close()
             errors.append(f"{candidate}: {error}")

@@ -6,18 +6,88 @@ its file is executed. Not here: graders, which run in processes of their own (gr
 
 import functools
 import importlib
-from collections.abc import Callable
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
 
+from hacpo_mega.config import own_file
 from hacpo_mega.config.own_file import module_of_file
 from hacpo_mega.config.schema import Config
 
+# Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end. The
+# loader comes by its file: the package around it takes a second.
+TRIAL = """
+import importlib, importlib.util, json, os, sys
+pipe, path, loader, *names = sys.argv[1:]
+sys.path[:] = json.loads(path)
+spec = importlib.util.spec_from_file_location("own_file", loader)
+own_file = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(own_file)
+pid = os.getpid()
+for name in names:
+    os.write(int(pipe), f"{name}\\n".encode())
+    place = name.rpartition(":")[0]
+    try:
+        own_file.module_of_file(place, "own_code") if place.endswith(".py") else importlib.import_module(place)
+    except BaseException:
+        pass  # the run's own processes say it
+    if os.getpid() != pid:
+        os._exit(0)  # a child that the file has forked
+os.write(int(pipe), b"\\n")
+os._exit(0)
+"""
+TRIAL_S = 120.0
+TOLD_BYTES = 1 << 16
+
+
+def named_in(config: Config) -> tuple[str, ...]:
+    """What [algorithm] and [logging] name, trackers apart."""
+    algorithm = config.algorithm
+    names = (algorithm.advantages, algorithm.objective, *config.logging.metrics)
+    return tuple(name for name in names if name is not None)
+
 
 def require_named_functions(config: Config) -> None:
-    """Executes what [algorithm] and [logging] name, before models load. ValueError, one line, where it fails."""
-    algorithm = config.algorithm
-    for name in (algorithm.advantages, algorithm.objective, *config.logging.metrics):
-        if name is not None:
-            named_function(name)
+    """Executes what `named_in` finds, before models load. ValueError, one line, where it fails."""
+    for name in named_in(config):
+        named_function(name)
+
+
+def unfinished_import(config: Config) -> str | None:
+    """What is said of named code, trackers included, whose import hangs or ends its process: it is tried in one of its
+    own, which has TRIAL_S, or half of what ranks wait for each other."""
+    own_trackers = (tracker for tracker in config.logging.trackers if ":" in tracker)
+    names = tuple(dict.fromkeys(chain(named_in(config), own_trackers)))
+    return _unfinished(names, min(TRIAL_S, config.wait_s / 2)) if names else None
+
+
+def _unfinished(names: Sequence[str], limit_s: float) -> str | None:
+    heard, pipe = os.pipe()
+    os.set_blocking(heard, False)  # what the code has left running may hold the other end
+    command = [sys.executable, "-P", "-c", TRIAL, str(pipe), json.dumps(sys.path), own_file.__file__, *names]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen(command, pass_fds=(pipe,), process_group=0, **quiet)
+    os.close(pipe)
+    try:
+        status = process.wait(limit_s)
+        how = f"ends its process ({f'exit status {status}' if status >= 0 else signal.Signals(-status).name})"
+    except subprocess.TimeoutExpired:
+        how = f"has not ended after {limit_s:g} s: it waits or loops"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    with open(heard, "rb", buffering=0) as told:
+        lines = (told.read(TOLD_BYTES) or b"").decode().splitlines()
+    if not lines or not lines[-1]:
+        return None
+    file = lines[-1].rpartition(":")[0]
+    return f"{lines[-1]}: the import of {file} {how}; a file must come to its end, without an exit or a crash"
 
 
 @functools.lru_cache(maxsize=64)
@@ -27,7 +97,7 @@ def named_function(name: str) -> Callable:
     try:
         module = module_of_file(place, "own_code") if place.endswith(".py") else importlib.import_module(place)
         found = getattr(module, attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: {type(error).__name__} while it was loaded: {error}".splitlines()[0]) from error
     if not callable(found):
         raise ValueError(f"{name} is a {type(found).__name__}, and a function is needed")

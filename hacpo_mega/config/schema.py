@@ -115,6 +115,8 @@ class RewardConfig(RewardPartConfig):
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
     """CPU seconds of one judgement; an answer that exceeds them is graded wrong, unless its gold does, too. A grader of
     yours may sleep twice as long over an answer."""
+    start_timeout_s: Annotated[float, Field(strict=True, ge=1.0, le=86400.0)] = 120.0
+    """Seconds that a grader of yours has to load: its file is imported, and made where it is a class."""
     num_workers: Count = 1
     """Grading processes of each cell."""
     require_stop: Flag = False

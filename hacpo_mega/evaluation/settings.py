@@ -53,6 +53,7 @@ class EvaluationSettings:
     reward_parts: Mapping[str, WeightedPartConfig] = field(default_factory=dict)
     reward_success: str | float | None = None
     reward_timeout_s: float = 5.0
+    reward_start_timeout_s: float = 120.0
     require_stop: bool = False
     max_prompt_tokens: int = 1024
     max_answer_tokens: int = 4096
@@ -85,7 +86,7 @@ class EvaluationSettings:
     def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
         """Who judges, with a benchmark's tolerance as an option of `math`; the user's own option wins."""
         how = {"timeout_s": self.reward_timeout_s, "require_stop": self.require_stop, "num_workers": num_workers}
-        how |= {"success": self.reward_success}
+        how |= {"success": self.reward_success, "start_timeout_s": self.reward_start_timeout_s}
         if self.reward_parts:
             return RewardConfig(parts=self.reward_parts, **how)
         options = ({"relative": relative} if relative else {}) | dict(self.reward_options)
@@ -93,7 +94,8 @@ class EvaluationSettings:
 
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "stored"} | {
+        left_out = ("stored", "reward_start_timeout_s")  # no score depends on them
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out} | {
             "model": str(self.model),
             "weights": fingerprint,
             "prompting": asdict(self.prompting),
@@ -135,6 +137,7 @@ def settings_for(
         reward_parts=config.reward.parts if is_judged_alike else {},
         reward_success=config.reward.success if is_judged_alike else None,
         reward_timeout_s=config.reward.timeout_s,
+        reward_start_timeout_s=config.reward.start_timeout_s,
         require_stop=config.reward.require_stop,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_answer_tokens=config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,

@@ -45,9 +45,11 @@ def serve(requests: TextIO, replies: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     try:
         call = GraderCall(setup["grader"], setup["options"], setup["reward_range"], setup["patience_s"])
-    except Exception as error:
+    except BaseException as error:  # sys.exit among them: the user is to be told of it
         _say(replies, setup["token"], {"error": said(error)})
         return
+    if os.getpid() != pid:
+        os._exit(0)  # a child that the grader's file has forked
     _say(replies, setup["token"], {"ready": dataclasses.asdict(call.signature)})
     for line in requests:
         tasks = json.loads(line)

@@ -28,6 +28,8 @@ DIED = "the worker died"
 NOT_A_REPLY = "the grader wrote into the pipe of its worker's replies"
 HUNG = "the grader slept instead of coming to a verdict, for {:g} s (2 x reward.timeout_s)"
 GIVEN_UP = "not tried: the grader slept on the answers before"
+START_TIMEOUT_S = 120.0
+NOTICE_S = 15.0  # after so long a start is spoken of
 TASKS_PER_MESSAGE, MANY_PER_MESSAGE = 16, 64  # the second of a grader that takes many at once
 MEMORY_BYTES = 2 << 30
 # Wall time is no measure of an answer; this much ends what sleeps and works by turns, however crowded the machine is.
@@ -94,7 +96,7 @@ class GraderSpec:
 
 
 class _CannotStart(Exception):
-    """Workers die before they are ready, again and again."""
+    """Workers die before they are ready, again and again, or one hangs."""
 
 
 class _Batch:
@@ -125,19 +127,24 @@ class GuardedWorkers:
 
     `timeout_s` is CPU time of the worker for one answer; wall time is limited loosely, to WALL_FACTOR times that and
     WALL_GRACE_S, sleep (worker_process.py) to SLEEP_FACTOR times that where the grader's is limited. The limit of a
-    worker's address space is `memory_bytes`.
+    worker's address space is `memory_bytes`. It has `start_timeout_s` of wall time to load its grader.
     """
 
     def __init__(
-        self, grader: GraderSpec, num_workers: int, timeout_s: float, memory_bytes: int = MEMORY_BYTES
+        self,
+        grader: GraderSpec,
+        num_workers: int,
+        timeout_s: float,
+        memory_bytes: int = MEMORY_BYTES,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Starts the workers and waits for them.
 
-        ValueError when the grader cannot be loaded, RuntimeError for workers that die before they are ready.
+        ValueError when the grader cannot be loaded, RuntimeError where one of the house cannot.
         """
         self.num_replaced = 0
         self._grader = grader
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._num_workers = num_workers
         self._setup = {
             "kind": grader.kind,
@@ -154,8 +161,9 @@ class GuardedWorkers:
         self._workers: list[Worker] = []
         self._num_failed_starts = 0
         self.signature: Signature | None = None  # of the grader, as its first worker has read it
-        self._is_closed = False
+        self._is_closed, self._is_starting = False, True
         self._is_named = False  # as a grader that hangs
+        self._slow_start_is_said = False
         self._num_hung, self._last_reply = 0, -math.inf  # answers slept over in a row; when the last reply came
         try:
             self._fill_up()
@@ -163,10 +171,11 @@ class GuardedWorkers:
                 self._turn(_Batch([]))
         except _CannotStart as error:
             self.close()
-            raise RuntimeError(str(error)) from error
+            raise (ValueError if grader.limits_sleep else RuntimeError)(str(error)) from None
         except BaseException:
             self.close()
             raise
+        self._is_starting = False
 
     def run(self, tasks: Sequence[Task]) -> list[Outcome]:
         """Grades the tasks; the outcomes come in the order of the tasks, whatever happened to the workers."""
@@ -187,7 +196,10 @@ class GuardedWorkers:
             if worker.is_ready and not worker.tasks and batch.waiting:
                 self._hand_out(worker, batch)
         busy = [w for w in self._workers if w.tasks or not w.is_ready]
-        wait_s = max(0.0, min((w.deadline for w in busy), default=0.0) - time.monotonic())
+        times = [w.deadline for w in busy]
+        if not self._slow_start_is_said:
+            times += [w.began + NOTICE_S for w in busy if not w.is_ready]
+        wait_s = max(0.0, min(times, default=0.0) - time.monotonic())
         if self._grader.limits_sleep and any(w.tasks for w in busy):
             wait_s = min(wait_s, self._look_s)
         answered = [key.data for key, _ in self._selector.select(wait_s)]
@@ -201,6 +213,8 @@ class GuardedWorkers:
         """Ends a silent worker that is over a limit of wall time or sleep, or no more."""
         if time.monotonic() > worker.deadline:
             self._replace(worker, Outcome(None, timed_out=True), batch)
+        elif not worker.is_ready:
+            self._say_slow_start(worker)
         elif worker.tasks and self._grader.limits_sleep:
             worker.rest.look(self._look_s)
             if worker.is_gone:  # and select told nothing: a child of it holds the pipe open
@@ -208,6 +222,17 @@ class GuardedWorkers:
             elif worker.rest.seconds >= self._sleep_limit_s(worker):
                 self._end_hung(worker, batch)
             worker.is_gone = worker.process.poll() is not None
+
+    def _say_slow_start(self, worker: Worker) -> None:
+        if self._slow_start_is_said or time.monotonic() < worker.began + NOTICE_S:
+            return
+        self._slow_start_is_said = True
+        line = (
+            f"the grader {self._grader.name!r} is not loaded after {NOTICE_S:g} s: {self._loading}, goes on; "
+            f"it is given up after {self._start_timeout_s:g} s (reward.start_timeout_s)"
+        )
+        with suppress(OSError):  # nobody can read it
+            say(line, sys.stderr)
 
     def _end_hung(self, worker: Worker, batch: _Batch) -> None:
         if worker.began >= self._last_reply:  # else others go on, and it is this answer that the grader sleeps over
@@ -269,7 +294,9 @@ class GuardedWorkers:
             return
         for reply in replies:
             if not worker.is_ready and "error" in reply:
-                raise ValueError(f"the grader {self._grader.name!r} cannot be loaded: {reply['error']}")
+                error = reply["error"]
+                what = self._ends(error) if error.startswith("SystemExit") else f"cannot be loaded: {error}"
+                raise ValueError(f"the grader {self._grader.name!r} {what}")
             if not worker.is_ready:
                 worker.is_ready, self._num_failed_starts = True, 0
                 self.signature = self.signature or Signature(**reply["ready"])
@@ -288,7 +315,7 @@ class GuardedWorkers:
 
     def _fill_up(self) -> None:
         while len(self._workers) < self._num_workers:
-            worker = Worker(self._setup)
+            worker = Worker(self._setup, self._start_timeout_s)
             self._workers.append(worker)
             self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
 
@@ -300,9 +327,7 @@ class GuardedWorkers:
             worker.process.kill()
         status = worker.end(patience_s=10.0)
         if not worker.is_ready:
-            self._num_failed_starts += 1
-            if self._num_failed_starts >= MAX_FAILED_STARTS:
-                raise _CannotStart(f"no grading worker for {self._grader.name!r} starts (exit status {status})")
+            self._note_failed_start(worker, blame, status)
         elif len(worker.tasks) > 1 and blame is not None and self._takes_many:
             batch.alone.update(worker.tasks)  # who is to blame is seen when each is tried by itself
         elif worker.tasks and blame is not None:
@@ -317,6 +342,33 @@ class GuardedWorkers:
         self.num_replaced += 1
         self._fill_up()
 
+    def _note_failed_start(self, worker: Worker, blame: Outcome | None, status: int) -> None:
+        """_CannotStart at the first start that fails before all stand, and at one that hangs where nobody else works;
+        later what ends a worker may pass, so that it is tried MAX_FAILED_STARTS times."""
+        has_hung = blame is not None and blame.timed_out
+        self._num_failed_starts += 1
+        is_over = self._is_starting or (has_hung and not any(other.is_ready for other in self._workers))
+        if not is_over and self._num_failed_starts < MAX_FAILED_STARTS:
+            return
+        if worker.has_flooded:
+            what = f"prints without end while it is loaded: {self._loading}, must print less and come to its end"
+        elif worker.has_intruder:
+            what = f"cannot be loaded: {self._loading}, wrote into the pipe of its worker's replies; leave that alone"
+        elif has_hung:
+            limit = f"{self._start_timeout_s:g} s (reward.start_timeout_s)"
+            what = f"is not loaded after {limit}: {self._loading}, waits or loops; mend that, or raise the limit"
+        else:
+            what = self._ends(_named(status))
+        raise _CannotStart(f"the grader {self._grader.name!r} {what}")
+
+    def _ends(self, how: str) -> str:
+        return f"ends its process ({how}) while it is loaded: {self._loading}, must end without an exit or a crash"
+
+    @property
+    def _loading(self) -> str:
+        """What the user gave that runs before the first answer."""
+        return f"the import of {self._grader.name.rpartition(':')[0]}, or the constructor of a class"
+
     def close(self) -> None:
         """Ends every worker and reaps it: no process and no zombie is left."""
         for worker in self._workers:
@@ -330,3 +382,8 @@ class GuardedWorkers:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _named(status: int) -> str:
+    """An exit status, or the signal that it stands for."""
+    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name

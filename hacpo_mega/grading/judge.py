@@ -19,7 +19,14 @@ from typing import Any, Self
 
 from hacpo_mega.grading.grader_calls import UNIT, GraderCall, asked_of, explain, missing_field
 from hacpo_mega.grading.grader_signature import Signature
-from hacpo_mega.grading.guarded_workers import MEMORY_BYTES, GraderSpec, GuardedWorkers, Outcome, Task
+from hacpo_mega.grading.guarded_workers import (
+    MEMORY_BYTES,
+    START_TIMEOUT_S,
+    GraderSpec,
+    GuardedWorkers,
+    Outcome,
+    Task,
+)
 from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.records import Judgement, Stop, Verdict
 
@@ -78,9 +85,10 @@ class Judge:
 
     `kind` is one of kinds.py ("math", "number", "program", ...) or "module:function" / "file.py:function", a grader of
     your own; `options` are its keyword-only arguments. Graders linear in the text run in this process, since a pipe
-    would cost more than they do; everything else in `num_workers` guarded processes, with `timeout_s` CPU seconds for
-    each answer. With `require_stop` an answer that did not end by itself has no answer. Equal answers to equal prompts
-    are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1; from `success` on an answer is correct.
+    would cost more than they do; everything else in `num_workers` guarded processes, with `start_timeout_s` to load and
+    `timeout_s` CPU seconds for each answer. With `require_stop` an answer that did not end by itself has no answer.
+    Equal answers to equal prompts are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1; from
+    `success` on an answer is correct.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Judge:
         options: Mapping[str, Any] = NO_OPTIONS,
         reward_range: tuple[float, float] = UNIT,
         success: float = FULL,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Starts the workers. ValueError for an unknown kind or option, or a grader that cannot be loaded."""
         self.kind = kind
@@ -113,7 +122,7 @@ class Judge:
             if self._kind.is_linear:
                 self._grader = GraderCall(spec.name, spec.options, reward_range)
             else:
-                self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes)
+                self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes, start_timeout_s)
         except ValueError as error:
             raise ValueError(f"reward kind {kind!r}: {error}") from error
 

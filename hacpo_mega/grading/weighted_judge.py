@@ -39,7 +39,12 @@ class RewardPart:
 
 def judge_of(reward: RewardConfig) -> "AnyJudge":
     """The judge of a run's [reward]: one grader, or the weighted mean of several. ValueError as theirs."""
-    common = {"num_workers": reward.num_workers, "timeout_s": reward.timeout_s, "require_stop": reward.require_stop}
+    common = {
+        "num_workers": reward.num_workers,
+        "timeout_s": reward.timeout_s,
+        "start_timeout_s": reward.start_timeout_s,
+        "require_stop": reward.require_stop,
+    }
     success = FULL if reward.success is None else reward.success
     if not reward.parts:
         return Judge(reward.kind, options=reward.options, reward_range=reward.range, success=success, **common)

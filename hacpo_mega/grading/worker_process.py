@@ -2,6 +2,8 @@
 
 A worker is one process of a group of its own, which ends with it. What it says are frames (grading_worker.py); each
 repeats the random token of the task that it answers, so whatever a grader writes into the pipe is known for no reply.
+What it prints is passed on; while its grader is loaded only the beginning, and a grader that never ends to print then
+is ended.
 Not here: which tasks it gets and what its end means for them (guarded_workers.py).
 """
 
@@ -12,6 +14,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +25,10 @@ from typing import Any
 from hacpo_mega.grading.grading_worker import HEADER, MAX_FRAME_BYTES, TOKEN_BYTES
 
 PROGRAM = Path(__file__).with_name("start_worker.py")
-START_TIMEOUT_S = 120.0
 READ_BYTES = 1 << 16
+# Of what a grader prints while it is loaded so much is shown, and no more is taken.
+SHOWN_BYTES, MOST_BYTES = 1 << 16, 1 << 24
+LAST_WORDS_S = 1.0
 # A process that uses less of a span than this, with nothing ready to run at its end, was asleep.
 RESTING_SHARE = 0.1
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -43,22 +48,29 @@ class _NotOurs(Exception):
 
 
 class Worker:
-    """One process and the tasks it holds; the first of `tasks` is the one it is at, and `deadline` is that one's."""
+    """One process and the tasks it holds; the first of `tasks` is the one it is at, and `deadline` is that one's.
 
-    def __init__(self, setup: dict[str, Any]) -> None:
+    has_flooded   whether its grader printed more than MOST_BYTES while it was loaded, which ended it
+    """
+
+    def __init__(self, setup: dict[str, Any], limit_s: float) -> None:
+        """Starts it; it has `limit_s` of wall time to load its grader."""
         # -P: the folder of the program must not come first on the path, where its neighbours would hide packages
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,  # so that what a grader has left running can be ended with it
         )
         self.tasks: collections.deque[int] = collections.deque()
         self.num_finished = 0
-        self.is_ready = self.is_gone = self.has_intruder = False
-        self.deadline = time.monotonic() + START_TIMEOUT_S
+        self.is_ready = self.is_gone = self.has_intruder = self.has_flooded = False
         self.began = time.monotonic()
+        self.deadline = self.began + limit_s
+        self._printing = threading.Thread(target=self._pass_on, name="printing", daemon=True)
+        self._printing.start()
         self.rest = Rest(self.process.pid)
         self._unread = bytearray()
         self._tokens = collections.deque([_token()])
@@ -114,6 +126,19 @@ class Worker:
         if self._unread and not self._tokens:
             raise _NotOurs
 
+    def _pass_on(self) -> None:
+        """Copies what the process and its children print to standard error, until the last of them has ended."""
+        num_bytes = 0
+        with self.process.stderr as printed:
+            while data := printed.read(READ_BYTES):
+                num_bytes += len(data)
+                if self.is_ready or num_bytes <= SHOWN_BYTES:
+                    with suppress(OSError):  # nobody can read it
+                        os.write(2, data)
+                elif num_bytes > MOST_BYTES and not self.has_flooded:
+                    self.has_flooded = True
+                    self.process.kill()
+
     def end(self, patience_s: float) -> int:
         """Closes the worker, waits, kills it if it stays, and reaps it with its group. Returns its exit status."""
         self.process.stdin.close()
@@ -124,6 +149,7 @@ class Worker:
             self.process.wait()
         with suppress(ProcessLookupError):  # as it should be: no grader has left anything running
             os.killpg(self.process.pid, signal.SIGKILL)
+        self._printing.join(LAST_WORDS_S)  # a child that has left the group may hold the pipe
         self.process.stdout.close()
         return self.process.returncode
 

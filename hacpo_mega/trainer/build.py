@@ -19,7 +19,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
-from hacpo_mega.config.named_function import require_named_functions
+from hacpo_mega.config.named_function import require_named_functions, unfinished_import
 from hacpo_mega.config.success import unsaid_success
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
@@ -106,7 +106,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first)
-    require_named_functions(config)
+    _require_named_code(config, place)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in handed.observers])
     phase.step = steps_done + 1
@@ -212,6 +212,13 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
     found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
     if said := place.first_said(found if apart else None):
         raise ValueError(said)
+
+
+def _require_named_code(config: Config, place: Place) -> None:
+    """Executes code of the user's own; before that, rank 0 sees whether its import ends. Collective over the job."""
+    if said := place.first_said(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
+        raise ValueError(said)
+    require_named_functions(config)
 
 
 def _judge(

@@ -4,8 +4,12 @@ A machine with a driver is one with the command nvidia-smi, as for the launcher;
 """
 
 import ast
+import getpass
 import importlib.util
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -96,16 +100,56 @@ def test_what_the_user_has_set_stays(tmp_path):
 
 
 @pytest.mark.parametrize("found", ["link", "file"])
-def test_what_is_not_ours_is_refused(found, tmp_path, monkeypatch):
+def test_what_is_not_ours_is_not_used(found, tmp_path, monkeypatch):
     """A link that somebody laid there would lead our compiled code, and what we run, to a place of his."""
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     for name in CACHES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     own = tmp_path / f"hacpo_mega-{os.getuid()}"
     own.symlink_to(tmp_path / "elsewhere") if found == "link" else own.touch()
-    with pytest.raises(ValueError, match="is not a folder of yours: remove it, or set TMPDIR"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own_caches("small")
+    assert {os.environ.pop(name) for name in CACHES} == {
+        str(tmp_path / "cache/hacpo_mega" / socket.gethostname() / "small" / part) for part in CACHES.values()
+    }
+    (tmp_path / "cache/hacpo_mega").chmod(0o777)
+    (tmp_path / "cache/hacpo_mega" / socket.gethostname()).chmod(0o777)
+    with pytest.raises(ValueError, match=r"is a folder of yours, or can be made one: set TMPDIR"):
         own_caches("small")
-    assert not any(name in os.environ for name in CACHES)
+
+
+NAMES_OF_OTHERS = (
+    "torchinductor_{}",
+    "hacpo_mega-{uid}",
+    "vllm",
+    "{}",
+    "torch_compile_debug",
+    "cache",
+    "pymp-",
+    "triton",
+)
+IMPORTS = (
+    "from hacpo_mega.cluster.environment import prepare_environment; prepare_environment()",
+    "from hacpo_mega import Trainer",
+    "import hacpo_mega.lab.experiments.preloaded",
+)
+
+
+@pytest.mark.nightly
+def test_no_name_under_tmpdir_keeps_a_process_from_its_imports(tmp_path):
+    """Whoever came first; and nothing is left there by those who import torch's compiler."""
+    shared, environment = tmp_path / "shared", {k: v for k, v in os.environ.items() if k not in CACHES}
+    shared.mkdir()
+    environment |= {"TMPDIR": str(shared), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    taken = {name.format(getpass.getuser(), uid=os.getuid()) for name in NAMES_OF_OTHERS}
+    for name in taken:
+        (shared / name).touch()
+    for first in IMPORTS:
+        command = [sys.executable, "-c", f"{first}\nimport torch._dynamo, torch._inductor.codecache"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert {path.name for path in shared.iterdir()} == taken

@@ -1,6 +1,7 @@
 """Place's groups, Megatron's and the arithmetic of RankMap agree rank by rank, and bytes go where they are sent."""
 
 import os
+import re
 import socket
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable
-from hacpo_mega.cluster.secret import Secret
+from hacpo_mega.cluster.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.spans import WatchedGroup
+from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.platform import initialize_parallel
 from hacpo_mega.preflight.meeting import GroupTest
 
@@ -229,6 +231,53 @@ def test_a_rank_that_never_comes_is_named_in_one_line_by_one_rank(tmp_path, miss
     assert said.count("has not come") == 1 and name in said, said
 
 
+def join_with_another_secret(has_server: bool) -> None:
+    """One of two ranks with secrets of their own, as of two nodes; without a server they share a store of no secret."""
+    if has_server:
+        del os.environ["HACPO_MEGA_STORE"]
+    os.environ[SECRET] = new_secret()
+    with pytest.raises(Unreachable) as said:
+        Place.join(RankMap(1, (AgentShape("A"), AgentShape("B"))), timeout_s=10.0)
+    print(said.value)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("has_server", [True, False])
+def test_another_secret_is_said_on_both_sides_in_a_line(tmp_path, has_server):
+    ranks = start_ranks(2, tmp_path, join_with_another_secret, has_server)
+    for rank in ranks:
+        rank.join()
+    out, err = ([(tmp_path / f"{rank}.{kind}").read_text() for rank in range(2)] for kind in ("out", "err"))
+    assert [rank.exitcode for rank in ranks] == [0, 0], err
+    assert [text.count("\n") for text in out] == [1, 1] and out[1].startswith("rank 1 "), out
+    said = "a process at 127.0.0.1 has another secret than this job and is turned away; give every process of the job"
+    if has_server:
+        assert " has another secret" in out[1]
+        assert err[0].startswith("rank 0 on ") and said in err[0] and err[0].count("\n") == 1
+    else:  # whoever comes first says it, and to the other one he has ended
+        assert any(" has another secret; give" in text for text in out), out
+        assert any(said in text for text in err), err
+
+
+def come_and_go() -> None:
+    """The second of two ranks comes to the job and ends before the ring stands."""
+    if os.environ["RANK"] == "1":
+        Watchdog._join = lambda *_: os._exit(0)
+    with pytest.raises(Unreachable) as said:
+        Place.join(RankMap(1, (AgentShape("A"), AgentShape("B"))), timeout_s=10.0)
+    print(said.value)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_is_gone_before_the_ring_stands_is_named_in_a_line(tmp_path):
+    ranks = start_ranks(2, tmp_path, come_and_go)
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0], [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
+    said = (tmp_path / "0.out").read_text()
+    assert re.fullmatch(r"rank 0 \(.*\) on \S+: rank 1 \(.*\) has come to the job, and is not in its ring \(.*\n", said)
+
+
 def join_a_silent_port(port: int) -> None:
     """One of two tasks of srun, at whose MASTER_PORT another program listens and never answers."""
     del os.environ["HACPO_MEGA_STORE"]
@@ -251,7 +300,8 @@ def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path
     where = f"127.0.0.1 port {port}"
     assert first.startswith(f"rank 0 cannot listen on {where} (MASTER_PORT): Address already in use")
     assert first.endswith("set MASTER_PORT to a free port of the job's first node\n") and first.count("\n") == 1
-    assert second.startswith(f"no store of this job at {where} for 3 s: who listens there says nothing that a process")
+    assert f": no store of this job at {where} for 3 s: who listens there says nothing that a process" in second
+    assert second.startswith("rank 1 on ")
     assert second.endswith("MASTER_PORT a port that no other program has?\n") and second.count("\n") == 1
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import psutil
 import pytest
 from judged import CASES, FILE, verdicts
 
+from hacpo_mega.grading import guarded_workers
 from hacpo_mega.grading.judge import Judge
+from hacpo_mega.grading.worker_process import SHOWN_BYTES
 from hacpo_mega.records import Stop, Verdict
 
 
@@ -160,10 +163,62 @@ def test_workers_that_cannot_be_replaced_leave_answers_unjudged(tmp_path):
         grader.write_text("import os\nos._exit(5)\n")
         found = judge.judge([""] * 2, ["fine"] * 2, ["fine", "die"], [Stop.EOS] * 2)
         assert [j.verdict.name for j in found] == ["CORRECT", "ERROR"]
-        assert "no grading worker for" in judge.take_report().first_error
+        assert "ends its process (exit status 5) while it is loaded" in judge.take_report().first_error
         assert not found[1].is_judged
         grader.write_text("def reward(p, a, g):\n    return 0.25\n")
         assert verdicts(judge, ["die"]) == ["WRONG"]  # it recovers with the grader
+
+
+# How the import of a grader's file can come to no end, and what is said of it.
+IMPORTS = {
+    "import time; time.sleep(10**6)": "is not loaded after 1 s (reward.start_timeout_s): the import of {}, or",
+    "while True: pass": "is not loaded after 1 s (reward.start_timeout_s): the import of {}, or",
+    "import sys; sys.exit(0)": "ends its process (SystemExit: 0) while it is loaded: the import of {}, or",
+    "raise KeyboardInterrupt": "cannot be loaded: KeyboardInterrupt",
+    "import os; os._exit(0)": "ends its process (exit status 0) while it is loaded: the import of {}, or",
+    "import os; os.abort()": "ends its process (SIGABRT) while it is loaded: the import of {}, or",
+    "import os; os.kill(os.getpid(), 9)": "ends its process (SIGKILL) while it is loaded: the import of {}, or",
+    "import os, time\nif os.fork(): os._exit(0)\ntime.sleep(600)": "ends its process (exit status 0) while it is",
+    "while True: print('x' * 5000)": "prints without end while it is loaded: the import of {}, or",
+    "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'x' * 99)\n    except OSError: pass":
+        "cannot be loaded: the import of {}, or the constructor of a class, wrote into the pipe of its worker's",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", IMPORTS)
+def test_a_file_whose_import_comes_to_no_end_is_named_in_a_line(code, tmp_path, new_workers, capfd):
+    file = tmp_path / "grader.py"
+    file.write_text(f"{code}\ndef reward(prompt, answer, gold):\n    return 1.0\n")
+    with pytest.raises(ValueError, match=re.escape(IMPORTS[code].format(file))) as refused:
+        Judge(f"{file}:reward", num_workers=2, start_timeout_s=1.0 if "1 s" in IMPORTS[code] else 600.0)
+    assert "\n" not in str(refused.value)
+    assert not new_workers()
+    assert len(capfd.readouterr().err) <= 2 * SHOWN_BYTES
+
+
+def test_a_start_that_takes_its_time_is_spoken_of_and_passes(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(guarded_workers, "NOTICE_S", 0.1)
+    file = tmp_path / "grader.py"
+    code = "import os, time\ntime.sleep(1.0)\nprint('loaded')\nos.fork()\n"  # the child is no second worker
+    file.write_text(f"{code}class Reward:\n    def __call__(self, prompt, answer, gold):\n        return 1.0\n")
+    with Judge(f"{file}:Reward", num_workers=2) as judge:
+        assert verdicts(judge, ["1"]) == ["CORRECT"]
+    said = capfd.readouterr().err
+    assert said.count("is not loaded after 0.1 s: the import of") == 1 and "given up after 120 s" in said
+    assert said.count("loaded\n") >= 2 and "cannot reply" not in said
+
+
+@pytest.mark.nightly
+def test_a_replaced_worker_that_hangs_is_not_waited_for_again(tmp_path):
+    file = tmp_path / "grader.py"
+    file.write_text("import os\ndef reward(p, a, g):\n    return 1.0 if a == 'fine' else os._exit(1)\n")
+    with Judge(f"{file}:reward", start_timeout_s=10.0) as judge:
+        assert verdicts(judge, ["fine"]) == ["CORRECT"]
+        file.write_text("import time\ntime.sleep(600)\n")
+        found = judge.judge([""] * 2, ["fine"] * 2, ["die", "fine"], [Stop.EOS] * 2)
+        assert not found[0].is_judged
+        assert "is not loaded after 10 s" in judge.take_report().first_error
+        assert judge.counts.num_workers_replaced == 1
 
 
 def test_native_code_that_never_comes_back_is_killed():

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from hacpo_mega.cluster import secret as secrets_of_jobs
-from hacpo_mega.cluster.private_folder import job_folder, own_folder
+from hacpo_mega.cluster.private_folder import folder_on_node, job_folder, own_folder
 from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.cluster.secret import (
     MAX_CALLERS,
     SECRET,
+    AnotherSecret,
     Gate,
     Secret,
     Stranger,
@@ -259,20 +260,64 @@ def test_a_secret_is_never_shown():
     assert secret.key.hex() not in f"{secret!r} {secret}" and str(secret.key) not in f"{secret!r} {secret}"
 
 
-def test_ranks_that_are_started_by_hand_on_one_machine_agree_by_a_file_of_their_user(tmp_path, monkeypatch):
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """The folder of all users, and the cache of this user's home; nothing is in either."""
     monkeypatch.delenv(SECRET, raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shared, cache = tmp_path / "shared", tmp_path / "home/.cache"
+    shared.mkdir(mode=0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return shared, cache
+
+
+def test_ranks_that_are_started_by_hand_on_one_machine_agree_by_a_file_of_their_user(places):
     assert Secret.of_job(seat(4)) == Secret.of_job(seat(4))
-    (folder,) = tmp_path.iterdir()
+    (folder,) = places[1].iterdir()
     (file,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert file.name == f"secret-{socket.gethostname()}" and not [*places[0].iterdir()]
 
 
-def test_a_folder_that_others_may_write_keeps_no_secret(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    own_folder().chmod(0o777)
-    with pytest.raises(ValueError, match="is not a folder of yours"):
+@pytest.mark.parametrize("taken", ["a file", "a link", "a folder that others may write", "another's folder"])
+def test_a_name_that_another_user_has_taken_is_gone_round(places, taken):
+    """Under TMPDIR anybody can have it first, and nobody can take it from him."""
+    shared, cache = places
+    name = shared / f"hacpo_mega-{os.getuid()}"
+    if taken == "a file":
+        name.touch()
+    elif taken == "a link":
+        name.symlink_to(shared)
+    else:
+        name.mkdir()
+        name.chmod(0o777 if "write" in taken else 0o700)
+    if "another's" in taken:
+        if os.getuid() != 0:
+            pytest.skip("only root can play a second user")
+        os.chown(name, NOBODY, NOBODY)
+    assert folder_on_node() == cache / "hacpo_mega" / socket.gethostname()
+    assert own_folder() == cache / "hacpo_mega"
+    cache.joinpath("hacpo_mega").chmod(0o777)
+    with pytest.raises(ValueError, match=r"neither .*/home/.* nor .*/shared/.* is a folder of yours.*: set TMPDIR"):
         own_folder()
+
+
+def test_a_user_without_a_home_has_his_folder_where_all_have_theirs(places, monkeypatch):
+    places[1].parent.touch()  # no folder can be made in it
+    assert own_folder() == folder_on_node() == places[0] / f"hacpo_mega-{os.getuid()}"
+
+
+def test_both_sides_say_that_their_secrets_differ(gate):
+    turned_away = []
+    gate._turned_away = turned_away.append
+    for _ in range(2):
+        with call(gate) as caller:
+            thread = threading.Thread(target=gate_turns, args=(gate,))
+            thread.start()
+            with pytest.raises(AnotherSecret, match="it has another secret"):
+                introduce(caller, WRONG, PURPOSE, LIMIT_S)
+            thread.join()
+    assert turned_away == ["127.0.0.1"]
 
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}
