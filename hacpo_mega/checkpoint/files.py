@@ -29,6 +29,7 @@ from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.run import of_today
 from hacpo_mega.config.run_dirs import require_displaceable
 from hacpo_mega.models.documents import parse_json, require_file
+from hacpo_mega.models.links import require_inside
 from hacpo_mega.models.weight_files import weights_fingerprint
 
 FORMAT = 2
@@ -148,6 +149,12 @@ def committed_steps(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := COMMITTED.fullmatch(name)))
 
 
+def require_own_step(folder: Path) -> None:
+    """ValueError, one line, for RUN/checkpoints/step_N from which a link leads out of RUN; elsewhere, out of itself."""
+    named = Path(os.path.abspath(folder))
+    require_inside(named.parent.parent if named.parent.name == "checkpoints" else folder, folder)
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
     if folder.name.endswith((WRITING, REMOVING)):
@@ -248,6 +255,7 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
         require_displaceable(config.run_dir)
         if branch is None:
             return None
+        require_own_step(branch)
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
     if lines := list(refusals(changes(found.config, plain(config)), how.get("accept", ()))):

@@ -40,6 +40,7 @@ from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import copied_files
 from hacpo_mega.models.hub import HubModel
+from hacpo_mega.models.links import require_inside
 from hacpo_mega.models.lora import adapter_sources
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import INDEX, require_one_reading, stored_tensors
@@ -72,34 +73,28 @@ class TrainedAgent:
         return self.run_dir / "config.toml" if self.stored is None else self.stored.file
 
 
-def trained_agent(path: Path, name: str | None) -> TrainedAgent:
+def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> TrainedAgent:
     """Reads a finished run, or one of its checkpoints. `name` may be None when the run has one agent.
 
-    ValueError for what is not there.
+    ValueError for what is not there, and for a link out of the run, or out of the model folder that a checkpoint names
+    unless who made it is trusted.
     """
     if is_checkpoint(path):
         stored = stored_agent(path, name)
+        if not trust:
+            stored.require_own_model()
         run_dir, step = path.resolve().parent.parent, stored.checkpoint.step
         return _with_record(run_dir, step, None, stored, stored.config, stored.agent)
     config = config_of_run(path)
     agent = chosen_agent(config, name, path)
     folder = path / "agents" / agent.name
+    require_inside(path, folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} does not exist: a run writes it after its last step; finish the run first, or give one of "
             f"{path}/checkpoints"
         )
-    _require_own_files(folder)
     return _with_record(path, None, folder, None, config, agent)
-
-
-def _require_own_files(folder: Path) -> None:
-    """ValueError for a link out of an agent's folder: a run of somebody else's would publish a file of the user's."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"{path} leads out of its folder, to {path.resolve()}: an export would copy what lies there"
-            )
 
 
 def _with_record(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.models.documents import json_file, parse_json
+from hacpo_mega.models.links import require_inside, require_inside_its_run
 
 SETTINGS = "settings.json"
 CORRECT = "correct"  # the verdict on a success
@@ -99,7 +100,9 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def require_place(folder: Path) -> None:
-    """ValueError when a folder holds something, and no evaluation."""
+    """ValueError when a folder holds something, and no evaluation, or is of a run out of which a link leads."""
+    require_inside_its_run(folder)
+    require_inside(folder, folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a new folder")
     if folder.exists() and not (folder / SETTINGS).is_file() and any(folder.iterdir()):

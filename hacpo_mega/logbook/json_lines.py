@@ -4,19 +4,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.documents import parse_json, require_file
+from hacpo_mega.models.documents import parse_json
+from hacpo_mega.models.links import require_inside
 
 CHARACTERS_SHOWN = 80
 
 
-def json_lines(path: Path, what: str) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Number, text and content of every line; `what` it should be is told of one that is none.
 
-    A last line without its end (the job was killed while writing) is left out, and so are empty ones. ValueError, with
-    the file and the number of the line; FileNotFoundError when there is no file.
+    `root` is the run's folder, by default the file's: a link out of it is refused (models/links.py). A last line
+    without its end (the job was killed while writing) is left out, and so are empty ones. ValueError, with the file and
+    the number of the line; FileNotFoundError when there is no file.
     """
+    require_inside(path.parent if root is None else root, path)
     try:
-        require_file(path)
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         raise

@@ -261,5 +261,5 @@ def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The prompts of a step over all lanes, by prompt index. Raises ValueError for a file that is not such a log."""
     prompts = []
     for path in sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl")):
-        prompts += [line for _, _, line in json_lines(path, "a logged prompt")]
+        prompts += [line for _, _, line in json_lines(path, "a logged prompt", run_dir)]
     return sorted(prompts, key=lambda prompt: prompt["prompt_index"])

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.config.run_dirs import TRACES
 from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.sharing import Fates, fates_of
 from hacpo_mega.models.documents import toml_file
+from hacpo_mega.models.links import require_inside
 
+# What a report reads of a run, and writes into it.
+READ = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations")
+WRITTEN = ("report", "report.tmp")
 Z = 1.959963984540054  # of 95 %
 
 
@@ -79,6 +84,7 @@ class Run:
 def load_run(folder: Path) -> Run:
     """Reads a run folder. Raises ValueError for one that is none, or whose files are broken."""
     path = folder / "metrics.jsonl"
+    require_inside(folder, *(folder / name for name in (*READ, *WRITTEN)))
     if not path.is_file():
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {what}: give the run_dir of a run that has finished at least one step")
