@@ -1,13 +1,67 @@
-"""Files of one JSON object per line that a run has written, read back; a line that is none is named."""
+"""Files of one JSON object per line that a run has written, read back; a line of another shape is named."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hacpo_mega.models.documents import parse_json
+from hacpo_mega.models.documents import parse_json, short
 from hacpo_mega.models.links import require_inside
 
 CHARACTERS_SHOWN = 80
+LARGEST = 2**53  # of a count and of the size of a number, as every reader of JSON has it
+
+
+class Kind(NamedTuple):
+    """The values that a field of a line may have, in words and as a test; `is_needed` where it may not be absent."""
+
+    needs: str
+    fits: Callable[[Any], bool]
+    is_needed: bool = True
+
+    @property
+    def if_given(self) -> "Kind":
+        """The same for a field that older runs do not have."""
+        return self._replace(is_needed=False)
+
+    @property
+    def or_null(self) -> "Kind":
+        """The same, or null."""
+        return self._replace(needs=f"{self.needs}, or null", fits=lambda value: value is None or self.fits(value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and none that Python cannot make a float of."""
+    return type(value) in (int, float) and abs(value) <= 1e300 and math.isfinite(value)
+
+
+def list_of(kind: Kind) -> Kind:
+    """Of lists of a kind."""
+    return Kind(f"a list, each {kind.needs}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+
+
+def table_of(kind: Kind) -> Kind:
+    """Of tables whose values are of a kind."""
+    return Kind(
+        f"a table, each {kind.needs}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values()))
+    )
+
+
+TEXT = Kind("text", lambda value: isinstance(value, str))
+COUNT = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value <= LARGEST)
+NUMBER = Kind("a number", is_number)
+TABLE = Kind("a table", lambda value: isinstance(value, dict))
+
+
+def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str = "") -> str | None:
+    """The first field of a line that is missing or of another kind, in words; None where all are right."""
+    for name, kind in fields.items():
+        if name not in line:
+            if kind.is_needed:
+                return f"{where}{name} is missing"
+        elif not kind.fits(line[name]):
+            return f"{where}{name} is {short(line[name])}, needs {kind.needs}"
+    return None
 
 
 def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:

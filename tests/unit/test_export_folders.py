@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from run_cases import CHARACTERS
 from transformers import AutoTokenizer
 
-from hacpo_mega.commands.export import OURS, draft_of
+from hacpo_mega.commands.export import OURS, TrainedAgent, draft_of, model_card
+from hacpo_mega.config import Config
 from hacpo_mega.logbook.run_lock import signature
 from hacpo_mega.megatron.hf_writer import copy_beside_weights
 from hacpo_mega.samples.tokenizers import make_tokenizer
@@ -113,3 +115,69 @@ def test_two_exports_to_one_name_leave_one_whole_folder(tmp_path):
             export_second()
         (tmp_path / "out").rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+HOSTILE = (
+    *(
+        "`",
+        "``",
+        "`` ` ``",
+        "|",
+        "a|b",
+        "\\|",
+        "\\",
+        "\\`",
+        "\n# big",
+        "\n\n| a | b |\n|---|---|",
+        "```",
+        "\r~~~\r",
+        "-->",
+        "<!--",
+    ),
+    *("<script>alert(1)</script>", "`<img src=x onerror=y>`", "](http://x)[", "![x](http://x)", "**b**", "_i_", "&lt;"),
+    *(
+        "---",
+        "http://x.y",
+        "www.x.y",
+        "a@b.c",
+        "$x$",
+        "{{x}}",
+        "\x1b[2J",
+        "\u202ex",
+        "\u2028",
+        " ",
+        "x" * 300,
+        "\udcff",
+    ),
+)
+
+
+def card_of(text: str) -> str:
+    """A model card in which everything that a stranger can choose freely is `text`."""
+    kind = f"/home/me/{text.replace('/', '')}/g.py:f" if text else "math"
+    prompting = {"chat_template": True, "system_prompt": text, "template_kwargs": {"k": text}}
+    named = {"name": "a", "model": f"/home/me/m{text.replace('/', '')}", "lora": {"rank": 1, "targets": [text]}}
+    table = {"run_dir": "r", "num_steps": 1, "agents": [named | prompting], "data": {"files": [f"/home/me/{text}d"]}}
+    config = Config.model_validate(table | {"reward": {"kind": kind}})
+    run = Path("/home/me") / (text.replace("/", "").replace("\0", "") or "r")
+    return model_card(TrainedAgent(run, None, None, config, config.agents[0], 1, (), text))
+
+
+def structure(card: str, *, html: bool) -> list[str]:
+    """The kinds of all elements of a page, in order, and that no text is outside of code but ours."""
+    head, text = card.split("---\n", 2)[1:]
+    assert [line.split(": ")[0] for line in head.splitlines()] == ["base_model", "library_name", "pipeline_tag"]
+    assert all(isinstance(json.loads(line.split(": ", 1)[1]), str) for line in head.splitlines())
+    blocks = MarkdownIt("commonmark", {"html": html}).enable("table").parse(text)
+    return [part.type for block in blocks for part in (block, *(block.children or ()))]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_that_a_card_quotes_becomes_markdown_of_its_own(text: str) -> None:
+    """Neither a heading, a link, a cell, HTML, nor a folder of the machine on which it was trained."""
+    for html in (False, True):
+        found = structure(card_of(text), html=html)
+        assert found == structure(card_of("word"), html=html), card_of(text)
+        assert not {"html_inline", "html_block", "link_open", "image"} & set(found)
+    assert "/home" not in card_of(text) and "\x1b" not in card_of(text)
+    assert "\n| reward | `g.py:f` |\n" in card_of(text)
