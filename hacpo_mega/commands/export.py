@@ -343,7 +343,7 @@ def _word(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    r"""A text as a code span that nothing in it can leave, also in a table: line ends as \n, and ` | < as \x60 \x7c \x3c."""
+    """A text as a code span, in a sentence or a table, that nothing in it can leave: what could is written out."""
     shown = LEAVES_CODE.sub(lambda found: f"\\x{ord(found[0]):02x}", one_line(text)).strip()
     return f"`{shown[:LONGEST]}`" if shown else ""
 

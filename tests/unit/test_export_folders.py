@@ -15,7 +15,9 @@ from transformers import AutoTokenizer
 from hacpo_mega.commands.export import OURS, TrainedAgent, draft_of, model_card
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.run_lock import signature
-from hacpo_mega.megatron.hf_writer import copy_beside_weights
+from hacpo_mega.megatron.hf_writer import copy_beside_weights, write_adapter, write_weights
+from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.segments import Source
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 KEPT = ("LICENSE.txt", "USE_POLICY.md", "chat_template.jinja", "generation_config.json", "merges.txt", "qwen.tiktoken")
@@ -65,6 +67,31 @@ def test_code_of_a_folder_goes_with_it_where_the_folder_names_it(crowded, tmp_pa
     (tmp_path / "out").mkdir()
     copy_beside_weights(crowded, tmp_path / "out", torch.float32)
     assert (tmp_path / "out" / "modeling_x.py").is_file()
+
+
+def test_weights_may_be_read_by_whom_everything_else_may(tmp_path):
+    before = os.umask(0o027)
+    try:
+        weights = {"w": torch.ones(2)}
+        write_weights(iter(weights.items()), [Source("w", (2,))], tmp_path, torch.float32)
+        write_adapter(weights, Lora(1, 1.0, ("w",)), tmp_path, tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "adapter_model.safetensors", "adapter_config.json"), 0o640
+    )
+
+
+def test_an_export_is_no_part_of_a_run(tmp_path):
+    run = tmp_path / "run"
+    (run / "agents").mkdir(parents=True)
+    for name in ("config.toml", "starts.jsonl"):
+        (run / name).touch()
+    (tmp_path / "link").symlink_to("run")
+    for out in (run, run / "agents" / "x", run / "new" / "x", tmp_path / "link" / "x"):
+        with pytest.raises(ValueError, match=r"exists: give|x lies in the run .*/run, which"), draft_of(out):
+            pass
+    assert sorted(path.name for path in run.rglob("*")) == ["agents", "config.toml", "starts.jsonl"]
 
 
 @pytest.mark.nightly
