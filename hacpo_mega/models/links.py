@@ -9,13 +9,15 @@ from pathlib import Path
 
 from hacpo_mega.models.hub import HubModel
 
+COPY = "If it is yours, copy what it leads to into its place, or name that place itself"
+TRUST = "--trust follows it, if you trust whoever made this run"
 OF_A_RUN = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the config.toml of a run
 
 
-def require_inside(root: Path, *places: Path) -> None:
-    """ValueError, one line, where a place is outside `root` by links, or below it a link leads outside.
+def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
+    """ValueError, one line that ends with `advice`, where a place is outside `root`, or a link below it leads there.
 
-    So is a pipe or a device: the one would be waited for, the other never ends. What is not there passes.
+    Likewise for a pipe, which would be waited for, and for a device. What is not there passes.
     """
     real = Path(os.path.realpath(root))
     waiting, seen = [str(place) for place in places], set()
@@ -27,7 +29,7 @@ def require_inside(root: Path, *places: Path) -> None:
         if not target.is_relative_to(real):
             raise ValueError(
                 f"{path} leads out of {root}, to {target}: no link is followed out of a folder that another may have "
-                "made. If it is yours, copy what it leads to into its place, or name that place itself"
+                f"made. {advice}"
             )
         if target not in seen and target.is_dir():
             seen.add(target)
@@ -46,7 +48,8 @@ def require_own_model(folder: Path, run_dir: Path) -> None:
     named, above = os.path.abspath(folder), (os.path.abspath(run_dir), os.path.realpath(run_dir))
     is_in_run = any(Path(named).is_relative_to(run) for run in above)
     is_snapshot = HubModel.of_snapshot(folder) is not None
-    require_inside(run_dir if is_in_run else folder.parent.parent if is_snapshot else folder, folder)
+    root = run_dir if is_in_run else folder.parent.parent if is_snapshot else folder
+    require_inside(root, folder, advice=TRUST)
 
 
 def run_above(path: Path) -> Path | None:

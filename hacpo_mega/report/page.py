@@ -49,7 +49,7 @@ def _head(run: Run, name: str) -> Html:
 
 def _method(run: Run) -> list[str]:
     parts = [run.setting("algorithm", "method"), run.setting("algorithm", "preset")]
-    return [f"{' / '.join(part for part in parts if part)}"] if any(parts) else []
+    return [f"{' / '.join(str(part) for part in parts if part)}"] if any(parts) else []
 
 
 def _cards(run: Run) -> Html:

@@ -12,6 +12,7 @@ from typing import Any
 from hacpo_mega.config.run_dirs import TRACES
 from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
+from hacpo_mega.logbook.json_lines import COUNT, TABLE, TEXT, list_of, wrong_field
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.sharing import Fates, fates_of
@@ -21,6 +22,7 @@ from hacpo_mega.models.links import require_inside
 # What a report reads of a run, and writes into it.
 READ = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations")
 WRITTEN = ("report", "report.tmp")
+AGENT = {"name": TEXT.if_given, **dict.fromkeys(("tp", "cp", "pp"), COUNT.if_given)}
 Z = 1.959963984540054  # of 95 %
 
 
@@ -93,8 +95,18 @@ def load_run(folder: Path) -> Run:
         raise ValueError(f"{path} has no finished line yet: the run has not finished a step; look into its logs")
     file = folder / "config.toml"
     config = toml_file(file, "the run_dir of a run") if file.exists() else {}
+    if why := _wrong_setting(config):
+        raise ValueError(f"{file} is not the configuration of a run: {why}")
     config_text = _read_text(file)
     return Run(folder, config, config_text, steps, _agents(config, steps), read_starts(folder))
+
+
+def _wrong_setting(config: dict[str, Any]) -> str | None:
+    """The first setting, of those that a report reads otherwise than as text, of another kind; None where all do."""
+    if why := wrong_field(config, {"agents": list_of(TABLE).if_given}):
+        return why
+    agents = enumerate(config.get("agents", ()))
+    return next(filter(None, (wrong_field(agent, AGENT, f"agents[{n}].") for n, agent in agents)), None)
 
 
 def _read_text(path: Path) -> str:
