@@ -28,6 +28,7 @@ from hacpo_mega.checkpoint.files import (
     read_checkpoint,
 )
 from hacpo_mega.config import Config
+from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.evaluation.answers import require_place
 from hacpo_mega.evaluation.settings import require_weights, settings_for
 from hacpo_mega.logbook.metrics import read_metrics
@@ -139,6 +140,7 @@ def commands(run: Path, out: Path, name: str = "") -> Iterator[Callable[[], Comp
     yield partial(evaluate, run / "agents" / "a")
     yield partial(evaluate, run / STEP / "a")
     yield partial(begin_from, run)
+    yield partial(as_command, partial(load_unchecked, run / "config.toml"))  # of check, plan, doctor, train
     answers = run / "evaluations/e/answers/b.lane_0000.jsonl"
     yield partial(run_here, "data", "inspect", answers)
     if name in ("evaluations/e/answers/b.lane_0000.jsonl", ""):
