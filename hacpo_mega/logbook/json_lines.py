@@ -1,6 +1,5 @@
 """Files of one JSON object per line that a run has written, read back; a line of another shape is named."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,8 @@ from hacpo_mega.models.documents import parse_json, short
 from hacpo_mega.models.links import require_inside
 
 CHARACTERS_SHOWN = 80
-LARGEST = 2**53  # of a count and of the size of a number, as every reader of JSON has it
+LARGEST = 2**53  # of a count, as every reader of JSON has it
+MOST = 1e100  # of a number: its square is still one, and float32 ends long before
 
 
 class Kind(NamedTuple):
@@ -31,8 +31,8 @@ class Kind(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and none that Python cannot make a float of."""
-    return type(value) in (int, float) and abs(value) <= 1e300 and math.isfinite(value)
+    """Whether a value is a number that one can compute with: not NaN, not beyond MOST."""
+    return type(value) in (int, float) and abs(value) <= MOST
 
 
 def list_of(kind: Kind) -> Kind:

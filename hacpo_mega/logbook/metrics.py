@@ -62,7 +62,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hacpo_mega.logbook.backlog import Backlog
-from hacpo_mega.logbook.json_lines import COUNT, LARGEST, TABLE, bad_line, is_number, json_lines, wrong_field
+from hacpo_mega.logbook.json_lines import COUNT, LARGEST, TABLE, bad_line, json_lines, wrong_field
 from hacpo_mega.models.documents import short
 
 Parts = list[list[float]]
@@ -333,7 +333,8 @@ def _floats(table: dict[str, float | str]) -> dict[str, float]:
     """The numbers of a line. ValueError, with the name, for what is none, and for a count that cannot be one."""
     found = {}
     for name, value in table.items():
-        if not is_number(value) and value not in ("nan", "inf", "-inf"):
+        is_whole = type(value) is int and abs(value) < 1 << 1000  # beyond, it is no float
+        if not is_whole and type(value) is not float and value not in ("nan", "inf", "-inf"):
             raise ValueError(f"{name} is {short(value)}, needs a number")
         found[name] = float(value)
         is_ours = not {"own", "reward"} & set(name.split("/"))  # whoever has written those calls them as he likes

@@ -152,7 +152,7 @@ class Accuracy:
     @property
     def all_equal(self) -> bool:
         """Whether all answers earned the same part of a reward: then they say nothing about its error."""
-        return self.is_graded and self.square - self.value**2 <= ROUNDING
+        return self.is_graded and self.square - self.value * self.value <= ROUNDING
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -164,7 +164,7 @@ class Accuracy:
         if not n:
             return None
         is_share = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
-        variance = 0.0 if self.square is None else max(self.square - mean**2, 0.0)
+        variance = 0.0 if self.square is None else max(self.square - mean * mean, 0.0)
         if not is_share or (self.is_graded and variance > ROUNDING):
             half = Z * math.sqrt(variance / n)
             return (max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean - half, mean + half)
@@ -186,7 +186,7 @@ class Accuracy:
             n = later.gain.num_pairs + 2
             mean = later.gain.mean * later.gain.num_pairs / n
             square = (later.gain.square * later.gain.num_pairs + 1) / n
-            half = Z * math.sqrt(max(square - mean**2, 0.0) / n)
+            half = Z * math.sqrt(max(square - mean * mean, 0.0) / n)
             return mean - half, mean + half
         if None in (self.interval, later.interval) or self.all_equal or later.all_equal:
             return None
