@@ -119,7 +119,7 @@ def begin_from(run: Path) -> CompletedProcess:
     """What `train --from` looks at before a rank starts."""
     table = {"run_dir": f"{run}.new", "num_steps": 1, "agents": [{"name": "a", "model": str(run / "base")}]}
     config = Config.model_validate(table | {"data": {"generator": "arithmetic"}})
-    return as_command(lambda: find_start(config, branch=run / STEP))
+    return as_command(lambda: find_start(config, branch=run / STEP, accept=["agents.a.model"]))
 
 
 def as_command(function: Callable[[], object]) -> CompletedProcess:
