@@ -345,7 +345,7 @@ def _word(text: str) -> str:
 def _code(text: str) -> str:
     """A text as a code span, in a sentence or a table, that nothing in it can leave: what could is written out."""
     shown = LEAVES_CODE.sub(lambda found: f"\\x{ord(found[0]):02x}", one_line(text)).strip()
-    return f"`{shown[:LONGEST]}`" if shown else ""
+    return f"`{shown[:LONGEST] or ' '}`"
 
 
 def _block(text: str) -> list[str]:

@@ -173,7 +173,7 @@ HOSTILE = (
         "\u202ex",
         "\u2028",
         " ",
-        "x" * 300,
+        "x y" * 100,
         "\udcff",
     ),
 )
@@ -181,12 +181,14 @@ HOSTILE = (
 
 def card_of(text: str) -> str:
     """A model card in which everything that a stranger can choose freely is `text`."""
-    kind = f"/home/me/{text.replace('/', '')}/g.py:f" if text else "math"
-    prompting = {"chat_template": True, "system_prompt": text, "template_kwargs": {"k": text}}
-    named = {"name": "a", "model": f"/home/me/m{text.replace('/', '')}", "lora": {"rank": 1, "targets": [text]}}
-    table = {"run_dir": "r", "num_steps": 1, "agents": [named | prompting], "data": {"files": [f"/home/me/{text}d"]}}
-    config = Config.model_validate(table | {"reward": {"kind": kind}})
-    run = Path("/home/me") / (text.replace("/", "").replace("\0", "") or "r")
+    in_path = "".join(sign for sign in text if sign.isprintable() and sign != "/")[:99]  # a configuration has no others
+    kind = f"/home/me/{in_path}/g.py:f"
+    prompting = {"chat_template": True, "system_prompt": text, "chat_template_kwargs": {"k": text}}
+    named = {"name": "a", "model": f"/home/me/m{in_path}", "lora": {"rank": 1, "targets": [text]}}
+    table = {"run_dir": "r", "num_steps": 1, "agents": [named | prompting]}
+    table |= {"data": {"files": [f"/home/me/{in_path}d"]}, "reward": {"kind": kind}}
+    config = Config.model_validate(table)
+    run = Path("/home/me") / (text.replace("/", "") or "r")
     return model_card(TrainedAgent(run, None, None, config, config.agents[0], 1, (), text))
 
 
@@ -204,7 +206,7 @@ def test_nothing_that_a_card_quotes_becomes_markdown_of_its_own(text: str) -> No
     """Neither a heading, a link, a cell, HTML, nor a folder of the machine on which it was trained."""
     for html in (False, True):
         found = structure(card_of(text), html=html)
-        assert found == structure(card_of("word"), html=html), card_of(text)
+        assert found == structure(card_of("no word"), html=html), card_of(text)
         assert not {"html_inline", "html_block", "link_open", "image"} & set(found)
     assert "/home" not in card_of(text) and "\x1b" not in card_of(text)
     assert "\n| reward | `g.py:f` |\n" in card_of(text)
