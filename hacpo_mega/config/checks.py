@@ -39,13 +39,8 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
     Of the agents `to_come` only the tables are checked: their models are downloaded once all else is in order.
     `try_templates` also says whether a tied head is compared with its embedding.
     """
-    problems = [
-        *batch_problems(config),
-        *_generator(config),
-        *_logging(config),
-        *_names(config),
-        *input_problems(config),
-    ]
+    problems = [*batch_problems(config), *_generator(config), *_logging(config), *_named_once(config)]
+    problems += input_problems(config)
     for agent in config.agents:
         if agent.name in to_come:
             problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)]
@@ -235,7 +230,7 @@ def _logging(config: Config) -> Iterator[str]:
         )
 
 
-def _names(config: Config) -> Iterator[str]:
+def _named_once(config: Config) -> Iterator[str]:
     """Whether every matrix with an adapter is named once, and every field of a row is read as one thing."""
     for agent in config.agents:
         targets = () if agent.lora is None or isinstance(agent.lora.targets, str) else agent.lora.targets
