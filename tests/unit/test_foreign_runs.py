@@ -77,7 +77,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(base, run / "agents" / "a")
     for name, text in (
         ("starts.jsonl", '{"time_unix_s": 1, "commit": "c", "packages": {}}\n'),
-        ("evaluations/e/answers/b.lane_0000.jsonl", '{"gold": "1", "pred": "1"}\n'),
+        ("evaluations/e/answers/b.lane_0000.jsonl", '{"prompt": "0+1=", "answer": "1", "gold": "1", "pred": "1"}\n'),
         ("notes/mine.txt", "free"),
     ):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def link(kind: str, place: Path, target: Path) -> None:
 
 
 # A place of each kind, for the first look.
-FEW = ("agents", "agents/a/LICENSE", "base/LICENSE", f"{STEP}/a", "rollouts", "starts.jsonl")
+FEW = ("agents", "base/LICENSE", f"{STEP}/a", "starts.jsonl")
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.nightly)])
