@@ -203,7 +203,7 @@ def test_no_command_follows_a_link_out_of_a_run(few: bool, stranger: Path, tmp_p
 def test_links_within_a_run_and_to_it_are_followed(stranger: Path, tmp_path: Path) -> None:
     run = shutil.copytree(stranger, tmp_path / "disk" / "run")
     write_step(run, run)
-    for name in ("agents/a/LICENSE", "base", "rollouts/step_000001.lane_0000.jsonl", "agents"):
+    for name in ("agents/a/LICENSE", "base", "rollouts/step_000001.lane_0000.jsonl", "evaluations"):
         (run / name).rename(run / "notes" / Path(name).name)
         (run / name).symlink_to(os.path.relpath(run / "notes" / Path(name).name, (run / name).parent))
     (tmp_path / "run").symlink_to("disk/run")
