@@ -29,6 +29,7 @@ from hacpo_mega.config.changes import changes, refusals, unknown_keys
 from hacpo_mega.config.run import of_today
 from hacpo_mega.config.run_dirs import require_displaceable
 from hacpo_mega.models.documents import parse_json, require_file
+from hacpo_mega.models.links import require_inside
 from hacpo_mega.models.weight_files import weights_fingerprint
 
 FORMAT = 2
@@ -154,6 +155,12 @@ def _newest_in(run_dir: Path) -> str:
     return f". Nearest: {folder_of(run_dir, steps[-1])}" if steps else ""
 
 
+def require_own_step(folder: Path) -> None:
+    """ValueError, one line, for RUN/checkpoints/step_N from which a link leads out of RUN; elsewhere, out of itself."""
+    named = Path(os.path.abspath(folder))
+    require_inside(named.parent.parent if named.parent.name == "checkpoints" else folder, folder)
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
     if folder.name.endswith((WRITING, REMOVING)):
@@ -257,6 +264,7 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
         if branch is None:
             _require_known(accepted, config, {})
             return None
+        require_own_step(branch)
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
     _require_known(accepted, config, found.config)

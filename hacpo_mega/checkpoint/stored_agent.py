@@ -8,6 +8,7 @@ Not here: the weights themselves (megatron/stored_state.py). Imports no torch.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from hacpo_mega.checkpoint.files import (
     folder_of,
     model_digests,
     read_checkpoint,
+    require_own_step,
 )
 from hacpo_mega.config import AgentConfig, Config, config_of_table
+from hacpo_mega.models.links import require_own_model
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class StoredAgent:
         files = self.checkpoint.files.items()
         return [(path, file.sha256) for path, file in files if path.startswith(f"{self.agent.name}/")]
 
+    def require_own_model(self) -> None:
+        """ValueError where a link leads out of the model folder that the step names: its text would be shown, and go
+        out with an export."""
+        require_own_model(self.agent.model, Path(os.path.realpath(self.checkpoint.folder)).parent.parent)
+
     @contextmanager
     def being_read(self) -> Iterator[None]:
         """Around whatever reads its files: ValueError when the run removes the step meanwhile."""
@@ -85,6 +93,7 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
     ValueError, one line, when the folder is no committed step or not whole, for an unknown agent, and when the model
     folder is gone or another one.
     """
+    require_own_step(folder)
     try:
         found = read_checkpoint(folder)
     except ValueError as error:
@@ -105,6 +114,7 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
 def stored_agent_at(path: Path) -> StoredAgent | None:
     """The agent that RUN/checkpoints/step_N/NAME is, None for another path. ValueError as `stored_agent`."""
     if is_checkpoint(path):
+        require_own_step(path)
         agents = ", ".join(str(path / name) for name in read_checkpoint(path).agents)
         raise ValueError(f"{path} holds all agents of a run: give one of them, {agents}")
     is_model = (path / "config.json").is_file()

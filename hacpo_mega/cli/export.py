@@ -27,7 +27,7 @@ def export(
 
     if adapter and quantize is not None:
         raise ValueError("--adapter and --quantize exclude each other: what is quantized is the merged model")
-    chosen = trained_agent(run, agent)
+    chosen = trained_agent(run, agent, trust=trust)
     if adapter:
         export_adapter(chosen, out)
     elif quantize is None:

@@ -39,7 +39,7 @@ ENGINE = "hacpo_mega.rollout.engine"
 # in torch's compiler. A fifth of all imports.
 UNUSED, COMPILER = ("scipy",), "torch._inductor.lowering"
 # The flag by which code that lies beside a model may run.
-Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's own configuration names.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's configuration names; follow its links.")]
 
 
 def load_checked(

@@ -8,6 +8,7 @@ never over another one.
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -40,11 +41,16 @@ from hacpo_mega.megatron.stored_state import stored_weights
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.folder import copied_files
 from hacpo_mega.models.hub import HubModel
+from hacpo_mega.models.links import require_inside, run_above
 from hacpo_mega.models.lora import adapter_sources
 from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.visible import one_line, visible
 from hacpo_mega.models.weight_files import INDEX, require_one_reading, stored_tensors
 
 CARD = "README.md"
+WORD = re.compile(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*")  # means itself everywhere in Markdown
+LEAVES_CODE = re.compile("[`|<]")
+LONGEST = 200  # characters of a name in the card
 OURS = ".draft"  # in a folder that an export is making: who makes it
 
 
@@ -72,34 +78,28 @@ class TrainedAgent:
         return self.run_dir / "config.toml" if self.stored is None else self.stored.file
 
 
-def trained_agent(path: Path, name: str | None) -> TrainedAgent:
+def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> TrainedAgent:
     """Reads a finished run, or one of its checkpoints. `name` may be None when the run has one agent.
 
-    ValueError for what is not there.
+    ValueError for what is not there, and for a link out of the run, or out of the model folder that a checkpoint names
+    unless who made it is trusted.
     """
     if is_checkpoint(path):
         stored = stored_agent(path, name)
+        if not trust:
+            stored.require_own_model()
         run_dir, step = path.resolve().parent.parent, stored.checkpoint.step
         return _with_record(run_dir, step, None, stored, stored.config, stored.agent)
     config = config_of_run(path)
     agent = chosen_agent(config, name, path)
     folder = path / "agents" / agent.name
+    require_inside(path, folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} does not exist: a run writes it after its last step; finish the run first, or give one of "
             f"{path}/checkpoints"
         )
-    _require_own_files(folder)
     return _with_record(path, None, folder, None, config, agent)
-
-
-def _require_own_files(folder: Path) -> None:
-    """ValueError for a link out of an agent's folder: a run of somebody else's would publish a file of the user's."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"{path} leads out of its folder, to {path.resolve()}: an export would copy what lies there"
-            )
 
 
 def _with_record(
@@ -124,7 +124,7 @@ def _with_record(
         agent=agent,
         num_steps=max(steps, default=0) if last is None else last,
         evaluated=tuple(found for found in evaluated if found is not None),
-        commit=starts[-1]["commit"] if starts else None,
+        commit=starts[-1].get("commit") if starts else None,
     )
 
 
@@ -140,7 +140,7 @@ def export_copy(agent: TrainedAgent, out: Path) -> None:
             card = model_card(agent)
         else:
             write_stored(agent.stored, draft)
-            card = model_card(agent, f"of the checkpoint {agent.stored.checkpoint.folder.name}")
+            card = model_card(agent, f"of the checkpoint {_word(agent.stored.checkpoint.folder.name)}")
         (draft / CARD).write_text(card, encoding="utf-8")
 
 
@@ -164,7 +164,7 @@ def export_adapter(agent: TrainedAgent, out: Path) -> None:
         )
     with draft_of(out) as draft:
         if agent.stored is None:
-            shutil.copytree(agent.folder / ADAPTER, draft, dirs_exist_ok=True)
+            shutil.copytree(agent.folder / ADAPTER, draft, dirs_exist_ok=True, copy_function=shutil.copyfile)
         else:
             _write_stored_adapter(agent.stored, draft)
         (draft / CARD).write_text(model_card(agent, "adapters of LoRA, in peft's format"), encoding="utf-8")
@@ -221,6 +221,8 @@ def draft_of(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when the block ends well. ValueError when `out` exists or cannot be."""
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give a new folder for the export")
+    if (run := run_above(Path(os.path.realpath(out)))) is not None:
+        raise ValueError(f"{out} lies in the run {run}, which holds what its job wrote alone: give a folder elsewhere")
     draft = _new_draft(out)
     try:
         yield draft
@@ -265,16 +267,17 @@ def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to th
     algorithm = agent.config.algorithm
     shared = partners if algorithm.shares_answers else []
     hub = HubModel.of_snapshot(agent.agent.model)
-    base = agent.agent.model.name if hub is None else hub.repo
+    base = visible(agent.agent.model.name if hub is None else hub.repo)
     head = {"base_model": base, "library_name": "transformers", "pipeline_tag": "text-generation"}
+    taught = f"its own answers and those of {', '.join(map(_word, shared))}"
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
         "---",
-        f"# {agent.agent.name}",
+        f"# {_word(agent.agent.name)}",
         "",
-        f"`{base}` after {agent.num_steps} steps of {algorithm.method.upper()} (arXiv 2603.02604)"
-        + (f", learning from its own answers and those of {', '.join(shared)}." if shared else " on its own answers."),
+        f"{_code(base)} after {agent.num_steps} steps of {algorithm.method.upper()} (arXiv 2603.02604)"
+        + (f", learning from {taught}." if shared else " on its own answers."),
         "",
         "| | |",
         "|---|---|",
@@ -293,19 +296,19 @@ def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to th
 
 def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
     config, algorithm = agent.config, agent.config.algorithm
-    yield "run", f"`{agent.run_dir.resolve().name}`"
-    yield "commit", f"`{agent.commit}`" if agent.commit else "not known"
+    yield "run", _code(agent.run_dir.resolve().name)
+    yield "commit", _code(agent.commit) if agent.commit else "not known"
     yield "weights", weights
     yield from _scores(agent.evaluated, config.reward.may_be_graded)
-    yield "training data", ", ".join(f"`{file.name}`" for file in config.data.files) or f"{config.data.generator}, made"
-    yield "reward", ", ".join(f"`{grader.kind}`" for grader in config.reward.graders.values())
+    yield "training data", ", ".join(_code(file.name) for file in config.data.files) or f"{config.data.generator}, made"
+    yield "reward", ", ".join(_code(_without_folder(grader.kind)) for grader in config.reward.graders.values())
     yield "method", f"{algorithm.method}, preset {algorithm.preset}"
     if algorithm.method == "hacpo":
         yield "advantage of others' answers", f"by the baseline of their {algorithm.cross_baseline}"
         yield "alpha, delta, delta_step", f"{algorithm.alpha:g}, {algorithm.delta:g}, {algorithm.delta_step:g}"
     yield "own clip", f"{algorithm.eps_low:g} below, {algorithm.eps_high:g} above"
     if (lora := agent.agent.lora) is not None:
-        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(map(_word, lora.targets))
         yield "adapters", f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}"
     yield "learning rate", f"{agent.agent.optimizer.lr:g}, {agent.agent.optimizer.schedule}"
     yield "prompts per step, per update", f"{config.training.prompts_per_step}, {config.prompts_per_update}"
@@ -328,7 +331,31 @@ def _wording(agent: AgentConfig) -> Iterator[str]:
     where = "in its chat template" if prompting.chat_template else "on plain text, without a chat template"
     yield f"It was trained {where}."
     if prompting.template_kwargs:
-        yield f"Arguments of the template: `{json.dumps(dict(prompting.template_kwargs))}`."
+        yield f"Arguments of the template: {_code(json.dumps(dict(prompting.template_kwargs)))}."
     for what, text in (("System prompt", prompting.system_prompt), ("Prompt", prompting.prompt_template)):
         if text is not None:
-            yield from ("", f"{what}:", "", "```", text, "```")
+            yield from ("", f"{what}:", "", *_block(text))
+
+
+def _word(text: str) -> str:
+    """A name in a sentence, as code where Markdown would make something of it."""
+    return text if WORD.fullmatch(text) else _code(text)
+
+
+def _code(text: str) -> str:
+    """A text as a code span, in a sentence or a table, that nothing in it can leave: what could is written out."""
+    shown = LEAVES_CODE.sub(lambda found: f"\\x{ord(found[0]):02x}", one_line(text)).strip()
+    return f"`{shown[:LONGEST] or ' '}`"
+
+
+def _block(text: str) -> list[str]:
+    """The lines of a block of code, which ends behind the text whatever that holds."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [fence, visible(text), fence]
+
+
+def _without_folder(kind: str) -> str:
+    """A judge without where its file lies on this machine."""
+    place, colon, function = kind.rpartition(":")
+    return f"{Path(place).name}{colon}{function}"

@@ -24,6 +24,7 @@ from hacpo_mega.data.files import (
 )
 from hacpo_mega.data.row_values import GOLD_TYPES, gold_text, quoted, value_problem
 from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
+from hacpo_mega.models.links import require_inside_its_run
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 ROWS_AT_A_TIME = 2048
@@ -149,8 +150,11 @@ def grade(
 ) -> Findings:
     """Grades a file of answers; how many got which verdict, how fast, and which rows could not be read.
 
-    ValueError when there is no such file, or `out` is the same.
+    ValueError when there is no such file, `out` is the same, or one field is to be both sides.
     """
+    if pred_field == gold_field:
+        raise ValueError(f"the field {gold_field!r} is read as the gold answer and as the one that is judged: give two")
+    require_inside_its_run(file)
     if not file.is_file():
         raise ValueError(f"{file}: {'is a folder' if file.is_dir() else 'does not exist'}")
     graded = grade_file(file, out, judge, gold_field, pred_field, is_explained)

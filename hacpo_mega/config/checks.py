@@ -39,7 +39,8 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
     Of the agents `to_come` only the tables are checked: their models are downloaded once all else is in order.
     `try_templates` also says whether a tied head is compared with its embedding.
     """
-    problems = [*batch_problems(config), *_generator(config), *_logging(config), *input_problems(config)]
+    problems = [*batch_problems(config), *_generator(config), *_logging(config), *_named_once(config)]
+    problems += input_problems(config)
     for agent in config.agents:
         if agent.name in to_come:
             problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)]
@@ -229,6 +230,20 @@ def _logging(config: Config) -> Iterator[str]:
             f"logging.trace_steps: step {last} is after the last one (num_steps = "
             f"{config.num_steps}). Nearest: {nearest}"
         )
+
+
+def _named_once(config: Config) -> Iterator[str]:
+    """Whether every matrix with an adapter is named once, and every field of a row is read as one thing."""
+    for agent in config.agents:
+        targets = () if agent.lora is None or isinstance(agent.lora.targets, str) else agent.lora.targets
+        if len(set(targets)) < len(targets):
+            once = list(dict.fromkeys(targets))
+            yield f"agents.{agent.name}.lora.targets: {list(targets)} names one twice. Nearest: {once}"
+    read: dict[str, str] = {}
+    for key in ("prompt_field", "gold_field", "tools_field"):
+        name = getattr(config.data, key)
+        if name is not None and (first := read.setdefault(name, key)) != key:
+            yield f"data.{key}: {name!r} is data.{first}, too; give the field that holds it alone"
 
 
 def _skills(config: Config) -> Iterator[str]:

@@ -17,6 +17,7 @@ from hacpo_mega.config.describe import in_a_run, nearest_key
 from hacpo_mega.config.methods import METHODS, unread_options
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
+from hacpo_mega.models.links import require_inside_its_run
 
 # What a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
@@ -58,6 +59,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """The same without the cross-checks: models, prompts and devices need not be on this machine (planning/)."""
     path = Path(path)
+    require_inside_its_run(path)
     table = toml_file(path, "the path of a TOML configuration")
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from hacpo_mega.config.load import readable_problems
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.documents import toml_file
+from hacpo_mega.models.links import require_inside
 
 
 def config_of_run(run_dir: Path) -> Config:
@@ -16,6 +17,7 @@ def config_of_run(run_dir: Path) -> Config:
     Unlike `load_config` it looks at no model and no data file: the run is over, and they may be gone.
     """
     file = run_dir / "config.toml"
+    require_inside(run_dir, file)
     if not file.exists():
         raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run")
     return config_of_table(toml_file(file, "the run_dir of a run"), file)

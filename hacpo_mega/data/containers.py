@@ -22,6 +22,7 @@ from hacpo_mega.data.files import (
 )
 from hacpo_mega.data.saved_folders import is_saved
 from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json
+from hacpo_mega.models.links import require_inside_its_run
 
 Record = dict[str, Any]
 
@@ -42,7 +43,8 @@ class Row(NamedTuple):
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Every row of a file, an archive or a folder."""
+    """Every row of a file, an archive or a folder. ValueError for what a link of a run leads to outside of it."""
+    require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
         for file in sorted(path.rglob("*")):
             if file.is_file() and file.name.endswith((*LINES, *DOCUMENTS, ".parquet")):

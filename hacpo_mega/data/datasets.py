@@ -194,7 +194,10 @@ LAYOUTS: Mapping[str, Layout] = {
 def layouts_of(
     prompt_field: str, gold_field: str, *, only: bool, tools_field: str | None = None
 ) -> Mapping[str, Layout]:
-    """Rows with these two fields, before the known layouts or, with `only`, in place of them."""
+    """Rows with these two fields, before the known layouts or, with `only`, in place of them. ValueError for one field
+    as both."""
+    if prompt_field == gold_field:
+        raise ValueError(f"the field {prompt_field!r} is read as the prompt and as the gold answer: give two fields")
     return {"own": _plain(prompt_field, gold_field, tools_field)} | ({} if only else LAYOUTS)
 
 

@@ -373,7 +373,11 @@ def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Itera
 
 
 def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """The rows of a batch, numbered from `line` + 1."""
+    """The rows of a batch, numbered from `line` + 1. ValueError for two columns of one name."""
+    names = batch.schema.names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"has two columns {quoted(twice)}, and a row is read by names: rename one of them")
     is_small = batch.nbytes <= MAX_LINE_BYTES
     # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
     for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):

@@ -13,10 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.logbook.json_lines import COUNT, NUMBER, TEXT, wrong_field
 from hacpo_mega.models.documents import json_file, parse_json
+from hacpo_mega.models.links import require_inside, require_inside_its_run
 
 SETTINGS = "settings.json"
 CORRECT = "correct"  # the verdict on a success
+FIELDS = {
+    **dict.fromkeys(("id", "prompt_seen", "gold", "text", "verdict", "stop"), TEXT),
+    **dict.fromkeys(("rollout", "num_tokens"), COUNT),
+    **{"vote": TEXT.or_null, "reward": NUMBER.or_null},
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,10 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
     for path in sorted(_folder(folder).glob(f"{_escaped(benchmark)}.lane_[0-9]*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
-                answer = Answer(**parse_json(line))
+                table = parse_json(line)
+                if why := wrong_field(table, FIELDS):
+                    raise ValueError(why)
+                answer = Answer(**table)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
             found[answer.id, answer.rollout] = answer
@@ -99,7 +109,9 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def require_place(folder: Path) -> None:
-    """ValueError when a folder holds something, and no evaluation."""
+    """ValueError when a folder holds something, and no evaluation, or is of a run out of which a link leads."""
+    require_inside_its_run(folder)
+    require_inside(folder, folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a new folder")
     if folder.exists() and not (folder / SETTINGS).is_file() and any(folder.iterdir()):

@@ -3,6 +3,7 @@
 Not here: benchmarks and their files (benchmarks.py).
 """
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +29,7 @@ from hacpo_mega.evaluation.benchmarks import (
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.models.documents import parse_toml, short
 from hacpo_mega.models.folder import dtype_name
+from hacpo_mega.models.links import require_inside
 from hacpo_mega.models.weight_files import require_one_reading, weights_fingerprint
 
 
@@ -120,6 +122,8 @@ def settings_for(
     """
     benchmarks = tuple(benchmarks)
     stored = stored_agent_at(model)
+    if stored is not None and not trust:
+        stored.require_own_model()
     config, agent, file = _of_run(model) if stored is None else (stored.config, stored.agent, stored.file)
     if agent is None:
         return EvaluationSettings(model, benchmarks)
@@ -149,6 +153,9 @@ def settings_for(
 
 def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None, None]:
     """What the run says, and in which file, whose agent RUN/agents/NAME is; nothing for another folder."""
+    for path in map(Path, (os.path.abspath(model), os.path.realpath(model))):
+        if path.parent.name == "agents" and os.path.lexists(path.parent.parent / "config.toml"):
+            require_inside(path.parent.parent, model)
     folder = model.resolve()
     run_dir = folder.parent.parent
     file = run_dir / "config.toml"

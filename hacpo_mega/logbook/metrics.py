@@ -48,7 +48,6 @@ rank's is taken.
 import io
 import json
 import math
-import operator
 import os
 import socket
 import time
@@ -63,7 +62,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hacpo_mega.logbook.backlog import Backlog
-from hacpo_mega.logbook.json_lines import bad_line, json_lines
+from hacpo_mega.logbook.json_lines import COUNT, LARGEST, TABLE, bad_line, json_lines, wrong_field
+from hacpo_mega.models.documents import short
 
 Parts = list[list[float]]
 METRICS_LINE = "a line of metrics"
@@ -313,7 +313,9 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
     steps: dict[int, StepMetrics] = {}
     for number, text, line in json_lines(path, METRICS_LINE):
         try:
-            step, values, timing = operator.index(line["step"]), _floats(line["values"]), _floats(line["timing"])
+            if why := wrong_field(line, {"step": COUNT, "values": TABLE, "timing": TABLE}):
+                raise ValueError(why)
+            step, values, timing = line["step"], _floats(line["values"]), _floats(line["timing"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
         known = steps.get(step, StepMetrics({}, {}))
@@ -328,7 +330,17 @@ def require_readable_metrics(run_dir: Path) -> None:
 
 
 def _floats(table: dict[str, float | str]) -> dict[str, float]:
-    return {name: float(value) for name, value in table.items()}
+    """The numbers of a line. ValueError, with the name, for what is none, and for a count that cannot be one."""
+    found = {}
+    for name, value in table.items():
+        is_whole = type(value) is int and abs(value) < 1 << 1000  # beyond, it is no float
+        if not is_whole and type(value) is not float and value not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{name} is {short(value)}, needs a number")
+        found[name] = float(value)
+        is_ours = not {"own", "reward"} & set(name.split("/"))  # whoever has written those calls them as he likes
+        if is_ours and "/num_" in name and not 0.0 <= found[name] <= LARGEST:
+            raise ValueError(f"{name} is {short(value)}, needs a number, 0 or more")
+    return found
 
 
 def json_number(value: float) -> float | str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.cluster.environment import place_in_cluster
-from hacpo_mega.logbook.json_lines import json_lines
+from hacpo_mega.logbook.json_lines import COUNT, NUMBER, TEXT, bad_line, json_lines, table_of, wrong_field
 from hacpo_mega.models.documents import json_file
 from hacpo_mega.models.hub import model_name
 
@@ -23,6 +23,15 @@ PACKAGES = (
     *("transformer-engine", "apex", "nvidia-modelopt"),
 )
 FINISHED = "finished.json"
+LINE = "a start of the run"
+FIELDS = {
+    "time_unix_s": NUMBER.if_given,
+    "steps_done": COUNT.if_given,
+    "models": table_of(TEXT).if_given,
+    "commit": TEXT.or_null.if_given,
+    "python": TEXT.if_given,
+    "packages": table_of(TEXT).if_given,
+}
 
 
 def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> None:
@@ -42,9 +51,13 @@ def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """The starts of a run, oldest first; empty when nothing is known of them. ValueError for a line that is none."""
+    path, starts = run_dir / "starts.jsonl", []
     with suppress(FileNotFoundError):
-        return [line for _, _, line in json_lines(run_dir / "starts.jsonl", "a start of the run")]
-    return []
+        for number, text, line in json_lines(path, LINE):
+            if why := wrong_field(line, FIELDS):
+                raise bad_line(path, number, text, LINE, why)
+            starts.append(line)
+    return starts
 
 
 def record_end(run_dir: Path, steps_done: int) -> None:

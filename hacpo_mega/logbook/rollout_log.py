@@ -27,9 +27,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hacpo_mega.config.chat_messages import messages_of, messages_text, tools_of
+from hacpo_mega.config.chat_messages import messages_of, messages_problem, messages_text, tools_of, tools_problem
 from hacpo_mega.logbook.backlog import Backlog
-from hacpo_mega.logbook.json_lines import json_lines
+from hacpo_mega.logbook.json_lines import (
+    COUNT,
+    NUMBER,
+    TABLE,
+    TEXT,
+    Kind,
+    bad_line,
+    is_number,
+    json_lines,
+    list_of,
+    table_of,
+    wrong_field,
+)
 from hacpo_mega.logbook.metrics import json_number
 
 if TYPE_CHECKING:  # a report reads what is written here, without torch
@@ -39,6 +51,29 @@ if TYPE_CHECKING:  # a report reads what is written here, without torch
 
 
 AnswerPlace = tuple[int, int, int]  # prompt index, source agent, rollout index
+LINE = "a logged prompt"
+# The fields of a line, and of each of its answers; of a token's numbers those that `json_number` writes.
+OF_TOKENS = Kind("a number", lambda value: is_number(value) or value in ("nan", "inf", "-inf")).or_null
+IDS = list_of(COUNT)
+FIELDS = {
+    **{"step": COUNT, "lane": COUNT, "prompt_index": COUNT, "id": TEXT, "skill": TEXT, "gold": TEXT},
+    "prompt": Kind(
+        "text or messages",
+        lambda value: isinstance(value, str) or (isinstance(value, list) and messages_problem(value) is None),
+    ),
+    "tools": Kind("schemas of tools", lambda value: tools_problem(value) is None).if_given,
+    "row": TABLE.if_given,
+    "prompt_seen": table_of(TEXT).if_given,
+    "prompt_token_ids": table_of(IDS).if_given,
+    "answers": list_of(TABLE),
+}
+ANSWER_FIELDS = {
+    **{"agent": TEXT, "rollout": COUNT, "text": TEXT, "reward": NUMBER.or_null, "verdict": TEXT, "stop": TEXT},
+    **{"num_tokens": COUNT, "mean_logprob": NUMBER.or_null.if_given},
+    **{"advantage": table_of(NUMBER), "ratio": table_of(NUMBER), "not_trained": table_of(TEXT).if_given},
+    **{"tokens": list_of(TEXT).if_given, "token_ids": IDS.if_given},
+    **{"token_logprob": list_of(OF_TOKENS).if_given, "token_ratio": list_of(OF_TOKENS).if_given},
+}
 
 
 @dataclass(frozen=True)
@@ -258,8 +293,18 @@ def logged_parts(run_dir: Path) -> dict[int, set[int]]:
 
 
 def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The prompts of a step over all lanes, by prompt index. Raises ValueError for a file that is not such a log."""
+    """The prompts of a step over all lanes, by prompt index. ValueError, with line and field, for another shape."""
     prompts = []
     for path in sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl")):
-        prompts += [line for _, _, line in json_lines(path, "a logged prompt")]
+        for number, text, line in json_lines(path, LINE, run_dir):
+            if why := _wrong_field(line):
+                raise bad_line(path, number, text, LINE, why)
+            prompts.append(line)
     return sorted(prompts, key=lambda prompt: prompt["prompt_index"])
+
+
+def _wrong_field(line: Mapping[str, Any]) -> str | None:
+    if why := wrong_field(line, FIELDS):
+        return why
+    answers = (wrong_field(answer, ANSWER_FIELDS, f"answers[{n}].") for n, answer in enumerate(line["answers"]))
+    return next(filter(None, answers), None)

@@ -20,14 +20,16 @@ from hacpo_mega.checkpoint.files import remove_unfinished
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
+from hacpo_mega.config.run_dirs import CONFIG, METRICS, STARTS
 from hacpo_mega.logbook.backlog import Backlog
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.missing_logs import missing_logs
 from hacpo_mega.logbook.older_runs import move_aside
-from hacpo_mega.logbook.provenance import record_end, record_start
+from hacpo_mega.logbook.provenance import FINISHED, record_end, record_start
 from hacpo_mega.logbook.rollout_log import AnswerNotes, RolloutLog
 from hacpo_mega.logbook.run_lock import RunLock, not_the_folder
+from hacpo_mega.models.links import require_inside
 from hacpo_mega.records import Pool
 
 
@@ -60,6 +62,7 @@ class RunFolder:
         if goes_on:
             if why := self.misplaced():
                 raise ValueError(f"{why}: put it back, and start the run again")
+            require_inside(self._path, *(self._path / name for name in (CONFIG, STARTS, METRICS, FINISHED)))
             remove_unfinished(self._path)
             for line in missing_logs(self._path, steps_done):
                 warn(line)

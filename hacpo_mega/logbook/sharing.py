@@ -4,6 +4,7 @@ Every answer of a source is counted once: it gives the learner a gradient, it li
 for the one reason that samples/learner_view.py found. Not here: the warning (alarms.py).
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -82,10 +83,11 @@ def fates_of(values: Mapping[str, float], learner: str, source: str) -> Fates | 
     """A step's answers of `source` on their way to `learner`; None where none was offered, or nobody counted them."""
     pair = f"agent/{learner}/from/{source}"
     view = f"{pair}/view/num_"
-    if f"{view}answers" not in values:
+    if not {f"{view}answers", f"{view}trained"} <= values.keys():
         return None
     trained = values[f"{view}trained"]
-    reached = round(trained * values.get(f"{pair}/inside", 0.0))
+    inside = trained * values.get(f"{pair}/inside", 0.0)
+    reached = round(inside) if math.isfinite(inside) else 0
     lost = {
         name.removeprefix(view): round(number)
         for name, number in values.items()

@@ -64,7 +64,7 @@ def write_weights(
                 taken[tensor_name] = tensor.cpu()
         if writes:
             assert list(taken) == planned, (list(taken), planned)
-            save_file(taken, folder / name, metadata={"format": "pt"})
+            _save(taken, folder / name)
     assert next(tensors, None) is None, "a tensor is not in the plan"
     if writes and len(files) > 1:
         weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
@@ -75,7 +75,7 @@ def write_weights(
 
 def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, folder: Path) -> None:
     """Fills a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json."""
-    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _save(dict(tensors), folder / "adapter_model.safetensors")
     hub = HubModel.of_snapshot(base)
     config = {
         "peft_type": "LORA",
@@ -92,6 +92,14 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, f
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Writes a safetensors file that those may read who may read any other here: the library makes it its owner's."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode & 0o777)
 
 
 def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:

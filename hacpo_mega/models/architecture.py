@@ -11,25 +11,10 @@ from typing import Any
 from hacpo_mega.models.documents import one_line, short
 from hacpo_mega.models.experts import read_feed_forward, routing_problem
 from hacpo_mega.models.families import FAMILIES, Family
-from hacpo_mega.models.fields import Fields
+from hacpo_mega.models.fields import MOST, Fields
 from hacpo_mega.models.folder import read_config
 from hacpo_mega.models.rope import Rope, YarnRope, read_rope
 from hacpo_mega.models.windows import read_windows
-
-# What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
-MOST = {
-    "num_layers": 10_000,
-    "hidden_size": 2**20,
-    "num_heads": 2**16,
-    "num_kv_heads": 2**16,
-    "head_dim": 2**14,
-    "ffn_size": 2**24,
-    "num_experts": 2**16,
-    "expert_ffn": 2**24,
-    "shared_ffn": 2**24,
-    "vocab_size": 2**24,
-    "max_positions": 2**31,
-}
 
 
 @dataclass(frozen=True)
@@ -191,9 +176,10 @@ class Architecture:
         fields = Fields(path, read_config(Path(folder)))
         family = _family(path, fields.given)
         _refuse_variants(path, fields.given, family)
-        hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+        hidden_size = fields.count("hidden_size", most=MOST["hidden_size"])
+        num_heads = fields.count("num_attention_heads", most=MOST["num_heads"])
         unsaid = family.unsaid
-        num_layers = fields.count("num_hidden_layers")
+        num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
         try:
             return cls.of_family(
@@ -201,11 +187,17 @@ class Architecture:
                 num_layers=num_layers,
                 hidden_size=hidden_size,
                 num_heads=num_heads,
-                num_kv_heads=fields.count("num_key_value_heads", default=unsaid.get("num_key_value_heads", num_heads)),
-                head_dim=fields.count("head_dim", default=unsaid.get("head_dim", hidden_size // num_heads)),
+                num_kv_heads=fields.count(
+                    "num_key_value_heads",
+                    default=unsaid.get("num_key_value_heads", num_heads),
+                    most=MOST["num_kv_heads"],
+                ),
+                head_dim=fields.count(
+                    "head_dim", default=unsaid.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
+                ),
                 **read_feed_forward(fields, family.experts, unsaid),
-                vocab_size=fields.count("vocab_size"),
-                max_positions=fields.count("max_position_embeddings"),
+                vocab_size=fields.count("vocab_size", most=MOST["vocab_size"]),
+                max_positions=fields.count("max_position_embeddings", most=MOST["max_positions"]),
                 norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
                 rope_theta=angles.theta,
                 rope=angles.rope,

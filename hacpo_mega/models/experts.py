@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hacpo_mega.models.fields import Fields
+from hacpo_mega.models.fields import MOST, Fields
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_exp
 def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an Architecture that say it, by name. ValueError for what no such model has."""
     if experts is None:
-        return {"ffn_size": fields.count("intermediate_size")}
-    width = fields.count(experts.width, default=unsaid.get(experts.width))
+        return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
+    width = fields.count(experts.width, default=unsaid.get(experts.width), most=MOST["expert_ffn"])
     found = {
         "ffn_size": 0,
         "num_experts": _num_experts(fields, experts, unsaid),
@@ -68,7 +68,7 @@ def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[s
         "routed_scale": fields.positive("routed_scaling_factor", default=unsaid["routed_scaling_factor"]),
         "shared_ffn": width * fields.count("n_shared_experts", default=unsaid["n_shared_experts"]),
         "dense_layers": dense_layers,
-        "ffn_size": fields.count("intermediate_size") if dense_layers else 0,
+        "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"]) if dense_layers else 0,
     }
 
 
@@ -78,7 +78,11 @@ def expert_number_bytes(num_experts: int) -> int:
 
 
 def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) -> int:
-    found = {name: fields.count(name) for name in experts.counts if fields.given.get(name) is not None}
+    found = {
+        name: fields.count(name, most=MOST["num_experts"])
+        for name in experts.counts
+        if fields.given.get(name) is not None
+    }
     if len(set(found.values())) > 1:
         said = " and ".join(f"{name} = {count}" for name, count in found.items())
         raise ValueError(f"{fields.path}: {said} both say how many experts there are; take the wrong one out")

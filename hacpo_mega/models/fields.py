@@ -7,6 +7,21 @@ from typing import Any
 
 from hacpo_mega.models.documents import short
 
+# What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
+MOST = {
+    "num_layers": 10_000,
+    "hidden_size": 2**20,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**14,
+    "ffn_size": 2**24,
+    "num_experts": 2**16,
+    "expert_ffn": 2**24,
+    "shared_ffn": 2**24,
+    "vocab_size": 2**24,
+    "max_positions": 2**31,
+}
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -15,11 +30,13 @@ class Fields:
     path: Path
     given: Mapping[str, Any]
 
-    def count(self, name: str, *, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`."""
+    def count(self, name: str, *, default: int | None = None, least: int = 1, most: int | None = None) -> int:
+        """An integer of at least `least`; one above `most` is that of no model."""
         value = self._value(name, default)
         if type(value) is not int or value < least:
             raise ValueError(f"{self.path}: {name} must be an integer of at least {least}, found {short(value)}")
+        if most is not None and value > most:
+            raise ValueError(f"{self.path}: {name} is more than {most:,}, which no model has; found {short(value)}")
         return value
 
     def positive(self, name: str, *, default: float | None = None) -> float:

@@ -27,7 +27,7 @@ def _rows(file: Path) -> list[list[str]]:
     try:
         found = json_file(file)
         return [_row(file.parent.name, benchmark) for benchmark in found["benchmarks"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{file} is not the result of hacpo-mega eval: {error!r}; move it out of the run") from error
 
 
@@ -40,7 +40,7 @@ def _row(name: str, benchmark: dict[str, Any]) -> list[str]:
     graded = bool(benchmark.get("graded"))
     shown = {key: f"{score_name(key, graded=graded)} {_number(score['value'])}" for key, score in scores.items()}
     others = ", ".join(score for key, score in shown.items() if key != headline)
-    return [name, benchmark["name"], str(benchmark["num_problems"]), shown[headline], interval, others]
+    return [name, str(benchmark["name"]), str(benchmark["num_problems"]), shown[headline], interval, others]
 
 
 def _number(value: float | None) -> str:

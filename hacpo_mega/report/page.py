@@ -12,6 +12,7 @@ from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills, m
 from hacpo_mega.report.samples import render_samples
 from hacpo_mega.report.style import STYLE
 
+LONGEST_S = 1e9  # of a run: a clock was wrong that says more
 # The page runs no script and loads nothing, whatever text it shows; styles stand in it, also in attributes.
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
@@ -48,7 +49,7 @@ def _head(run: Run, name: str) -> Html:
 
 def _method(run: Run) -> list[str]:
     parts = [run.setting("algorithm", "method"), run.setting("algorithm", "preset")]
-    return [f"{' / '.join(part for part in parts if part)}"] if any(parts) else []
+    return [f"{' / '.join(str(part) for part in parts if part)}"] if any(parts) else []
 
 
 def _cards(run: Run) -> Html:
@@ -153,8 +154,9 @@ def _describe_agent(agent: dict[str, Any]) -> str:
 def _duration(run: Run) -> str | None:
     """Between the first start (or line) and the last line, pauses between restarts included."""
     times = run.series("time_unix_s").values
-    begin = min([*(start["time_unix_s"] for start in run.starts), *times], default=None)
-    return None if begin is None else str(datetime.timedelta(seconds=round(times[-1] - begin)))
+    begin = min([*(start["time_unix_s"] for start in run.starts if "time_unix_s" in start), *times], default=None)
+    is_known = bool(times) and 0.0 <= times[-1] - begin < LONGEST_S
+    return str(datetime.timedelta(seconds=round(times[-1] - begin))) if is_known else None
 
 
 def _accuracy_section(run: Run) -> Html:

@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.config.run_dirs import TRACES
 from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
+from hacpo_mega.logbook.json_lines import COUNT, TABLE, TEXT, list_of, wrong_field
 from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.provenance import read_starts
 from hacpo_mega.logbook.sharing import Fates, fates_of
 from hacpo_mega.models.documents import toml_file
+from hacpo_mega.models.links import require_inside
 
+# What a report reads of a run, and writes into it.
+READ = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations")
+WRITTEN = ("report", "report.tmp")
+AGENT = {"name": TEXT.if_given, **dict.fromkeys(("tp", "cp", "pp"), COUNT.if_given)}
 Z = 1.959963984540054  # of 95 %
 
 
@@ -79,6 +86,7 @@ class Run:
 def load_run(folder: Path) -> Run:
     """Reads a run folder. Raises ValueError for one that is none, or whose files are broken."""
     path = folder / "metrics.jsonl"
+    require_inside(folder, *(folder / name for name in (*READ, *WRITTEN)))
     if not path.is_file():
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {what}: give the run_dir of a run that has finished at least one step")
@@ -87,8 +95,18 @@ def load_run(folder: Path) -> Run:
         raise ValueError(f"{path} has no finished line yet: the run has not finished a step; look into its logs")
     file = folder / "config.toml"
     config = toml_file(file, "the run_dir of a run") if file.exists() else {}
+    if why := _wrong_setting(config):
+        raise ValueError(f"{file} is not the configuration of a run: {why}")
     config_text = _read_text(file)
     return Run(folder, config, config_text, steps, _agents(config, steps), read_starts(folder))
+
+
+def _wrong_setting(config: dict[str, Any]) -> str | None:
+    """The first setting, of those that a report reads otherwise than as text, of another kind; None where all do."""
+    if why := wrong_field(config, {"agents": list_of(TABLE).if_given}):
+        return why
+    agents = enumerate(config.get("agents", ()))
+    return next(filter(None, (wrong_field(agent, AGENT, f"agents[{n}].") for n, agent in agents)), None)
 
 
 def _read_text(path: Path) -> str:
@@ -134,7 +152,7 @@ class Accuracy:
     @property
     def all_equal(self) -> bool:
         """Whether all answers earned the same part of a reward: then they say nothing about its error."""
-        return self.is_graded and self.square - self.value**2 <= ROUNDING
+        return self.is_graded and self.square - self.value * self.value <= ROUNDING
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -146,7 +164,7 @@ class Accuracy:
         if not n:
             return None
         is_share = 0.0 <= mean <= 1.0 and (self.square is None or self.square <= mean + ROUNDING)
-        variance = 0.0 if self.square is None else max(self.square - mean**2, 0.0)
+        variance = 0.0 if self.square is None else max(self.square - mean * mean, 0.0)
         if not is_share or (self.is_graded and variance > ROUNDING):
             half = Z * math.sqrt(variance / n)
             return (max(0.0, mean - half), min(1.0, mean + half)) if is_share else (mean - half, mean + half)
@@ -168,7 +186,7 @@ class Accuracy:
             n = later.gain.num_pairs + 2
             mean = later.gain.mean * later.gain.num_pairs / n
             square = (later.gain.square * later.gain.num_pairs + 1) / n
-            half = Z * math.sqrt(max(square - mean**2, 0.0) / n)
+            half = Z * math.sqrt(max(square - mean * mean, 0.0) / n)
             return mean - half, mean + half
         if None in (self.interval, later.interval) or self.all_equal or later.all_equal:
             return None

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hacpo_mega.config.run_dirs import TRACES
-from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json
+from hacpo_mega.logbook.json_lines import is_number
+from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json, short
 from hacpo_mega.report.canvas import FAINT, PAPER, legend
 from hacpo_mega.report.colours import PHASE_COLOURS, agent_colour, phase_colour
 from hacpo_mega.report.run import Run
@@ -90,14 +91,17 @@ def _traced_step(path: Path) -> tuple[str, list[Row]]:
         bars: dict[tuple[int, int], list[Bar]] = {}
         for event in events:
             if event["ph"] == "X" and event["cat"] in ("phase", "wait"):
+                if not (isinstance(event["name"], str) and is_number(event["ts"]) and is_number(event["dur"])):
+                    raise ValueError(f"an event {short(event)}")
                 begin, length = event["ts"] / 1e6, event["dur"] / 1e6
                 bar = Bar(event["name"], begin, length, event["cat"] == "wait")
                 bars.setdefault((event["pid"], event["tid"]), []).append(bar)
         accuracy = max(facts["clock_accuracy_s"].values())
         title = f"step {facts['step']} as traced; clocks known to {accuracy * 1000:.2f} ms"
+        rows = [Row(agents[pid], f"{agents[pid]}, rank {tid}", tuple(bars[pid, tid])) for pid, tid in sorted(bars)]
     except (OSError, EOFError, zlib.error, ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of a step ({error}); remove it") from error
-    return title, [Row(agents[pid], f"{agents[pid]}, rank {tid}", tuple(bars[pid, tid])) for pid, tid in sorted(bars)]
+    return title, rows
 
 
 def _measured_step(run: Run) -> tuple[str, list[Row]]:

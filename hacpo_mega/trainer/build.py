@@ -191,7 +191,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
     """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
     agents = ", ".join(agent.name for agent in config.agents)
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
-    steps = f"steps {first} to {config.num_steps}"
+    steps = f"steps {first} to {config.num_steps}" if first <= config.num_steps else "no step left but the export"
     console.say(f"{config.algorithm.method} of {agents} on {ranks} ranks, {steps}, in {config.run_dir}")
     for line in unsaid_success(config) if config.algorithm.success_readers else ():
         console.say(line)

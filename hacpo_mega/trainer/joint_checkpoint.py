@@ -206,8 +206,8 @@ class JointCheckpoint:
         """
         found = self._place.first_said(self._agent.not_finite())
         if found:
-            step = self._state.steps_done
-            self._disk.say(f"warning: there is no checkpoint of step {step}: {found}; step {self.safe_step} is safe")
+            why = f"there is no checkpoint of step {self._state.steps_done}: {found}"
+            self._disk.say(f"warning: {why}; {self._disk.outlook(self.safe_step)}")
         return not found
 
     def _try(self, save: Callable[[], None]) -> str | None:
@@ -217,6 +217,7 @@ class JointCheckpoint:
         except OSError as problem:
             text = f"{problem}; {self._disk.outlook(self.safe_step)}"
             self._disk.say(f"warning: {text}")
+            self._set_safe(self.safe_step)  # its folder may be gone
             return text
 
     # What follows raises OSError, on every rank, where the disk refuses it or logs wait to be written.
@@ -318,9 +319,14 @@ class JointCheckpoint:
         return self._place.coordinate.agent_rank == 0 and not name.startswith("__")
 
     @property
+    def safe_now(self) -> int:
+        """`safe_step` where this process finds it on disk; 0 where it is gone, and the run would begin anew."""
+        return self.safe_step if self._disk.has(self.safe_step) else 0
+
+    @property
     def outlook(self) -> str:
         """What the next start would do, as it is said when a signal ends the run."""
-        where = f"goes on after step {self.safe_step}" if self.safe_step else "begins anew: no step of it is on disk"
+        where = f"goes on after step {step}" if (step := self.safe_now) else "begins anew: no step of it is on disk"
         return f"started again, the run {where}"
 
     def _set_safe(self, step: int) -> None:

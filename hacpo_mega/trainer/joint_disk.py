@@ -13,6 +13,7 @@ from typing import Any
 
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.checkpoint.disk_space import export_bytes, require_bytes
+from hacpo_mega.checkpoint.files import RECORD, folder_of
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
@@ -73,9 +74,13 @@ class JointDisk:
             said, _, text = found.partition(" ")
             raise disk_error(int(said), text)
 
+    def has(self, step: int) -> bool:
+        """Whether this process finds the checkpoint of a step in `run_dir`; a run's start needs none."""
+        return step == 0 or (folder_of(self._config.run_dir, step) / RECORD).exists()
+
     def outlook(self, safe_step: int) -> str:
         """Which step is safe, and where, as the end of a line that says what failed."""
-        if self.is_away:
+        if self.is_away or not self.has(safe_step):
             return f"step {safe_step} was safe in the folder that was there: put it back"
         return f"step {safe_step} is safe"
 

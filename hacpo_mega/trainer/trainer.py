@@ -208,7 +208,7 @@ class Trainer:
             raise ToldToEnd(number)
 
     def _show(self, reduced: StepMetrics) -> None:
-        self.console.step(self.steps_done, reduced, self.checkpoint.safe_step if self.checkpoint.is_on else None)
+        self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.checkpoint.is_on else None)
 
     def __enter__(self) -> Self:
         return self

@@ -86,7 +86,8 @@ def play_away(config_file: Path, notes: Path) -> None:
         def note(name: str) -> None:
             place.barrier()
             there = sorted(path.name for path in run.rglob("*")) if run.exists() else None
-            found[name] = {"safe": job.checkpoint.safe_step, "there": there, "said": job.said[-1:]}
+            steps = {"safe": job.checkpoint.safe_step, "safe_now": job.checkpoint.safe_now}
+            found[name] = steps | {"there": there, "said": job.said[-1:], "outlook": job.checkpoint.outlook}
             job.said.clear()
             place.barrier()
 
@@ -179,7 +180,10 @@ def test_no_checkpoint_is_committed_into_a_folder_that_is_not_the_runs(jobs):
         "back again": 6,
     }
     for name, note in found.items():
-        if not name.startswith("back"):
+        is_back = name.startswith("back")
+        assert note["safe_now"] == (note["safe"] if is_back else 0), "nothing is safe that is not on disk"
+        assert note["outlook"].endswith(f"after step {note['safe']}" if is_back else "no step of it is on disk"), name
+        if not is_back:
             assert note["there"] == ([".lock", "checkpoints"] if name.startswith("another") else None), name
             assert "is not the folder that this run opened" in note["said"][0], name
             assert f"step {note['safe']} was safe in the folder that was there: put it back" in note["said"][0], name

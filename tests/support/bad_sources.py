@@ -93,6 +93,10 @@ FILES = [
     with_files("cut Parquet", "files=['{here}/cut.parquet']", "{here}/cut.parquet is no Parquet file, or a part of on"),
     with_files("Parquet by another name", "files=['{here}/parquet.jsonl']", "{here}/parquet.jsonl is Parquet by its "
                "first bytes, not by its name. Nearest: {here}/parquet.parquet"),
+    with_files("one field twice", "files=['{here}/good.jsonl'], gold_field='prompt'", "data.gold_field: 'prompt' is "
+               "data.prompt_field, too; give the field that holds it alone"),
+    with_files("a field of tools twice", "files=['{here}/good.jsonl'], tools_field='answer'", "data.tools_field: "
+               "'answer' is data.gold_field, too; give the field that holds it alone", "data.tools_field: tools are"),
     with_files("a wrong field", "files=['{here}/good.jsonl'], prompt_field='question'", "{here}/good.jsonl: the first "
                "row has no field 'question' (data.prompt_field); it has: prompt, answer"),
     with_files("two wrong fields", "files=['{here}/good.jsonl'], prompt_field='q', gold_field='a'",

@@ -225,4 +225,6 @@ LOGGING = [
     Case("a step after the only one", ("num_steps=1", "logging={trace=true,trace_steps=[3]}"),
          ("logging.trace_steps: step 3 is after the last one (num_steps = 1). Nearest: [1]",)),
     one("no step", "logging.trace_steps=[]", "logging.trace_steps: "),
+    one("an adapter twice", "agents.a.lora={targets=['q_proj','v_proj','q_proj']}", "agents.a.lora.targets: ['q_proj', "
+        "'v_proj', 'q_proj'] names one twice. Nearest: ['q_proj', 'v_proj']"),
 ]  # fmt: skip

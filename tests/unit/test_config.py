@@ -157,6 +157,10 @@ def test_model_folders_are_judged_by_their_config_json(tmp_path):
         )
     )
     assert "the field 'num_hidden_layers' is missing" in complaint(config=config)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 10**12}
+    table = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | sizes
+    (folder / "config.json").write_text(json.dumps(table))
+    assert "config.json: num_hidden_layers is more than 10,000, which no model has" in complaint(config=config)
 
 
 def test_a_missing_model_folder_is_named(tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import tarfile
+from functools import partial
 
 import pyarrow
 import pyarrow.parquet
@@ -14,7 +15,7 @@ from hacpo_mega.data.containers import ABOUT_OTHERS
 from hacpo_mega.data.dataset_checks import (
     repetitions,
 )
-from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.row_values import quoted
 
 
@@ -178,6 +179,25 @@ def test_list_columns_of_parquet_are_no_golds(tmp_path):
         "field 'answer' is a list, needs a text or a number (found ['1'])",
         "field 'answer' is a list, needs a text or a number (found ['2', '3'])",
     ]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    """A row would have the last of them, and nobody is asked which is meant."""
+    table = pyarrow.Table.from_arrays([pyarrow.array(["P"])] * 3, ["prompt", "answer", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    (defect,) = read_dataset(tmp_path / "t.parquet").defects
+    assert str(defect) == (
+        f"{tmp_path}/t.parquet:1: has two columns 'prompt', and a row is read by names: rename one of them"
+    )
+    (tmp_path / "t.jsonl").write_text('{"prompt": "P", "answer": "1", "prompt": "Q"}\n')
+    (defect,) = read_dataset(tmp_path / "t.jsonl").defects
+    assert "the key 'prompt' is given twice" in str(defect)
+
+
+@pytest.mark.parametrize("layouts", [partial(layouts_of, "prompt", "prompt", only=only) for only in (True, False)])
+def test_one_field_is_not_both_prompt_and_gold(layouts):
+    with pytest.raises(ValueError, match="the field 'prompt' is read as the prompt and as the gold answer"):
+        layouts()
 
 
 def test_a_message_about_five_megabytes_is_short(tmp_path):

@@ -143,3 +143,18 @@ def test_a_seed_belongs_to_a_problem_and_not_to_its_place():
     seeds = {request_seed(seed, Request(row, i)) for seed in (0, 1) for row in rows for i in (0, 1)}
     assert len(seeds) == 8
     assert request_seed(0, Request(rows[0], 1)) == request_seed(0, Request(PromptRow("x", "other", "z"), 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": "x"}, "reward is 'x', needs a number, or null"),
+        ({"num_tokens": -1}, "num_tokens is -1, needs a whole"),
+    ],
+)
+def test_an_answer_of_another_shape_is_named_by_line_and_field(change, said, tmp_path):
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("x", 0), answer("x", 1, **change)])
+    file.close()
+    with pytest.raises(ValueError, match=rf"b\.lane_0000\.jsonl:2: not an answer of an evaluation: {said}"):
+        read_answers(tmp_path, "b")

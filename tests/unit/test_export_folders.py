@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from run_cases import CHARACTERS
 from transformers import AutoTokenizer
 
-from hacpo_mega.commands.export import OURS, draft_of
+from hacpo_mega.commands.export import OURS, TrainedAgent, draft_of, model_card
+from hacpo_mega.config import Config
 from hacpo_mega.logbook.run_lock import signature
-from hacpo_mega.megatron.hf_writer import copy_beside_weights
+from hacpo_mega.megatron.hf_writer import copy_beside_weights, write_adapter, write_weights
+from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.segments import Source
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 KEPT = ("LICENSE.txt", "USE_POLICY.md", "chat_template.jinja", "generation_config.json", "merges.txt", "qwen.tiktoken")
@@ -65,6 +69,31 @@ def test_code_of_a_folder_goes_with_it_where_the_folder_names_it(crowded, tmp_pa
     assert (tmp_path / "out" / "modeling_x.py").is_file()
 
 
+def test_weights_may_be_read_by_whom_everything_else_may(tmp_path):
+    before = os.umask(0o027)
+    try:
+        weights = {"w": torch.ones(2)}
+        write_weights(iter(weights.items()), [Source("w", (2,))], tmp_path, torch.float32)
+        write_adapter(weights, Lora(1, 1.0, ("w",)), tmp_path, tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "adapter_model.safetensors", "adapter_config.json"), 0o640
+    )
+
+
+def test_an_export_is_no_part_of_a_run(tmp_path):
+    run = tmp_path / "run"
+    (run / "agents").mkdir(parents=True)
+    for name in ("config.toml", "starts.jsonl"):
+        (run / name).touch()
+    (tmp_path / "link").symlink_to("run")
+    for out in (run, run / "agents" / "x", run / "new" / "x", tmp_path / "link" / "x"):
+        with pytest.raises(ValueError, match=r"exists: give|x lies in the run .*/run, which"), draft_of(out):
+            pass
+    assert sorted(path.name for path in run.rglob("*")) == ["agents", "config.toml", "starts.jsonl"]
+
+
 @pytest.mark.nightly
 def test_an_export_is_whole_or_not_there(tmp_path):
     with suppress(RuntimeError), draft_of(tmp_path / "out") as draft:
@@ -113,3 +142,71 @@ def test_two_exports_to_one_name_leave_one_whole_folder(tmp_path):
             export_second()
         (tmp_path / "out").rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+HOSTILE = (
+    *(
+        "`",
+        "``",
+        "`` ` ``",
+        "|",
+        "a|b",
+        "\\|",
+        "\\",
+        "\\`",
+        "\n# big",
+        "\n\n| a | b |\n|---|---|",
+        "```",
+        "\r~~~\r",
+        "-->",
+        "<!--",
+    ),
+    *("<script>alert(1)</script>", "`<img src=x onerror=y>`", "](http://x)[", "![x](http://x)", "**b**", "_i_", "&lt;"),
+    *(
+        "---",
+        "http://x.y",
+        "www.x.y",
+        "a@b.c",
+        "$x$",
+        "{{x}}",
+        "\x1b[2J",
+        "\u202ex",
+        "\u2028",
+        " ",
+        "x y" * 100,
+        "\udcff",
+    ),
+)
+
+
+def card_of(text: str) -> str:
+    """A model card in which everything that a stranger can choose freely is `text`."""
+    in_path = "".join(sign for sign in text if sign.isprintable() and sign != "/")[:99]  # a configuration has no others
+    kind = f"/home/me/{in_path}/g.py:f"
+    prompting = {"chat_template": True, "system_prompt": text, "chat_template_kwargs": {"k": text}}
+    named = {"name": "a", "model": f"/home/me/m{in_path}", "lora": {"rank": 1, "targets": [text]}}
+    table = {"run_dir": "r", "num_steps": 1, "agents": [named | prompting]}
+    table |= {"data": {"files": [f"/home/me/{in_path}d"]}, "reward": {"kind": kind}}
+    config = Config.model_validate(table)
+    run = Path("/home/me") / (text.replace("/", "") or "r")
+    return model_card(TrainedAgent(run, None, None, config, config.agents[0], 1, (), text))
+
+
+def structure(card: str, *, html: bool) -> list[str]:
+    """The kinds of all elements of a page, in order, and that no text is outside of code but ours."""
+    head, text = card.split("---\n", 2)[1:]
+    assert [line.split(": ")[0] for line in head.splitlines()] == ["base_model", "library_name", "pipeline_tag"]
+    assert all(isinstance(json.loads(line.split(": ", 1)[1]), str) for line in head.splitlines())
+    blocks = MarkdownIt("commonmark", {"html": html}).enable("table").parse(text)
+    return [part.type for block in blocks for part in (block, *(block.children or ()))]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_that_a_card_quotes_becomes_markdown_of_its_own(text: str) -> None:
+    """Neither a heading, a link, a cell, HTML, nor a folder of the machine on which it was trained."""
+    for html in (False, True):
+        found = structure(card_of(text), html=html)
+        assert found == structure(card_of("no word"), html=html), card_of(text)
+        assert not {"html_inline", "html_block", "link_open", "image"} & set(found)
+    assert "/home" not in card_of(text) and "\x1b" not in card_of(text)
+    assert "\n| reward | `g.py:f` |\n" in card_of(text)

@@ -96,6 +96,9 @@ def test_a_file_that_fails_is_named(tmp_path: Path):
         named_function(f"{tmp_path}/broken.py:f")
 
 
+TRACKER = "class Own:\n    def log(self, step, values): pass\n    def finish(self): pass\n"
+
+
 @pytest.mark.parametrize(
     "code, says",
     [
@@ -107,7 +110,7 @@ def test_a_file_that_fails_is_named(tmp_path: Path):
     ],
 )
 def test_an_import_that_comes_to_no_end_is_named_before_it_is_a_ranks(tmp_path, code, says):
-    (tmp_path / "own.py").write_text(f"{code}\nclass Own: pass\n")
+    (tmp_path / "own.py").write_text(f"{code}\n{TRACKER}")
     agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS)]
     logging = {"metrics": [f"{FILE}:length_of"], "trackers": [f"{tmp_path}/own.py:Own"]}
     config = load_config(
@@ -120,7 +123,7 @@ def test_an_import_that_comes_to_no_end_is_named_before_it_is_a_ranks(tmp_path, 
 
 def test_an_import_that_comes_to_its_end_is_no_matter(tmp_path):
     """Nor is one that fails: where it is loaded for good says so."""
-    (tmp_path / "own.py").write_text("import sys; sys.exit('no licence')\nclass Own: pass\n")
+    (tmp_path / "own.py").write_text(f"import sys; sys.exit('no licence')\n{TRACKER}")
     agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS)]
     logging = {"metrics": [f"{FILE}:length_of"], "trackers": [f"{tmp_path}/own.py:Own"]}
     assert unfinished_import(load_config(write_config(tmp_path, agents, logging=logging))) is None

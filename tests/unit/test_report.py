@@ -1,12 +1,15 @@
 """The report of a run folder that the real writers wrote: numbers, pictures, a page that stands alone."""
 
+import functools
 import gzip
 import json
 import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -446,3 +449,57 @@ def test_samples_prefer_prompts_on_which_answers_differ_and_take_skills_in_turn(
     prompts = [prompt(i, "add", [1.0, 1.0]) for i in range(5)] + [prompt(5, "add", [1.0, 0.0])]
     prompts += [prompt(6, "mul", [0.0, 0.0]), prompt(7, "mul", [0.0, None])]
     assert [p["prompt_index"] for p in choose_prompts(prompts, 4)] == [5, 7, 0, 6]
+
+
+# In the place of each value of a row: none of the right shape for every field.
+OTHERS = ("null", '"x"', "-1", "1e400", "[]", "{}", "true", '[{"a": [1]}]', '{"a": {"b": []}}', f"1{'0' * 400}", "NaN")
+ROWS = {
+    "rollouts/step_000001.lane_0000.jsonl": lambda run: render_page(load_run(run), []),
+    "metrics.jsonl": lambda run: (summary(run), render_page(load_run(run), [])),
+    "starts.jsonl": lambda run: render_page(load_run(run), []),
+}
+
+
+def keys_in(value: Any, way: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The ways to all values of a table; of a list those of its first entry."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield (*way, key)
+        yield from keys_in(inner, (*way, key))
+
+
+def altered(row: dict[str, Any], way: tuple[str | int, ...], other: str | None) -> str:
+    """The row as a line, with another value there; None: with none."""
+    row = json.loads(json.dumps(row))
+    *above, last = way
+    place = functools.reduce(operator.getitem, above, row)
+    del place[last]
+    if other is not None:
+        place.insert(last, "OTHER") if isinstance(place, list) else place.update({last: "OTHER"})
+    return json.dumps(row).replace('"OTHER"', str(other)) + "\n"
+
+
+@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_another_shape_is_shown_or_named_by_line_and_field(name: str, share: int, tmp_path: Path) -> None:
+    """All other values in each place, or every seventh of them."""
+    write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=1)
+    start = {"time_unix_s": 1.0, "steps_done": 0, "models": {"a": "m"}, "commit": None, "packages": {"torch": "2"}}
+    (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    first, *rest = (tmp_path / name).read_text().splitlines(keepends=True)
+    row = json.loads(first)
+    if "answers" in row:
+        tokens = {"tokens": ["4"], "token_ids": [1], "token_logprob": [-0.5], "token_ratio": [1.0]}
+        row |= {"answers": [row["answers"][0] | tokens], "prompt_token_ids": {"a": [1]}, "row": {"uid": 1}, "tools": []}
+    num_refused = 0
+    cases = [(way, other) for way in keys_in(row) for other in (None, *OTHERS)]
+    for way, other in cases[::share]:
+        (tmp_path / name).write_text("".join([altered(row, way, other), *rest]))
+        said = ""
+        try:
+            ROWS[name](tmp_path)
+        except ValueError as error:
+            said, num_refused = str(error), num_refused + 1
+        assert not said or said.startswith(f"{tmp_path / name}, line 1: not "), (way, other, said)
+        assert not said or ("\n" not in said and re.search(r"is missing|, needs |invalid|deep", said)), said
+    assert num_refused > len(cases) / (4 * share)

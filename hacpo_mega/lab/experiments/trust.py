@@ -13,6 +13,7 @@ from hacpo_mega.lab.experiments.grid import Cell, Grid, config_of_cell
 from hacpo_mega.lab.experiments.identity import Identity, identity_of
 from hacpo_mega.lab.experiments.order import pending_cells
 from hacpo_mega.lab.experiments.result import Result, read_packed, read_result
+from hacpo_mega.models.links import require_inside
 
 Setting = tuple[str, str]  # (regime, method)
 
@@ -22,6 +23,7 @@ def read_results(grid: Grid) -> tuple[dict[Cell, Result], list[str]]:
 
     ValueError for a broken file or line.
     """
+    require_inside(grid.results, grid.results)
     known, others, complaints = {}, [], []
     for result in read_packed(grid.results):
         if isinstance(result, ValueError):
