@@ -96,7 +96,9 @@ def test_a_file_that_fails_is_named(tmp_path: Path):
         named_function(f"{tmp_path}/broken.py:f")
 
 
-TRACKER = "class Own:\n    def log(self, step, values): pass\n    def finish(self): pass\n"
+TRACKER = (
+    "class Own:\n    def __init__(self, run): pass\n    def log(self, step, values): pass\n    def finish(self): pass\n"
+)
 
 
 @pytest.mark.parametrize(
