@@ -28,6 +28,7 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.run import of_today
 from hacpo_mega.config.run_dirs import require_displaceable
+from hacpo_mega.config.template_time import with_times_of
 from hacpo_mega.models.documents import parse_json, require_file
 from hacpo_mega.models.weight_files import weights_fingerprint
 
@@ -250,7 +251,8 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
             return None
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
-    if lines := list(refusals(changes(found.config, plain(config)), how.get("accept", ()))):
+    now = plain(with_times_of(config, found.config))
+    if lines := list(refusals(changes(found.config, now), how.get("accept", ()))):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
     digests = model_digests(config)
     for agent in config.agents:
