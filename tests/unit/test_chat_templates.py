@@ -169,8 +169,12 @@ CLOCKS = {
     "%s": SECONDS,
     "%Z%z": "",
 }
-DRAWS = ("{{ range(999)|random }}", "{{ [range(999)]|map('random')|first }}", "{{ [range(9)]|map('ran' ~ 'dom')|first }}",
-         "{{ lipsum(n=1, html=False)|length }}")  # fmt: skip
+DRAWS = (
+    "{{ range(999)|random }}",
+    "{{ [range(999)]|map('random')|first }}",
+    "{{ [range(9)]|map('ran' ~ 'dom')|first }}",
+    "{{ lipsum(n=1, html=False)|length }}",
+)
 BEHIND = "+{{ messages[-1].content }}="
 
 
