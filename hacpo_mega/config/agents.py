@@ -209,7 +209,7 @@ class AgentConfig(Section):
     data_parallel: DataParallelConfig = DataParallelConfig()
     """What of the communication between this agent's cells goes on while they compute."""
     megatron: PassedOn = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, passed on as they are; those that hacpo-mega decides are refused."""
+    """Fields of Megatron's TransformerConfig; those that hacpo-mega decides, or that would do nothing, are refused."""
     vllm: PassedOn = Field(default_factory=dict)
     """Arguments of vLLM's engine, passed on as they are; those that hacpo-mega decides are refused."""
     init: InitConfig | None = None

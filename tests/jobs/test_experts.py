@@ -37,7 +37,7 @@ MODELS = {
 LAYOUTS = [
     *((2, 1, 1, 1), (1, 1, 1, 1), (2, 2, 1, 4), (2, 2, 1, 2), (1, 2, 2, 1)),
 ]
-RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2))]
+RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2)), ("mixtral", (1, 1, 2, 2))]
 RUNS += [("glm4_moe", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (1, 4, 1, 4), (2, 2, 1, 2), (2, 1, 2, 2))]
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
