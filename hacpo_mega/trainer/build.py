@@ -105,8 +105,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = stack.enter_context(RunLock(config.run_dir)) if is_first else None
-    start = agree_on_start(place, config, **how)
-    config = with_standing_clocks(place, config, start)
+    config, start = _agreed(place, config, how)
     require_same_models(place, [agent.model for agent in config.agents])
     steps_done = 0 if start is None else start.step
     names = tuple(agent.name for agent in config.agents)
@@ -204,14 +203,15 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
             console.say(f"changed since: {change}")
 
 
-def with_standing_clocks(place: Place, config: Config, start: Checkpoint | None) -> Config:
-    """The configuration with the time of each agent's chat template, if it reads a clock: that of the run which
-    `start` is of, else rank 0's. Collective over the job."""
+def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
+    """Where the run begins, and the configuration with the time at which the clocks of its chat templates stand: as the
+    run has it that it goes on with, else as rank 0 reads it now. Collective over the job."""
+    start = agree_on_start(place, config, **how)
     if start is not None:
         config = with_times_of(config, start.config)
     is_first = place.coordinate.global_rank == 0
     now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
-    return with_times(config, now) if now else config
+    return with_times(config, now) if now else config, start
 
 
 def require_same_models(place: Place, models: Sequence[Path]) -> None:
