@@ -28,16 +28,17 @@ def steadiness_notes(agent: AgentConfig) -> Iterator[str]:
         )
 
 
-def time_problem(agent: AgentConfig, template: str) -> str | None:
-    """What is wrong with a chat_template_time that this template does not read."""
-    if agent.chat_template_time is None or reads_clock(template):
+def time_problem(agent: AgentConfig) -> str | None:
+    """What is wrong with a chat_template_time that the agent's template does not read."""
+    if agent.chat_template_time is None or _reads_clock(agent):
         return None
     return f"reads no clock: remove chat_template_time ({agent.chat_template_time!r})"
 
 
 def with_times_of(config: Config, before: Mapping[str, Any]) -> Config:
     """The configuration with the times of a stored one, for agents that are given none."""
-    times = {agent["name"]: agent.get("chat_template_time") for agent in before["agents"]}
+    stored = [agent for agent in before.get("agents", ()) if isinstance(agent, dict)]
+    times = {agent.get("name"): agent.get("chat_template_time") for agent in stored}
     return _with_times(config, lambda agent: times.get(agent.name))
 
 

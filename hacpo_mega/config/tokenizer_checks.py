@@ -41,7 +41,7 @@ def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[
     file, template = found
     try:
         texts = render(template, [prompting.messages(probe) for probe in TRIALS], variables, prompting.time)
-        problem = prompting.template_problem(template, texts) or time_problem(agent, template)
+        problem = prompting.template_problem(template, texts) or time_problem(agent)
         if tools_field and "tools" not in names_in(template):
             problem = problem or f"never reads tools; leave data.tools_field ({tools_field!r}) out for this model"
     except ValueError as error:
