@@ -39,7 +39,7 @@ def with_times_of(config: Config, before: Mapping[str, Any]) -> Config:
     """The configuration with the times of a stored one, for agents that are given none."""
     stored = [agent for agent in before.get("agents", ()) if isinstance(agent, dict)]
     times = {agent.get("name"): agent.get("chat_template_time") for agent in stored}
-    return _with_times(config, lambda agent: times.get(agent.name))
+    return _with_times(config, lambda agent: times.get(agent.name) if _reads_clock(agent) else None)
 
 
 def with_times(config: Config, time: str) -> Config:
