@@ -28,6 +28,7 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
 from hacpo_mega.config.run import of_today
 from hacpo_mega.config.run_dirs import require_displaceable
+from hacpo_mega.config.template_time import with_times_of
 from hacpo_mega.models.documents import parse_json, require_file
 from hacpo_mega.models.links import require_inside
 from hacpo_mega.models.weight_files import weights_fingerprint
@@ -268,7 +269,8 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
         found = read_checkpoint(branch)
     found = replace(found, config=completed(found.config))
     _require_known(accepted, config, found.config)
-    if lines := list(refusals(changes(found.config, plain(config)), accepted)):
+    now = plain(with_times_of(config, found.config))
+    if lines := list(refusals(changes(found.config, now), accepted)):
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
     digests = model_digests(config)
     for agent in config.agents:

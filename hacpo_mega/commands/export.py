@@ -332,6 +332,8 @@ def _wording(agent: AgentConfig) -> Iterator[str]:
     yield f"It was trained {where}."
     if prompting.template_kwargs:
         yield f"Arguments of the template: {_code(json.dumps(dict(prompting.template_kwargs)))}."
+    if prompting.time is not None:
+        yield f"The template's clock (`strftime_now`) stood at {_code(prompting.time)} UTC."
     for what, text in (("System prompt", prompting.system_prompt), ("Prompt", prompting.prompt_template)):
         if text is not None:
             yield from ("", f"{what}:", "", *_block(text))

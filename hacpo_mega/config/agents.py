@@ -3,9 +3,10 @@
 Not here: whether a layout fits a model (checks.py).
 """
 
+from datetime import datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hacpo_mega.config.choices import Skill
 from hacpo_mega.config.prompting import Prompting
@@ -142,6 +143,14 @@ class InitConfig(Section):
     """What the fresh model is taught; not given: its weights stay random."""
 
 
+def _time(text: str) -> str:
+    """A time to the second, without a zone, as models/chat_template.py writes it."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").isoformat()
+    except ValueError as error:
+        raise ValueError(f"must be a time in UTC such as 2026-11-26T14:10:00, found {text!r}") from error
+
+
 class AgentConfig(Section):
     """One agent: its Hugging Face folder, its parallel layout, its prompts, its optimizer, two tables passed on."""
 
@@ -174,6 +183,9 @@ class AgentConfig(Section):
     """Whether a task becomes a user message of the tokenizer's chat template; else its text is the prompt."""
     chat_template_kwargs: PassedOn = Field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking = false."""
+    chat_template_time: Annotated[str, AfterValidator(_time)] | None = None
+    """The time, in UTC, at which the clock of a chat template that reads one stands (strftime_now), such as
+    "2026-11-26T14:10:00"; not given: that of the run's first start."""
     system_prompt: str | None = None
     """The system message before the user's, in a chat template."""
     prompt_template: str | None = None
@@ -197,7 +209,7 @@ class AgentConfig(Section):
     data_parallel: DataParallelConfig = DataParallelConfig()
     """What of the communication between this agent's cells goes on while they compute."""
     megatron: PassedOn = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, passed on as they are; those that hacpo-mega decides are refused."""
+    """Fields of Megatron's TransformerConfig; those that hacpo-mega decides, or that would do nothing, are refused."""
     vllm: PassedOn = Field(default_factory=dict)
     """Arguments of vLLM's engine, passed on as they are; those that hacpo-mega decides are refused."""
     init: InitConfig | None = None
@@ -211,7 +223,8 @@ class AgentConfig(Section):
     @property
     def prompting(self) -> Prompting:
         """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
-        return Prompting(self.chat_template, self.chat_template_kwargs, self.system_prompt, self.prompt_template)
+        words = self.system_prompt, self.prompt_template, self.chat_template_time
+        return Prompting(self.chat_template, self.chat_template_kwargs, *words)
 
     def adapters(self, architecture: Architecture) -> Lora | None:
         """The adapters of this agent, None without. ValueError, a line each, for targets that its model lacks."""

@@ -26,6 +26,7 @@ from hacpo_mega.models.folder import dtype_name
 from hacpo_mega.models.hub import HubModel
 from hacpo_mega.models.layout import layout_problems
 from hacpo_mega.models.lora import lora_problems
+from hacpo_mega.models.megatron_fields import field_problems
 from hacpo_mega.models.segments import all_sources
 from hacpo_mega.models.weight_files import head_problem, weight_problems
 
@@ -307,6 +308,7 @@ def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[s
         except ValueError as problem:
             yield str(problem)
     yield from layout_problems(architecture, layout, engine_head_sizes=engine_head_sizes())
+    yield from field_problems(agent.megatron, architecture, layout, has_adapters=agent.lora is not None)
     yield from position_problems(config, architecture)
     yield from _adapters(agent, architecture)
     if not _is_planned(agent):

@@ -16,7 +16,7 @@ from typing import Any
 
 from hacpo_mega.config.passed_values import megatron_value_problem, vllm_value_problem
 from hacpo_mega.models.documents import short
-from hacpo_mega.models.megatron_fields import DECIDED, DECIDED_BY_RECOMPUTE
+from hacpo_mega.models.megatron_fields import DECIDED, DECIDED_BY_RECOMPUTE, FREE, no_effect
 
 # Set by agents.router_replay.
 RETURNS_ROUTING = "enable_return_routed_experts"
@@ -75,7 +75,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             continue
         for key, value in free.items():
             if key not in fields:
-                near = difflib.get_close_matches(key, fields.keys() - decided, n=1)
+                near = difflib.get_close_matches(key, FREE if table == "megatron" else fields.keys() - decided, n=1)
                 yield f"{table}.{key}: {FIELD_HOLDERS[table]} has no such field" + (
                     f"; did you mean {near[0]!r}?" if near else ""
                 )
@@ -87,8 +87,10 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
 
 def _value_problem(table: str, key: str, value: Any) -> str | None:
     """What the type of a field does not say of its value."""
-    folder = _package_folder("vllm") if table == "vllm" else None
-    return vllm_value_problem(key, value, folder) if folder else megatron_value_problem(value)
+    if table == "megatron":
+        return megatron_value_problem(value) or no_effect(key, value)
+    folder = _package_folder("vllm")
+    return vllm_value_problem(key, value, folder) if folder else None
 
 
 FIELD_HOLDERS = {"megatron": "Megatron's TransformerConfig", "vllm": "vLLM's EngineArgs"}

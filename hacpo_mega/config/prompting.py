@@ -5,11 +5,11 @@ which needs a tokenizer (samples/tokenizers.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hacpo_mega.config.chat_messages import messages_of
-from hacpo_mega.models.chat_template import names_in
+from hacpo_mega.models.chat_template import names_in, utc_now
 
 PLACE = "{prompt}"
 # What a template is always given.
@@ -28,6 +28,7 @@ class Prompting:
     template_kwargs   arguments of that template, such as enable_thinking = false
     system_prompt     the message before the user's
     prompt_template   text with `{prompt}` where the task goes: an instruction, or worked examples for a base model
+    time              in UTC, at which the clock of the template stands; None: whoever renders first says (`timed`)
 
     Raises ValueError for what would otherwise be ignored in silence.
     """
@@ -36,6 +37,7 @@ class Prompting:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
     prompt_template: str | None = None
+    time: str | None = None
 
     def __post_init__(self) -> None:
         if not self.chat_template and (self.template_kwargs or self.system_prompt is not None):
@@ -43,6 +45,8 @@ class Prompting:
                 "chat_template_kwargs and system_prompt are read by a chat template only: set chat_template = true, "
                 "or write the text into prompt_template"
             )
+        if not self.chat_template and self.time is not None:
+            raise ValueError("chat_template_time is read by a chat template only: remove it")
         if owned := sorted(self.template_kwargs.keys() & OWNED):
             raise ValueError(f"chat_template_kwargs sets {', '.join(owned)}, which every prompt has already: remove it")
         if self.prompt_template is not None and self.prompt_template.count(PLACE) != 1:
@@ -50,6 +54,10 @@ class Prompting:
                 f"prompt_template has {PLACE} {self.prompt_template.count(PLACE)} times; it needs it exactly once, "
                 "where the task goes"
             )
+
+    def timed(self) -> "Prompting":
+        """With a time: now, where none is given."""
+        return replace(self, time=utc_now()) if self.chat_template and self.time is None else self
 
     def filled(self, text: str) -> str:
         """The task inside the prompt template. Other braces of the template are text, so LaTeX needs no escaping."""

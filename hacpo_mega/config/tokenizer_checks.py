@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hacpo_mega.config.agents import AgentConfig
 from hacpo_mega.config.prompting import TRIALS
+from hacpo_mega.config.template_time import steadiness_notes, time_problem
 from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, answer_ends, chats_with_answer, written_ends
 from hacpo_mega.models.chat_template import names_in, render, render_closed
 from hacpo_mega.models.documents import one_line
@@ -39,8 +40,8 @@ def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[
         return
     file, template = found
     try:
-        texts = render(template, [prompting.messages(probe) for probe in TRIALS], variables)
-        problem = prompting.template_problem(template, texts)
+        texts = render(template, [prompting.messages(probe) for probe in TRIALS], variables, prompting.time)
+        problem = prompting.template_problem(template, texts) or time_problem(agent)
         if tools_field and "tools" not in names_in(template):
             problem = problem or f"never reads tools; leave data.tools_field ({tools_field!r}) out for this model"
     except ValueError as error:
@@ -50,7 +51,7 @@ def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[
 
 
 def template_notes(agents: Sequence[AgentConfig]) -> Iterator[str]:
-    """A line for each agent whose chat template adds an end of answers, or is there and not used."""
+    """A line for each agent whose chat template adds an end of answers, reads the clock, draws, or is not used."""
     for agent in agents:
         if not (agent.model / "config.json").is_file() or tokenizer_problem(agent.model, agent.chat_template):
             continue
@@ -58,6 +59,7 @@ def template_notes(agents: Sequence[AgentConfig]) -> Iterator[str]:
             ends, texts = folder_ends(agent)
             if line := ends.added_line(lambda number, texts=texts: one_line(texts.get(number, str(number)))):
                 yield f"{agent.name}: {line}"
+            yield from steadiness_notes(agent)
         elif _has_template(agent.model):
             yield (
                 f"{agent.name} has a chat template that is not used: its prompts are plain text; chat_template = true "
@@ -85,7 +87,8 @@ def folder_ends(agent: AgentConfig) -> tuple[AnswerEnds, dict[int, str]]:
     written: tuple[int, ...] = ()
     if found is not None and ids:
         chats = chats_with_answer(agent.prompting.messages(QUESTION))
-        texts = render_closed(found[1], chats, {**special, **agent.prompting.template_kwargs})
+        variables = {**special, **agent.prompting.template_kwargs}
+        texts = render_closed(found[1], chats, variables, agent.prompting.time)
         written = written_ends(texts, ids)
     eos, bos = (ids.get(special.get(key, "")) for key in ("eos_token", "bos_token"))
     return answer_ends(folder, eos, written, bos), control

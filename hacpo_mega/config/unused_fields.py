@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from hacpo_mega.config.schema import Config
 from hacpo_mega.models.folder import PREDICTS, read_json
+from hacpo_mega.models.megatron_fields import AUX_LOSS
 
 UNUSED = {
-    "router_aux_loss_coef": "no loss evens the load of experts, since no answer earns it",
+    "router_aux_loss_coef": "megatron.moe_aux_loss_coeff alone switches on the loss that evens the load of experts",
     **dict.fromkeys(PREDICTS, "layers that predict further tokens are not loaded, trained or exported"),
 }
 
@@ -19,5 +20,5 @@ def unused_fields(config: Config) -> Iterator[str]:
     for agent in config.agents:
         said = read_json(agent.model / "config.json")
         for name in UNUSED.keys() & said.keys():
-            if said[name]:
+            if said[name] and not (name == "router_aux_loss_coef" and agent.megatron.get(AUX_LOSS)):
                 yield f"{agent.name}: config.json has {name} = {said[name]!r}, which is not used: {UNUSED[name]}"

@@ -138,6 +138,15 @@ def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
+def begun_at(folder: Path) -> str | None:
+    """The time at which the clock of the chat template stands in the evaluation that a folder holds, if any."""
+    try:
+        time = json_file(folder / SETTINGS)["prompting"]["time"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return time if isinstance(time, str) else None
+
+
 def finite(value: float) -> float | None:
     """A number as JSON knows it: None for NaN."""
     return None if math.isnan(value) else value

@@ -9,7 +9,7 @@ Not here: statistics (scores.py) and the table (table.py). In training the train
 import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,15 @@ from hacpo_mega.cluster.turns import agents_per_device
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import prompt_lengths
-from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, finite, read_answers
+from hacpo_mega.evaluation.answers import (
+    Answer,
+    AnswerFile,
+    begun_at,
+    check_folder,
+    claim,
+    finite,
+    read_answers,
+)
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
@@ -62,12 +70,19 @@ def evaluate(
     Collective over tp * engines processes. Raises ValueError for settings that do not fit the model or the folder.
     """
     check_positions(settings.folder, settings.max_prompt_tokens, settings.max_answer_tokens)
-    codec = TextCodec(load_tokenizer(settings.folder, settings.trust_remote_code), settings.prompting)
-    asked = settings.record(settings.fingerprint)
-    check_folder(out, asked)
+    tokenizer = load_tokenizer(settings.folder, settings.trust_remote_code)
+    codec = TextCodec(tokenizer, settings.prompting)
+    settings = _at(settings, begun_at(out) if codec.reads_clock else None)
+    fingerprint = settings.fingerprint
+    check_folder(out, settings.record(fingerprint))
     rank_map = RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))
     with Place.join(rank_map, WAIT_S) as place, ExitStack() as stack:
         is_first = place.coordinate.global_rank == 0
+        if codec.reads_clock:
+            time = place.share_in_job((codec.prompting.time or "").encode() if is_first else None).decode()
+            settings = _at(settings, time)
+            codec = TextCodec(tokenizer, settings.prompting)
+        asked = settings.record(fingerprint)
         if is_first:
             claim(out, asked)
             if line := codec.added_end_line:
@@ -82,6 +97,13 @@ def evaluate(
         evaluation = summarize(described, settings.benchmarks, run.num_dropped, out, settings.seed)
         write_evaluation(evaluation, out)
         return evaluation
+
+
+def _at(settings: EvaluationSettings, time: str | None) -> EvaluationSettings:
+    """The settings with a time for the clock of the chat template, where they have none."""
+    if time is None or settings.prompting.time is not None:
+        return settings
+    return replace(settings, prompting=replace(settings.prompting, time=time))
 
 
 class _Run:

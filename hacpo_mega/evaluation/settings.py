@@ -100,7 +100,7 @@ class EvaluationSettings:
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out} | {
             "model": str(self.model),
             "weights": fingerprint,
-            "prompting": asdict(self.prompting),
+            "prompting": {key: value for key, value in asdict(self.prompting).items() if key != "time" or value},
             "vllm": dict(self.vllm),
             "reward_options": dict(self.reward_options),
             "reward_parts": {name: part.model_dump(mode="json") for name, part in self.reward_parts.items()},
@@ -230,6 +230,8 @@ class Wording:
             "system_prompt": self.system_prompt,
             "prompt_template": _text_of(self.prompt_template),
         }
+        if self.chat_template is False:
+            prompting = replace(prompting, time=None)
         return replace(prompting, **{key: value for key, value in said.items() if value is not None})
 
 

@@ -27,6 +27,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/num_trained_answers, num_trained_tokens, num_microbatches                    and what it read
     agent/<name>/fullest_expert_share, expert_entropy    which experts that went to, mean over layers; 1 / number of
     agent/<name>/replay_changed     (of a first update)  experts and 1 if even; pairs that the replay changed
+    agent/<name>/moe_aux_loss, moe_z_loss    auxiliary losses of its routers without coefficients, mean over layers
     agent/<name>/phase/<phase>_s, phase_mean/<phase>_s                                        slowest rank, mean rank
     agent/<name>/judge_hidden_s                                       mean leader, with while_sampling alone
     agent/<name>/roll_out_hidden_s, staleness_steps                   mean leader, with one_step_off alone

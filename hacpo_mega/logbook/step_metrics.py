@@ -243,6 +243,9 @@ def add_update(
         metrics.add(f"{prefix}/expert_entropy", result.experts.entropy, 1)
         if result.experts.changed is not None and update_index == 0:  # later the router has learnt
             metrics.add(f"{prefix}/replay_changed", result.experts.changed, 1)
+        for name, loss in (("moe_aux_loss", result.experts.aux_loss), ("moe_z_loss", result.experts.z_loss)):
+            if loss is not None:
+                metrics.add(f"{prefix}/{name}", loss, 1)
     for report in result.reports:
         stats = objective_stats(report.terms)
         metrics.add(f"{prefix}/self/ratio_mean", *stats.ratio_self.tolist())

@@ -212,7 +212,7 @@ class Actor:
         """
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
-            self._experts.begin()
+            self._experts.begin(batches)
             with self._spans.span("forward and backward"):
                 seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)

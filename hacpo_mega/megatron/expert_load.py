@@ -1,15 +1,20 @@
-"""How evenly the tokens of an update went to the experts of every layer, over all ranks of an agent.
+"""How evenly the tokens of an update went to the experts of every layer, over all ranks of an agent, and what the
+routers' auxiliary losses were.
 
 Not here: who counts (router.py), and what the numbers mean in a run (logbook/metrics.py).
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from hacpo_mega.megatron.model import HiddenStateModel
-from hacpo_mega.records import ExpertLoad
+from hacpo_mega.megatron.router import coefficients
+from hacpo_mega.records import ExpertLoad, MicroBatch
 
 
 class ExpertCounts:
@@ -21,12 +26,23 @@ class ExpertCounts:
         # Megatron counts the layers of the whole model, from 1 on.
         numbers = {layer.layer_number - 1: layer.mlp for layer in layers}
         self._routers = {n: mlp.router for n, mlp in numbers.items() if model.architecture.has_experts_in(n)}
+        self._coefficients, self._num_tokens = coefficients(model.config), 0
+        self._has_losses = model.architecture.has_experts and any(self._coefficients)
 
-    def begin(self) -> None:
-        """Forgets what was counted before."""
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Forgets what was counted before; until `load` the routers learn from their auxiliary losses, too.
+
+        `batches` are this cell's. Collective over the agent where there are such losses.
+        """
+        if self._has_losses:
+            total = torch.tensor(sum(batch.num_tokens for batch in batches), device=torch.cuda.current_device())
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+            self._num_tokens = int(total)
         for router in self._routers.values():
             router.load_E.zero_()
             router.replayed_2.zero_()
+            router.losses_2.zero_()
+            router.num_tokens = self._num_tokens
 
     def load(self) -> ExpertLoad | None:
         """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
@@ -40,7 +56,20 @@ class ExpertCounts:
         for layer, router in self._routers.items():
             counts_LN[layer - a.dense_layers] = torch.cat([router.load_E, router.replayed_2])
         dist.all_reduce(counts_LN)
-        return expert_load(counts_LN[:, :-2], counts_LN[:, -2:])
+        found = expert_load(counts_LN[:, :-2], counts_LN[:, -2:])
+        for router in self._routers.values():
+            router.num_tokens = 0
+        return found if found is None or not self._has_losses else replace(found, **self._losses())
+
+    def _losses(self) -> dict[str, float]:
+        """Means over tokens and layers of the losses that are switched on. Collective over the agent."""
+        sums_2 = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        for router in self._routers.values():
+            sums_2 += router.losses_2
+        dist.all_reduce(sums_2)
+        means = (sums_2 / (self._num_tokens * self._architecture.expert_layers)).tolist()
+        names = ("aux_loss", "z_loss")
+        return {name: mean for name, mean, wanted in zip(names, means, self._coefficients) if wanted}
 
 
 def expert_load(counts_LE: torch.Tensor, replayed_L2: torch.Tensor | None = None) -> ExpertLoad | None:

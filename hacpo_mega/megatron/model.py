@@ -28,7 +28,7 @@ from hacpo_mega.megatron.te_layers import te_decoder_spec
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import Layout, chunk_layers, layout_problems
 from hacpo_mega.models.lora import Lora
-from hacpo_mega.models.megatron_fields import decided_fields
+from hacpo_mega.models.megatron_fields import decided_fields, field_problems
 from hacpo_mega.models.segments import padded_vocab_size
 
 
@@ -136,7 +136,8 @@ def build_model(
     """
     cells = parallel_state.get_data_parallel_world_size()
     layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep, cells=cells)
-    if problems := layout_problems(architecture, layout, max_positions=max_positions):
+    problems = layout_problems(architecture, layout, max_positions=max_positions)
+    if problems := [*problems, *field_problems(overrides or {}, architecture, layout)]:
         raise ValueError("\n".join(problems))
     overrides = {"gradient_accumulation_fusion": ADDS_AT_ONCE[transformer], **(overrides or {})}
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides)

@@ -1,14 +1,26 @@
 """Which experts a token goes to, and the share of each in what comes of them.
 
-Softmax of float32 logits over all experts, the k largest of them, made to add up to 1 where the family does that; no
-loss that would even the load, since no answer earns it. Nothing is drawn: an answer that is scored twice has one score.
+Softmax of float32 logits over all experts, the k largest of them, made to add up to 1 where the family does that.
+Nothing is drawn: an answer that is scored twice has one score.
 As DeepSeek-V3 (arXiv 2412.19437, eq. 13 to 16; GLM-4.5): sigmoids in place of the softmax, and a bias that says which
 are the largest and is in no share. Pre-training moved it to even the load; here it stays as it was loaded, to the bit.
+
+The auxiliary losses of a layer, which agents.megatron switches on (Megatron's names), over the T tokens that a
+micro-batch reads, without its padding: f_e of them go to expert e, p_te is the softmax (or the sigmoids, made to add up
+to 1):
+
+    moe_aux_loss_coeff   E / (k T^2) sum_e f_e sum_t p_te, 1 where the load is even (arXiv 2101.03961, eq. 4 to 6)
+    moe_z_loss_coeff     1 / T sum_t logsumexp(logits_t)^2 (arXiv 2202.08906, eq. 5)
+
+Each is a mean over the tokens of the update, added up over layers. f has no gradient. The first is of a micro-batch:
+unlike all else that is learnt it depends on how an update is packed.
 Not here: what becomes of a token at its experts (moe.py).
 Shapes: n tokens of a rank, k experts of a token, E experts, H hidden size.
 """
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -16,6 +28,8 @@ from hacpo_mega.models.architecture import Architecture
 
 # Of transformers, so that shares which are all zero stay so.
 LEAST = 1e-20
+# What stands for an expert in what a router is told of a token: the router says, and nobody reads the token.
+UNTOLD, PADDING = -1, -2
 
 
 class Router(torch.nn.Module):
@@ -35,6 +49,11 @@ class Router(torch.nn.Module):
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
         # Of the pairs that were replayed: those that this router had not chosen, and all.
         self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
+        self.coefficients = coefficients(config)
+        # Tokens of the update that is learned from, over all cells; 0: no auxiliary losses.
+        self.num_tokens = 0
+        # Both losses of this rank's tokens, a sum over tokens, over the forwards that were learned from.
+        self.losses_2 = torch.zeros(2, dtype=torch.float64, device=self.weight.device)
 
     def forward(
         self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
@@ -62,7 +81,33 @@ class Router(torch.nn.Module):
                 self.replayed_2 += torch.stack(
                     [is_other_nk.sum(), is_told_n1.sum() * self.architecture.experts_per_token]
                 )
+            if self.num_tokens:
+                is_read_n = torch.ones_like(experts_nk[:, 0]) if replayed_nk is None else replayed_nk[:, 0] != PADDING
+                shares_nk = _AddLoss.apply(shares_nk, self._loss(logits_nE, scores_nE, experts_nk, is_read_n.float()))
         return shares_nk, experts_nk
+
+    def _loss(
+        self, logits_nE: torch.Tensor, scores_nE: torch.Tensor, experts_nk: torch.Tensor, is_read_n: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of the auxiliary losses of the micro-batch. Collective over the ranks that share it."""
+        for_balance, for_logits = self.coefficients
+        balance = logits = logits_nE.new_zeros(())
+        if for_balance:
+            probs_nE = scores_nE
+            if self.bias is not None:
+                probs_nE = scores_nE / (scores_nE.sum(dim=-1, keepdim=True) + LEAST)
+            weights_nk = is_read_n[:, None].expand(experts_nk.shape)
+            counts_E = torch.zeros_like(probs_nE[0]).index_add_(0, experts_nk.flatten(), weights_nk.flatten())
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            if group.size() > 1:
+                dist.all_reduce(counts_E, group=group)
+            # A sum over pairs is k T: of a micro-batch of padding alone it is 0.
+            per_pair_E = counts_E * self.architecture.num_experts / counts_E.sum().clamp(min=1)
+            balance = ((probs_nE * is_read_n[:, None]).sum(dim=0) * per_pair_E).sum()
+        if for_logits:
+            logits = (logits_nE.logsumexp(dim=-1).square() * is_read_n).sum()
+        self.losses_2 += torch.stack([balance.detach(), logits.detach()])
+        return (for_balance * balance + for_logits * logits) / self.num_tokens
 
     def _largest(self, scores_nE: torch.Tensor) -> torch.Tensor:
         """The experts of every token [n, k]; of the groups whose two largest scores add up to most, where there are
@@ -76,6 +121,25 @@ class Router(torch.nn.Module):
             is_left_ng = torch.ones_like(of_groups_ng, dtype=torch.bool).scatter(1, best, False)
             scores_nE = scores_ngE.masked_fill(is_left_ng[..., None], -torch.inf).flatten(1)
         return scores_nE.topk(self.architecture.experts_per_token, dim=-1).indices
+
+
+def coefficients(config: TransformerConfig) -> tuple[float, float]:
+    """Of a layer's moe_aux_loss and moe_z_loss."""
+    return config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0
+
+
+class _AddLoss(torch.autograd.Function):
+    """The shares as they are; backward adds the gradient of a loss that the micro-batch's own does not hold."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, shares_nk: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = loss.dtype
+        return shares_nk.view_as(shares_nk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad_nk, torch.ones((), dtype=ctx.dtype, device=grad_nk.device)  # the law of schedule.py: no scale
 
 
 class _Logits(torch.autograd.Function):

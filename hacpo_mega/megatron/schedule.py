@@ -30,6 +30,7 @@ from hacpo_mega.cluster.tree import as_tensor
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model import HiddenStateModel, forward_packed, unwrapped
 from hacpo_mega.megatron.overlap import buffers_of, reduction_inside_backward, wait_before_use
+from hacpo_mega.megatron.router import PADDING, UNTOLD, coefficients
 from hacpo_mega.megatron.shard_exchange import use_shard_exchange
 from hacpo_mega.megatron.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
@@ -126,7 +127,7 @@ def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.T
     sends one after the other, and waits for the first tensor before it tells the second's shape.
     """
     bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
-    pack = *pack, batch.routing_TLK
+    pack = *pack, _routing(bare, batch)
     if bare.config.variable_seq_lengths:
         return forward_packed(model, *pack)
     ranks = bare.config.tensor_model_parallel_size * parallel_state.get_context_parallel_world_size()
@@ -135,6 +136,16 @@ def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.T
         bare.decoder.input_tensor = bare.decoder.input_tensor[:own]
     hidden = forward_packed(model, *pack)
     return hidden if bare.post_process else pad(hidden, (0, 0, 0, 0, 0, longest // ranks - own))
+
+
+def _routing(model: HiddenStateModel, batch: MicroBatch) -> torch.Tensor | None:
+    """What routers are told of each token; the padding where it is to be left out of their losses."""
+    if not (model.architecture.has_experts and any(coefficients(model.config)) and torch.is_grad_enabled()):
+        return batch.routing_TLK
+    told_TLK = batch.routing_TLK
+    if told_TLK is None:
+        told_TLK = torch.full((len(batch.tokens_T), model.architecture.num_layers, 1), UNTOLD, dtype=torch.int16)
+    return torch.cat([told_TLK[: batch.num_tokens], torch.full_like(told_TLK[batch.num_tokens :], PADDING)])
 
 
 def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -3,16 +3,24 @@
 A template is a program of whoever made the folder. It is rendered in a process of its own, for which this file is the
 script: bounded in CPU seconds, memory and output, whatever the template does. The environment is that of
 transformers.utils.chat_template_utils, which imports torch; a test holds the two against each other.
+A template may read the clock (`strftime_now`) and draw at random. Here its clock stands at one time, in UTC, which a
+run keeps (config/template_time.py), and what it draws follows from the messages: a prompt is one text, wherever and
+whenever it is rendered.
 Not here: what a prompt must be in the end (config/prompting.py), and rendering in a run (samples/tokenizers.py).
 """
 
 import datetime
+import functools
 import json
+import random
+import re
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import jinja2
@@ -24,26 +32,43 @@ WAIT_SECONDS = 300.0  # of a crowded machine; what counts is CPU_SECONDS
 MEMORY_BYTES = 2**30
 MAX_CHARACTERS = 2**20
 MAX_ERROR = 300
+# The name by which a template reads the clock, and those by which it draws: a filter and a function.
+CLOCK, DRAWS = "strftime_now", frozenset(("random", "lipsum"))
+# What Python prints of a function or an object.
+ADDRESS = re.compile(r"<[^\n]{1,200} at 0x[0-9a-f]+>")
+# Seconds since 1970, which the C library counts by the zone of the machine.
+EPOCH = re.compile(r"%(.)", re.DOTALL)
 
 Messages = Sequence[Mapping[str, str]]
+_drawing = threading.Lock()
 
 
-def render(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> list[str]:
-    """The text of every conversation, the assistant's turn opened. ValueError, one line, where the template fails."""
-    answer = _asked(template, conversations, variables)
+def render(
+    template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None = None
+) -> list[str]:
+    """The text of every conversation, the assistant's turn opened. ValueError, one line, where the template fails.
+
+    The template's clock stands at `time`, as `utc_now` writes it; None: now.
+    """
+    answer = _asked(template, conversations, variables, time)
     if answer["errors"]:
         raise ValueError(answer["errors"][0])
     return answer["texts"]
 
 
-def render_closed(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> list[str | None]:
+def render_closed(
+    template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None = None
+) -> list[str | None]:
     """The text of every conversation, no further turn opened; None of one that the template refuses or fails on."""
-    return _asked(template, conversations, {**variables, "add_generation_prompt": False})["texts"]
+    return _asked(template, conversations, {**variables, "add_generation_prompt": False}, time)["texts"]
 
 
-def _asked(template: str, conversations: Sequence[Messages], variables: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(
+    template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None
+) -> dict[str, Any]:
     """What the process answers. ValueError where it comes to no end."""
-    asked = json.dumps({"template": template, "conversations": conversations, "variables": variables})
+    given = {"template": template, "conversations": conversations, "variables": variables, "time": time or utc_now()}
+    asked = json.dumps(given)
     command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(command, input=asked.encode(), capture_output=True, timeout=WAIT_SECONDS)
@@ -67,8 +92,48 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Where a template runs: the sandbox, filters and functions that transformers gives it."""
+def utc_now() -> str:
+    """The time in UTC, to the second, such as 2026-11-26T14:10:00."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def clock_at(time: str) -> Callable[[str], str]:
+    """`strftime_now` of a template whose clock stands at `time`."""
+    at = datetime.datetime.fromisoformat(time)
+    seconds = str(int(at.replace(tzinfo=datetime.UTC).timestamp()))
+    return lambda form: at.strftime(EPOCH.sub(lambda sign: seconds if sign[1] == "s" else sign[0], form))
+
+
+@contextmanager
+def same_draws(template: str, messages: Messages) -> Iterator[None]:
+    """Around the rendering of messages: what the template draws follows from them."""
+    if not draws(template) and "map" not in names_in(template):  # which may be told a filter by any text
+        yield
+        return
+    with _drawing:
+        state = random.getstate()
+        random.seed(json.dumps(messages, sort_keys=True))
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def reads_clock(template: str) -> bool:
+    """Whether a template asks for the time anywhere. For one that can be rendered."""
+    return CLOCK in names_in(template)
+
+
+@functools.lru_cache(maxsize=64)
+def draws(template: str) -> bool:
+    """Whether a template draws at random anywhere, also by the name of a filter in quotes. For one that can be
+    rendered."""
+    quoted = {value[1:-1] for _, kind, value in environment().lex(template) if kind == "string"}
+    return not DRAWS.isdisjoint(names_in(template) | quoted)
+
+
+def environment(time: str | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Where a template runs: the sandbox, filters and functions that transformers gives it; the clock stands."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -82,13 +147,14 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    made.globals[CLOCK] = clock_at(time or utc_now())
     return made
 
 
-def names_in(template: str) -> set[str]:
+@functools.lru_cache(maxsize=64)
+def names_in(template: str) -> frozenset[str]:
     """Every name that a template could read by, text and quoted words aside. For one that has been rendered."""
-    return {value for _, kind, value in environment().lex(template) if kind == "name"}
+    return frozenset(value for _, kind, value in environment().lex(template) if kind == "name")
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,15 +163,17 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     texts: list[str | None] = []
     errors = []
     for messages in asked["conversations"]:
-        text, error = _rendered(asked["template"], messages, given)
+        text, error = _rendered(asked["template"], messages, given, asked["time"])
         texts.append(text)
         errors += [] if error is None else [error]
     return {"texts": texts, "errors": errors}
 
 
-def _rendered(template: str, messages: Messages, given: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _rendered(template: str, messages: Messages, given: Mapping[str, Any], time: str) -> tuple[str | None, str | None]:
     try:
-        text = environment().from_string(template).render(messages=messages, **given)
+        made = environment(time).from_string(template)
+        with same_draws(template, messages):
+            text = made.render(messages=messages, **given)
     except Exception as error:  # a template is a program: whatever it raises is its fault
         said = (str(error).splitlines() or [""])[0][:MAX_ERROR]
         if type(error) is jinja2.TemplateError:  # by raise_exception
@@ -113,6 +181,8 @@ def _rendered(template: str, messages: Messages, given: Mapping[str, Any]) -> tu
         return None, f"fails with {type(error).__name__}{': ' if said else ''}{said}"
     if len(text) > MAX_CHARACTERS:
         return None, f"makes {len(text)} characters of a prompt"
+    if (found := ADDRESS.search(text)) and found[0] not in str(messages):
+        return None, f"prints {found[0]}, whose address is another in every process: it does not call it"
     return text, None
 
 

@@ -1,13 +1,17 @@
-"""The fields of Megatron's TransformerConfig that this project decides, each in one table.
+"""The fields of Megatron's TransformerConfig: those that this project decides, those that work, and all others.
 
-The model builder fills a configuration from them (megatron/model.py) and `hacpo-mega check` refuses them in the
-table `agents.megatron`: a second opinion there would split the truth. Imports no torch and no Megatron.
+The model builder fills a configuration from the first (megatron/model.py) and `hacpo-mega check` refuses them in the
+table `agents.megatron`: a second opinion there would split the truth. It refuses the last, too, which nothing here
+would read. A test holds the tables against Megatron's class, so that a field of a later version has its place. Imports
+no torch and no Megatron.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.documents import short
+from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL, Layout
 
 # Megatron's field -> ours
 FROM_ARCHITECTURE = {
@@ -104,6 +108,115 @@ SET_LATER = frozenset(("calculate_per_token_loss", "finalize_model_grads_func", 
 DECIDED = frozenset(
     (*FROM_ARCHITECTURE, *FROM_LAYOUT, "sequence_parallel", *FIXED, *DECIDED_BY_RECOMPUTE, *FROM_TORCH, *SET_LATER)
 )
+
+
+AUX_LOSS, Z_LOSS, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
+# What works, and where: whatever the model and its layout are, or with such alone.
+WORKS = frozenset(
+    (
+        *("bias_dropout_fusion", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),
+        *("gradient_accumulation_fusion", "perform_initialization", "use_cpu_initialization"),
+        *(FIRST_STAGE, LAST_STAGE, VIRTUAL),  # the layout has rules of its own for these
+    )
+)
+WITH_PIPELINE = frozenset(("batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"))
+WITH_CHUNKS = frozenset(("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush"))
+WITH_TENSOR_RANKS = frozenset(("clone_scatter_output_in_embedding",))
+WITH_EXPERTS = frozenset((AUX_LOSS, Z_LOSS, BALANCING))
+
+# Why nothing would come of the others.
+_REASONS = {
+    "experts are hacpo-mega's own, by the model folder; of Megatron's losses of a router "
+    f"{AUX_LOSS} and {Z_LOSS} work": """
+        moe_extended_tp moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+        moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_enable_routing_replay moe_router_topk_limited_devices
+        moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk
+        moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype
+        moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing moe_grouped_gemm
+        moe_use_legacy_grouped_gemm moe_input_jitter_eps moe_token_dropping moe_enable_deepep
+        moe_flex_dispatcher_backend moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+        moe_token_drop_policy moe_layer_recompute moe_permute_fusion moe_router_fusion moe_apply_probs_on_input
+        moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms overlap_moe_expert_parallel_comm
+        ep_overlap_early_attn_memory_release delay_wgrad_compute use_fused_weighted_squared_relu""",
+    "context parallelism is hacpo-mega's own; set agents.cp": """
+        cp_comm_type hybrid_context_parallel max_seqlen_per_dp_cp_rank""",
+    "attention is torch's or TransformerEngine's, over packed sequences": """
+        attention_softmax_in_fp32 masked_softmax_fusion attention_backend window_attn_skip_freq qk_l2_norm
+        qk_clip_alpha qk_clip_threshold flash_decode batch_invariant_mode use_kitchen use_kitchen_attention
+        kitchen_attention_backend mrope_section test_mode dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+        dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim
+        linear_value_head_dim linear_num_key_heads linear_num_value_heads""",
+    "no layer is in fp8 or fp4": """
+        fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
+        fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_recipe fp4_param fp4_quantizer_factory
+        disable_parameter_transpose_cache quant_recipe""",
+    "the head and its loss are a kernel outside of Megatron": """
+        cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit
+        mtp_standalone mtp_loss_scaling_factor""",
+    "the buffers of TransformerEngine that overlap tensor parallelism are not made": """
+        tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
+        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
+        async_tensor_model_parallel_allreduce symmetric_ar_type""",
+    "weights are loaded, whatever they began with": """
+        init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std""",
+    "micro-batches differ in length, so that no graph of one is another's": """
+        enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
+        external_cuda_graph cuda_graph_impl cuda_graph_scope""",
+    "what leaves the device is for agents.offload and agents.recompute to say": """
+        cpu_offloading cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
+        cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules
+        min_offloaded_tensor_size num_microbatches_with_partial_activation_checkpoints""",
+    "agents.transformer says whose layers these are": "transformer_impl use_inference_optimized_layers",
+    "layers compute in the type of the weights": "enable_autocast autocast_dtype fp32_residual_connection",
+    "rounds of a pipeline are of pp micro-batches, over the groups that hacpo-mega makes": """
+        pipeline_model_parallel_comm_backend use_ring_exchange_p2p microbatch_group_size_per_vp_stage""",
+    "no code of a run reads it": """
+        timers grad_scale_func grad_sync_func param_sync_func barrier_with_L1_time config_logger_dir use_te_rng_tracker
+        inference_rng_tracker inference_sampling_seed inference_fuse_tp_communication mlp_chunks_for_prefill
+        is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+        hetereogenous_dist_checkpoint memory_efficient_layer_norm""",
+}
+WITHOUT_EFFECT = {field: reason for reason, fields in _REASONS.items() for field in fields.split()}
+FREE = WORKS | WITH_PIPELINE | WITH_CHUNKS | WITH_TENSOR_RANKS | WITH_EXPERTS
+
+
+def no_effect(field: str, value: Any) -> str | None:
+    """Why a field that is not decided here does nothing, or not this, whatever the model is; None where it may work."""
+    if field not in FREE:
+        return f"has no effect here: {WITHOUT_EFFECT.get(field, 'nobody has seen it work')}; remove it"
+    if field == BALANCING and value != "aux_loss":
+        return f"{short(value)} is not built: a loss over each micro-batch is. Nearest: 'aux_loss'"
+    if field == AUX_LOSS and isinstance(value, list):
+        return f"needs one number, found {short(value)}"
+    return None
+
+
+def field_problems(
+    given: Mapping[str, Any], architecture: Architecture, layout: Layout, *, has_adapters: bool = False
+) -> Iterator[str]:
+    """A line for every field that works, but not for this model in this layout."""
+    where = (
+        (WITH_PIPELINE, layout.pp > 1, "pp is 1"),
+        (WITH_CHUNKS, layout.vpp > 1, f"there is no {VIRTUAL}"),
+        (WITH_TENSOR_RANKS, layout.tp > 1, "tp is 1"),
+        (WITH_EXPERTS, architecture.has_experts, f"this {architecture.family} model has no experts"),
+    )
+    for fields, works, why in where:
+        if not works:
+            yield from (
+                f"megatron.{field} has no effect here: {why}; remove it" for field in sorted(fields & given.keys())
+            )
+    if architecture.has_experts and has_adapters:
+        for field in sorted({AUX_LOSS, Z_LOSS} & given.keys()):
+            yield f"megatron.{field} has no effect here: adapters leave the router as it is; remove it"
+    elif architecture.has_experts and BALANCING in given and not given.get(AUX_LOSS):
+        yield f"megatron.{BALANCING} has no effect here: {AUX_LOSS} is not given; remove it"
+    if layout.vpp > 1 and given.get("overlap_p2p_comm") and given.get("batch_p2p_comm", True):
+        yield "megatron.overlap_p2p_comm = true needs batch_p2p_comm = false, which is true; set it, too"
+    if given.get("overlap_p2p_comm_warmup_flush") and not given.get("overlap_p2p_comm") and layout.vpp > 1:
+        yield "megatron.overlap_p2p_comm_warmup_flush has no effect here: overlap_p2p_comm is not given; remove it"
 
 
 def decided_fields(

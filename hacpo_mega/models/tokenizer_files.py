@@ -89,6 +89,14 @@ def chat_template(folder: Path) -> tuple[Path, str] | None:
     return (file, given) if given else None
 
 
+def other_templates(folder: Path) -> list[str]:
+    """The texts of the named templates beside it, which a prompt with tools may be rendered by."""
+    given = read_json(folder / "tokenizer_config.json").get("chat_template")
+    named = [entry.get("template") for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return [text for text in named if isinstance(text, str)] + [_template_text(file) for file in files]
+
+
 def token_problems(folder: Path, vocab_size: int) -> list[str]:
     """Why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
     file, described = folder / "tokenizer.json", folder / "tokenizer_config.json"

@@ -14,23 +14,41 @@ from hacpo_mega.config import Prompting
 from hacpo_mega.config.chat_messages import tools_of
 from hacpo_mega.config.prompting import TRIALS
 from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
+from hacpo_mega.models.chat_template import CLOCK, clock_at, reads_clock, same_draws
 from hacpo_mega.models.folder import named_ends
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
     """What the model reads for a task inside its tokenizer's chat template. ValueError where that refuses or fails."""
     given = {**prompting.template_kwargs, **({"tools": tools} if (tools := tools_of(text)) else {})}
-    return _rendered(tokenizer, prompting.messages(text), True, given)
+    return _rendered(tokenizer, prompting, prompting.messages(text), True, given)
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, opens_answer: bool, given: Mapping[str, Any]) -> str:
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, prompting: Prompting, chat: Chat, opens_answer: bool, given: Mapping[str, Any]
+) -> str:
+    template = _template_of(tokenizer)
     try:
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=opens_answer, tokenize=False, **given)
+        if reads_clock(template) and prompting.time is not None:
+            given = {CLOCK: clock_at(prompting.time), **given}  # before transformers' own, which goes
+        with same_draws(template, chat):
+            return tokenizer.apply_chat_template(chat, add_generation_prompt=opens_answer, tokenize=False, **given)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
     except Exception as error:  # a template is a program: whatever it raises is its fault
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} fails with {what}") from error
+
+
+def template_reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a template of the tokenizer asks for the time."""
+    return reads_clock(_template_of(tokenizer))
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Its text; of several, which have names, all."""
+    found = tokenizer.chat_template
+    return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting) -> None:
@@ -62,6 +80,6 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, control: C
 def _tried(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, chat: Chat) -> str | None:
     """A chat that holds an answer already, rendered; None where the template refuses it, as no prompt needs it."""
     try:
-        return _rendered(tokenizer, chat, False, prompting.template_kwargs)
+        return _rendered(tokenizer, prompting, chat, False, prompting.template_kwargs)
     except ValueError:
         return None

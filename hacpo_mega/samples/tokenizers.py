@@ -24,7 +24,7 @@ from hacpo_mega.config.chat_messages import contents, lost_message
 from hacpo_mega.models.documents import one_line
 from hacpo_mega.models.folder import read_config, read_json
 from hacpo_mega.models.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES
-from hacpo_mega.samples.chat_templates import check_chat_template, ends_of, rendered
+from hacpo_mega.samples.chat_templates import check_chat_template, ends_of, rendered, template_reads_clock
 from hacpo_mega.samples.many_texts import ids_of_all
 
 PAD, EOS = "<pad>", "<eos>"
@@ -135,10 +135,10 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
         """ValueError when the tokenizer has no chat template, or one that does not read what it is given."""
+        self.tokenizer = tokenizer
+        self.prompting = prompting = prompting.timed()
         if prompting.chat_template:
             check_chat_template(tokenizer, prompting)
-        self.tokenizer = tokenizer
-        self.prompting = prompting
         self.ends = ends_of(tokenizer, prompting, control_ids(tokenizer))
         self.eos_id: int = self.ends.ids[0]
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -152,6 +152,11 @@ class TextCodec:
         self._opened = functools.lru_cache(maxsize=8192)(
             lambda text: prompting.opened_thinking(self._as_read(text), text)
         )
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether prompts are rendered by a template that reads a clock, which stands at `prompting.time`."""
+        return self.prompting.chat_template and template_reads_clock(self.tokenizer)
 
     @property
     def added_end_line(self) -> str | None:

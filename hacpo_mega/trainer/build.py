@@ -21,6 +21,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.named_function import require_named_functions, unfinished_import
 from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.template_time import lacks_time, steadiness_notes, with_times, with_times_of
 from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
@@ -37,6 +38,7 @@ from hacpo_mega.logbook.start_parts import StartParts
 from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.trace import StepTrace
 from hacpo_mega.logbook.trackers import Trackers
+from hacpo_mega.models.chat_template import utc_now
 from hacpo_mega.models.hub import model_name
 from hacpo_mega.records import Prompt
 from hacpo_mega.samples.learner_view import ViewRules
@@ -69,8 +71,12 @@ class Handed:
 
 @dataclass(frozen=True)
 class Built:
-    """A trainer's parts; `start` is the checkpoint that it goes on from, `goes_on` whether that is this run's own."""
+    """A trainer's parts; `start` is the checkpoint that it goes on from, `goes_on` whether that is this run's own.
 
+    config   what was asked, with the time at which clocks of chat templates stand
+    """
+
+    config: Config
     start: Checkpoint | None
     goes_on: bool
     place: Place
@@ -99,7 +105,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = _lock(config, place, stack) if is_first else None
-    start = agree_on_start(place, config, **how)
+    config, start = _agreed(place, config, how)
     require_same_models(place, [agent.model for agent in config.agents])
     steps_done = 0 if start is None else start.step
     names = tuple(agent.name for agent in config.agents)
@@ -135,6 +141,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         observer.joins(agent, metrics)
     console.say(parts.finish(place.spans, metrics))
     return Built(
+        config=config,
         start=start,
         goes_on=goes_on,
         place=place,
@@ -195,10 +202,23 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
     console.say(f"{config.algorithm.method} of {agents} on {ranks} ranks, {steps}, in {config.run_dir}")
     for line in unsaid_success(config) if config.algorithm.success_readers else ():
         console.say(line)
+    for line in (line for agent in config.agents for line in steadiness_notes(agent)):
+        console.say(line)
     if start is not None:
         console.say(f"goes on after step {start.step}, from {start.folder}")
         for change in [*changes(start.config, plain(config)), *(input_changes(start, config) if is_first else ())]:
             console.say(f"changed since: {change}")
+
+
+def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
+    """Where the run begins, and the configuration with the time at which the clocks of its chat templates stand: as the
+    run has it that it goes on with, else as rank 0 reads it now. Collective over the job."""
+    start = agree_on_start(place, config, **how)
+    if start is not None:
+        config = with_times_of(config, start.config)
+    is_first = place.coordinate.global_rank == 0
+    now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
+    return with_times(config, now) if now else config, start
 
 
 def require_same_models(place: Place, models: Sequence[Path]) -> None:

@@ -60,7 +60,7 @@ class Trainer:
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
             built = build(config, how, Handed(sampler, judge, observers), stack)
-            self.config, self.place, self.phase, self.console = config, built.place, built.phase, built.console
+            self.config, self.place, self.phase, self.console = built.config, built.place, built.phase, built.console
             self.agent, self.schedule, self.judge = built.agent, built.schedule, built.judge
             self.capability, self.band, self.skips = built.capability, built.band, built.skips
             self.view_rules, self.report, self.trace = built.view_rules, built.report, built.trace
@@ -70,7 +70,7 @@ class Trainer:
                 self._take_up(built.start)
             state = self._state(None if built.start is None else built.start.accuracy)
             self.checkpoint = JointCheckpoint(
-                self.place, config, self.agent, self.disk, state, is_on_disk=built.goes_on
+                self.place, self.config, self.agent, self.disk, state, is_on_disk=built.goes_on
             )
             self._stack = stack.pop_all()
 

@@ -117,6 +117,28 @@ def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(how, undisturbe
         assert all(torch.equal(first[tensor], second[tensor]) for tensor in first)
 
 
+def test_the_clock_of_a_chat_template_stands_over_starts_and_evaluations(tmp_path):
+    """It tells seconds, and each of these processes starts at another one; what it draws has no seed but the prompt."""
+    agent = agent_table(tmp_path, "a", "qwen3", CHARACTERS, chat_template=True)
+    template = "{{ strftime_now('%s') }}{{ range(10)|random }}s{{ messages[0].content }}="
+    (tmp_path / "a" / "chat_template.jinja").write_text(template)
+    rollout = {"rollouts_per_prompt": 2, "max_prompt_tokens": 20, "max_answer_tokens": 4}
+    config = write_config(tmp_path, [agent], rollout=rollout, algorithm={"method": "gspo"})
+    run, seen = tmp_path / "run", {}
+    for steps in (1, 2):
+        train(config, f"num_steps={steps}", "checkpoint.every_steps=1")
+    texts = [row["prompt_seen"]["a"] for step in (1, 2) for row in read_rollouts(run, step)]
+    for number, model in enumerate((run / "agents" / "a", folder_of(run, 2) / "a")):
+        problems, out = tmp_path / "problems.jsonl", tmp_path / f"out_{number}"
+        problems.write_text("".join(json.dumps({"prompt": f"{n}+1", "answer": "1"}) + "\n" for n in range(8)))
+        run_command(1, "eval", str(model), str(problems), "--out", str(out), "--max-tokens", "4", "--trust")
+        lines = [line for file in sorted((out / "answers").iterdir()) for line in file.read_text().splitlines()]
+        seen[number] = {answer["id"]: answer["prompt_seen"] for answer in map(json.loads, lines)}
+        texts += seen[number].values()
+    assert len({text[:10] for text in texts}) == 1 and texts[0][:10].isdecimal()
+    assert seen[0] == seen[1] and len({text[10] for text in seen[0].values()}) > 1
+
+
 @pytest.mark.parametrize("how, starts", [("resumed", [0, 2]), ("told", [0, 1, 3])])
 def test_every_step_is_logged_once_and_alike(how, starts, undisturbed, request):
     run, resumed = undisturbed.parent / "run", request.getfixturevalue(how)

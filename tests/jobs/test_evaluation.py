@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def random_model(tmp_path_factory) -> Path:
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
     make_model(folder / "model", "qwen3", vocab_size=len(CHARACTERS) + 2, tied=True, **size)
     tokenizer = make_tokenizer(folder / "model", CHARACTERS)
-    tokenizer.chat_template = "{% for m in messages %}s{{ m.content }};{% endfor %}=<think>"
+    clock = "{{ strftime_now('%s') }}"
+    tokenizer.chat_template = clock + "{% for m in messages %}s{{ m.content }};{% endfor %}=<think>"
     tokenizer.save_pretrained(folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text()) | {"eos_token_id": 1}
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -47,7 +49,7 @@ def asked(folder: Path, *options: str) -> list[str]:
     """`hacpo-mega eval` of the random model on 50 problems, 30 answers each."""
     command = ["eval", str(folder / "model"), str(folder / "fifty.jsonl"), "--out", str(folder / "out")]
     command += ["--samples", "30", "--reward", f"{folder / 'grader.py'}:grade", "--max-tokens", "20"]
-    return [*command, "--max-prompt-tokens", "9", "--chat-template", *options]
+    return [*command, "--max-prompt-tokens", "19", "--chat-template", *options]
 
 
 def answer_lines(folder: Path) -> list[bytes]:
@@ -73,7 +75,9 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(random_model, tmp_path):
     assert set(before) <= set(lines) and len(lines) == 1500
     records = [json.loads(line) for line in lines]
     assert len({(record["id"], record["rollout"]) for record in records}) == 1500
-    assert {record["prompt_seen"] for record in records} == {f"s{i}+{2 * i};=<think>" for i in range(50)}
+    time_utc = json.loads((random_model / "out" / "settings.json").read_text())["prompting"]["time"]
+    at = int(datetime.fromisoformat(f"{time_utc}+00:00").timestamp())  # that of its first start
+    assert {record["prompt_seen"] for record in records} == {f"{at}s{i}+{2 * i};=<think>" for i in range(50)}
     check_scores(json.loads((random_model / "out" / "evaluation.json").read_text()), records, table)
 
     # Everything is answered: no engine starts, and the result is the same.

@@ -20,6 +20,7 @@ from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.router import Router
 from hacpo_mega.models.weight_files import CORRECTION
+from hacpo_mega.records import Sample
 from hacpo_mega.samples.packing import input_length
 
 pytestmark = pytest.mark.nightly
@@ -36,7 +37,7 @@ MODELS = {
 LAYOUTS = [
     *((2, 1, 1, 1), (1, 1, 1, 1), (2, 2, 1, 4), (2, 2, 1, 2), (1, 2, 2, 1)),
 ]
-RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2))]
+RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2)), ("mixtral", (1, 1, 2, 2))]
 RUNS += [("glm4_moe", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (1, 4, 1, 4), (2, 2, 1, 2), (2, 1, 2, 2))]
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
@@ -44,6 +45,8 @@ AGREED = 1e-5
 # Small gradients would be lost where a weight is rounded.
 STEEP = 100
 STEEPER = DESCENT.model_copy(update={"lr": DESCENT.lr * STEEP})
+# So large that neither loss is lost beside the other, nor beside the policy's.
+AUX, Z = 0.05, 0.002
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,26 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     tokens = stats.num_tokens, sum(input_length(sample) for sample in mine if sample.num_trained)
     return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
             "norm": stats.grad_norm, "experts": stats.experts, "export": export, "tokens": tokens,
-            "pairs": [int(router.load_E.sum()) for router in routers]}  # fmt: skip
+            "pairs": [int(router.load_E.sum()) for router in routers],
+            "auxiliary": auxiliary(folder, options, mine) if "glm4" not in str(folder) else None}  # fmt: skip
+
+
+def auxiliary(folder: Path, options: dict, mine: list[Sample]) -> dict:
+    """An update with auxiliary losses, and the same where layers are computed again; which samples, by their places,
+    are in a micro-batch, and those whose prompt it reads with another."""
+    overrides = {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}
+    found = {}
+    for recompute in ("none", "mlp", "full") if options["tp"] == options["cp"] == options["ep"] == 2 else ("none",):
+        actor = make_actor(folder, optimizer=STEEPER, **options, overrides=overrides, recompute=recompute)
+        gradient, stats = gradient_by_descent(actor, lambda actor=actor: actor.learn(mine, objective))
+        found[recompute] = {name: tensor / STEEP for name, tensor in gradient.items()}, stats.experts
+    place_of = {id(sample): place for place, sample in enumerate(SAMPLES)}
+    batches = [[place_of[id(sample)] for sample in batch.sequences] for batch in actor._pack_update(mine)]
+    whole: list = [None] * dist.get_world_size()
+    dist.all_gather_object(whole, batches)
+    leaders = range(0, NUM_RANKS, options["tp"] * options["cp"] * options["pp"])
+    return {"updates": found, "batches": [batch for leader in leaders for batch in whole[leader]],
+            "shares": actor._pack_update.keywords["shares_prompts"]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +137,43 @@ def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected
         biases = {name for name in found["gradient"] if name.endswith(CORRECTION)}
         assert len(biases) == (name == "glm4_moe") and not any(found["gradient"].pop(bias).any() for bias in biases)
         assert worst(found["gradient"], expected[name][1])[0] < AGREED
+
+
+@pytest.mark.parametrize("name, layout", [run for run in RUNS if run[0] != "glm4_moe"], ids=str)
+def test_auxiliary_losses_enter_the_gradient(seen, folders, expected, tmp_path, name, layout):
+    """Beside the policy's loss, in float64, from what Hugging Face's routers say of the tokens of each micro-batch."""
+    oracle, found = Oracle(folders[name]), seen[name, layout][0]["auxiliary"]
+    balance, z = losses_of_routers(oracle, found["batches"], shares=found["shares"])
+    both = oracle.stored_gradient(oracle.policy_loss(SAMPLES) + AUX * balance + Z * z, tmp_path)
+    policy = expected[name][1]
+    assert norm({name: both[name] - gradient for name, gradient in policy.items()}) > 1e-3 * norm(both)
+    num_layers = 2
+    for rank in seen[name, layout]:
+        for gradient, experts in rank["auxiliary"]["updates"].values():
+            assert worst(gradient, both)[0] < AGREED
+            assert experts.aux_loss == pytest.approx(float(balance) / num_layers, rel=AGREED)
+            assert experts.z_loss == pytest.approx(float(z) / num_layers, rel=AGREED)
+            assert 1.0 < experts.aux_loss < 2.0
+
+
+def losses_of_routers(oracle: Oracle, batches: list[list[int]], *, shares: bool) -> list[torch.Tensor]:
+    """Both auxiliary losses of an update: a mean over its tokens, the sum over layers."""
+    totals, num_read = [torch.zeros((), dtype=torch.float64)] * 2, 0
+    for batch in batches:
+        logits, prompts = [], set()
+        for sample in (SAMPLES[place] for place in batch):
+            tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.answer_ids])).long()
+            found = oracle.model(tokens[None, : input_length(sample)], output_router_logits=True).router_logits
+            is_read = shares and sample.prompt_ids.tobytes() in prompts
+            logits.append([layer[len(sample.prompt_ids) * is_read :] for layer in found])
+            prompts.add(sample.prompt_ids.tobytes())
+        for layer in map(torch.cat, zip(*logits)):
+            k, probs = oracle.model.config.num_experts_per_tok, layer.softmax(dim=-1)
+            load = torch.nn.functional.one_hot(probs.topk(k).indices, probs.shape[1]).sum(dim=(0, 1))
+            balance = probs.shape[1] / (k * len(layer)) * (load * probs.sum(dim=0)).sum()
+            totals = [totals[0] + balance, totals[1] + layer.logsumexp(dim=-1).square().sum()]
+        num_read += len(layer)
+    return [total / num_read for total in totals]
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:

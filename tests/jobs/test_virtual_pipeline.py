@@ -58,7 +58,9 @@ def visit_both(folder, options):
 
 
 def chunked(folder, vpp, **options):
-    return make_actor(folder / "model", pp=PP, overrides={VIRTUAL: vpp} if vpp > 1 else {}, **options)
+    """Of experts with auxiliary losses, to which empty micro-batches add nothing."""
+    losses = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} if "ep" in options else {}
+    return make_actor(folder / "model", pp=PP, overrides=losses | ({VIRTUAL: vpp} if vpp > 1 else {}), **options)
 
 
 def visit(folder, options, vpp):

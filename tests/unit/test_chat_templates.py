@@ -1,6 +1,8 @@
 """What an agent is shown: chat templates, system prompts, messages of a row, and texts that spell control tokens."""
 
 import json
+import random
+import time
 
 import pytest
 from run_cases import CHARACTERS
@@ -8,6 +10,7 @@ from run_cases import CHARACTERS
 from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.chat_messages import messages_text
 from hacpo_mega.config.tokenizer_checks import template_notes
+from hacpo_mega.models.chat_template import render
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
     agent_codecs,
@@ -160,6 +163,79 @@ def test_thinking_that_a_prompt_opens(tmp_path, template, prompting, text, opene
     codec = TextCodec(tokenizer, Prompting(chat_template=template is not None, **prompting))
     assert codec.opened_thinking(text) == opened
     assert codec.shown_prompt(text).endswith(opened)
+
+
+# What a template makes of the clock at TIME, and of chance, before the message.
+TIME, SECONDS = "2024-02-29T23:59:58", "1709251198"
+CLOCKS = {
+    "%M": "59",
+    "%d%m%Y": "29022024",
+    "%s": SECONDS,
+    "%Z%z": "",
+}
+DRAWS = (
+    "{{ range(999)|random }}",
+    "{{ [range(999)]|map('random')|first }}",
+    "{{ [range(9)]|map('ran' ~ 'dom')|first }}",
+    "{{ lipsum(n=1, html=False)|length }}",
+)
+BEHIND = "+{{ messages[-1].content }}="
+
+
+def test_a_templates_clock_stands_at_the_time_of_its_run(tmp_path, monkeypatch):
+    """Whatever the machine's own says, in whatever zone; in the process that tries it, too."""
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    tokenizer.chat_template = "".join(f"{{{{ strftime_now('{form}') }}}};" for form in CLOCKS) + BEHIND
+    prompting, expected = Prompting(True, time=TIME), f"{''.join(f'{at};' for at in CLOCKS.values())}+1+2="
+    for zone in ("UTC", "Asia/Tokyo"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert TextCodec(tokenizer, prompting).shown_prompt("1+2") == expected
+        assert render(tokenizer.chat_template, [prompting.messages("1+2")], {}, TIME) == [expected]
+    monkeypatch.undo()
+    time.tzset()
+    assert TextCodec(tokenizer, prompting).reads_clock
+    monkeypatch.setattr("hacpo_mega.config.prompting.utc_now", lambda: TIME)
+    assert TextCodec(tokenizer, Prompting(True)).shown_prompt("1+2") == expected, "once, where nobody says"
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_a_template_draws_follows_from_the_messages(tmp_path, draw):
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    tokenizer.chat_template = draw + BEHIND
+    tasks = [f"{number}+2" for number in range(6)]
+    found = []
+    for seed in (1, 2):
+        random.seed(seed)
+        before = random.getstate()
+        codec = TextCodec(tokenizer, Prompting(True))
+        found.append([codec.shown_prompt(task) for task in tasks])
+        assert random.getstate() == before
+    assert found[0] == found[1]
+    assert len({text.partition("+")[0] for text in found[0]}) > 1, "another prompt has another draw"
+    assert render(tokenizer.chat_template, list(map(codec.prompting.messages, tasks)), {}) == found[0]
+
+
+def test_check_says_what_a_template_reads_beside_its_messages(tmp_path):
+    """Also of a named one beside it, by which prompts with tools are rendered."""
+    tokenizer, folder = make_tokenizer(tmp_path, CHARACTERS), tmp_path / "additional_chat_templates"
+    (tmp_path / "config.json").write_text("{}")
+    agent = AgentConfig(name="a", model=tmp_path, chat_template=True)
+    folder.mkdir()
+    for text, named, said in (
+        (CHAT, CHAT, []),
+        ("{{ strftime_now('%d') }}" + CHAT, "", ["reads the clock (strftime_now): it stands, in UTC, at the time of "]),
+        (CHAT, "{{ strftime_now('%d') }}", ["reads the clock (strftime_now): "]),
+        (DRAWS[0] + CHAT, "", ["draws at random (lipsum or random): equal messages always get equal draws"]),
+    ):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        (folder / "tool_use.jinja").write_text(named)
+        begins = f"a: the chat template of {tmp_path}/chat_template.jinja "
+        lines = list(template_notes([agent]))
+        assert len(lines) == len(said) and all(line.startswith(begins + want) for line, want in zip(lines, said))
+    with pytest.raises(ValueError, match=r"prints <built-in method index of str object at 0x[0-9a-f]+>, whose address"):
+        render("{{ messages[0].content.index }}", [[{"role": "user", "content": "1+2"}]], {})
+    assert tokenizer.eos_token
 
 
 def test_check_says_which_templates_add_an_end_or_are_not_used(tmp_path):

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 from checkpoint_cases import NAMES, complaint, config_in, make_step, start_of
+from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import (
     completed,
     plain,
     read_checkpoint,
 )
+from hacpo_mega.config import load_config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
+from hacpo_mega.config.template_time import lacks_time, with_times, with_times_of
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,25 @@ def test_what_trains_is_refused_unless_accepted(tmp_path):
     ]
     assert complaint(config, accept=("seed", "agents.*.optimizer")).count("\n") == 1
     assert start_of(config, accept=("seed", "agents.*.optimizer.lr", "algorithm")).step == 2
+
+
+def test_the_time_of_a_chat_template_is_kept_and_another_is_refused(tmp_path):
+    """By the step that the run goes on from, which has what its first start has read."""
+    folder, first, later = tmp_path / "a", "2024-02-29T23:59:58", "2024-03-01T00:00:00"
+    agent = agent_table(tmp_path, "a", "qwen3", CHARACTERS, chat_template=True)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%M') }}+{{ messages[0].content }}=")
+    file = write_config(tmp_path, [agent], algorithm={"method": "gspo"})
+    begun = with_times(load_config(file, []), first)
+    assert [agent.chat_template_time for agent in begun.agents] == [first] and not lacks_time(begun)
+    make_step(begun, 2)
+    again = load_config(file, [])
+    assert lacks_time(again)
+    start = start_of(again)
+    assert with_times(with_times_of(again, start.config), later) == begun
+    with pytest.raises(
+        ValueError, match=f'agents.a.chat_template_time was "{first}", is "{later}": go on all the same'
+    ):
+        start_of(load_config(file, [f"agents.a.chat_template_time={later!r}"]))
 
 
 @pytest.mark.parametrize(

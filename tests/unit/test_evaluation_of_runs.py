@@ -36,6 +36,7 @@ name = "a"
 model = "gone"
 chat_template = true
 chat_template_kwargs = { enable_thinking = false }
+chat_template_time = "2024-02-29T23:59:58"
 prompt_template = "Q: {prompt}"
 """
 
@@ -46,13 +47,15 @@ def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
     nothing = dict.fromkeys(("stop_text", "reward", "max_prompt_tokens"))
     model = tmp_path / "agents" / "a"
     trained = settings_for(model, [])
-    assert trained.prompting == Prompting(True, {"enable_thinking": False}, None, "Q: {prompt}")
+    time = "2024-02-29T23:59:58"
+    assert trained.prompting == Prompting(True, {"enable_thinking": False}, None, "Q: {prompt}", time)
+    assert Wording(chat_template=False).changed(Prompting(True, time=time)) == Prompting()
     assert (trained.reward, trained.require_stop) == ("arithmetic", True)
     assert (trained.max_prompt_tokens, trained.max_answer_tokens) == (9, 21)
     asked = nothing | {"max_answer_tokens": 5, "seed": 1, "is_suite": False}
     wording = Wording(template_args=["enable_thinking=true", "name=x y"], system_prompt="S")
     settings = ask(model, [], wording, **asked)
-    assert settings.prompting == Prompting(True, {"enable_thinking": True, "name": "x y"}, "S", "Q: {prompt}")
+    assert settings.prompting == Prompting(True, {"enable_thinking": True, "name": "x y"}, "S", "Q: {prompt}", time)
     assert (settings.reward, settings.max_answer_tokens, settings.max_prompt_tokens) == ("arithmetic", 5, 9)
     assert settings_for(tmp_path, []).reward == "math"
 

@@ -351,12 +351,14 @@ def test_an_adapter_without_its_base_names_the_base(one_file):
 @pytest.mark.parametrize(
     "tables, problem",
     [
-        ({"megatron": {"masked_softmax_fusio": True}}, "no such field; did you mean 'masked_softmax_fusion'?"),
+        ({"megatron": {"bias_dropout_fusio": True}}, "no such field; did you mean 'bias_dropout_fusion'?"),
         ({"megatron": {"fp8_amax_compute_algo": "all"}}, "must be Literal['most_recent', 'max'], found 'all'"),
         ({"megatron": {"moe_ffn_hidden_size": "1"}}, "megatron.moe_ffn_hidden_size must be Optional[int], found '1'"),
         ({"megatron": {"num_layers_in_first_pipeline_stage": 1.5}}, "must be Optional[int], found 1.5"),
         ({"megatron": {"cp_comm_type": ["p2p", 3]}}, "must be Optional[Union[str, List[str]]], found ['p2p', 3]"),
         ({"megatron": {"recompute_granularity": "full"}}, "from the model folder and the agent's recompute; remove it"),
+        ({"megatron": {"cp_comm_type": "zz"}}, "megatron.cp_comm_type: has no effect here: context parallelism is "),
+        ({"megatron": {"moe_z_loss_coeff": 0.1}}, "megatron.moe_z_loss_coeff has no effect here: this "),
         ({"megatron": {"deterministic_mode": 1}}, "megatron.deterministic_mode must be bool, found 1"),
         ({"megatron": {"grad_scale_func": "f"}}, "megatron.grad_scale_func must be Optional[Callable], found 'f'"),
         ({"megatron": {"context_parallel_size": 2}}, "megatron.context_parallel_size is decided by this project"),
@@ -378,7 +380,7 @@ def test_a_field_that_cannot_be_passed_on_is_one_line(original, tmp_path, tables
 
 
 def test_what_can_be_passed_on_is_accepted(folder):
-    megatron = {"fp8_amax_compute_algo": "max", "cp_comm_type": ["p2p"], "deterministic_mode": True}
+    megatron = {"bias_dropout_fusion": True, "deterministic_mode": True}
     vllm = {"gpu_memory_utilization": 1, "enforce_eager": False, "max_num_seqs": 8, "kv_cache_dtype": "auto"}
     vllm |= {"compilation_config": {"level": 0}, "block_size": 16}
     load_config(run_file(folder, megatron=megatron, vllm=vllm))

@@ -9,6 +9,7 @@ import torch
 from actor_cases import one_rank
 from expert_products import COUNTS, compare_products
 from tiny_models import make_model
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hacpo_mega.megatron import moe, router
 from hacpo_mega.megatron.expert_load import expert_load
@@ -37,19 +38,19 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
     compare_products(COUNTS[counts], dtype, "cpu")
 
 
-def make_layer(folder, case: str) -> torch.nn.Module:
+def make_layer(folder, case: str, family: str = "qwen3_moe", **overrides: float) -> torch.nn.Module:
     normalises, per_token = CASES[case]
     architecture = dataclasses.replace(
-        Architecture.from_folder(make_model(folder, "qwen3_moe", num_experts=6, experts_per_token=per_token)),
+        Architecture.from_folder(make_model(folder, family, num_experts=6, experts_per_token=per_token)),
         normalises_experts=normalises,
     )
-    config = transformer_config(architecture, Layout(), dtype=torch.float32, overrides={})
+    config = transformer_config(architecture, Layout(), dtype=torch.float32, overrides=overrides)
     with megatron_platform():
         layer = expert_layer(architecture)(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
     return layer
 
 
@@ -109,6 +110,56 @@ def test_that_test_sees_a_gradient_that_is_slightly_wrong(world, tmp_path, monke
     layer, theirs = make_layer(tmp_path, "normalised"), getattr(owner, method)
     monkeypatch.setattr(owner, method, staticmethod(lambda ctx, grad: wrong(theirs, ctx, grad)))
     assert max(errors(layer, "normalised").values()) > 100 * AGREED
+
+
+def auxiliary_losses(logits_nE: torch.Tensor, experts_nk: torch.Tensor, *, sigmoid: bool) -> list[torch.Tensor]:
+    """Of the tokens of a micro-batch, token by token: E / (k T^2) sum_e f_e sum_t p_te, and logsumexp^2."""
+    (num_tokens, num_experts), per_token = logits_nE.shape, experts_nk.shape[1]
+    balance = z = torch.zeros((), dtype=torch.float64)
+    for logits in logits_nE:
+        probs = logits.sigmoid() / logits.sigmoid().sum() if sigmoid else logits.softmax(dim=0)
+        load = [int((experts_nk == expert).sum()) for expert in range(num_experts)]
+        balance = balance + sum(count * prob for count, prob in zip(load, probs))
+        z = z + logits.exp().sum().log() ** 2
+    return [balance * num_experts / (per_token * num_tokens**2), z / num_tokens]
+
+
+# By (moe_aux_loss_coeff, moe_z_loss_coeff).
+COEFFICIENTS = [(0.3, 0.0), (0.0, 0.02), (0.3, 0.02)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(("aux", "z"), COEFFICIENTS)
+def test_auxiliary_losses_are_their_formulas_in_the_gradient(world, tmp_path, family, aux, z):
+    """23 tokens of 31 are read, of an update of 50; four of them go where they are told to."""
+    layer = make_layer(tmp_path, "normalised", family, moe_aux_loss_coeff=aux, moe_z_loss_coeff=z)
+    hidden_nH = torch.randn(31, 64, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    told_nk = torch.full((31, 2), router.UNTOLD, dtype=torch.int16)
+    told_nk[:4], told_nk[23:] = torch.tensor([0, 1], dtype=torch.int16), router.PADDING
+    layer.router(hidden_nH, told_nk)
+    assert not layer.router.losses_2.any(), "outside of an update"
+    layer.router.num_tokens = 50
+    shares_nk, experts_nk = layer.router(hidden_nH, told_nk)
+    (0.0 * shares_nk.sum()).backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden_nH, layer.router.weight)]
+    losses = auxiliary_losses(exact[0][:23] @ exact[1].T, experts_nk[:23], sigmoid=family == "glm4_moe")
+    (23 / 50 * (aux * losses[0] + z * losses[1])).backward()
+    for found, expected in zip((hidden_nH, layer.router.weight), exact, strict=True):
+        assert (found.grad - expected.grad).norm() < AGREED * expected.grad.norm()
+    expected = [float(loss.detach()) * 23 if coefficient else 0.0 for loss, coefficient in zip(losses, (aux, z))]
+    assert layer.router.losses_2.tolist() == pytest.approx(expected, rel=AGREED)
+
+
+def test_the_balance_is_that_of_transformers(world, tmp_path):
+    """Which counts every one of a token's k experts as a whole, so that it is k times as large."""
+    layer = make_layer(tmp_path, "as they are", moe_aux_loss_coeff=1.0)
+    layer.router.num_tokens = 23
+    hidden_nH = torch.randn(23, 64, generator=torch.Generator().manual_seed(6))
+    layer.router(hidden_nH)
+    logits = ((hidden_nH @ layer.router.weight.T).detach().double(),)
+    assert 3 * float(layer.router.losses_2[0]) / 23 == pytest.approx(
+        float(load_balancing_loss_func(logits, 6, 3)), rel=AGREED
+    )
 
 
 def test_its_load_is_counted_where_it_learns_and_nowhere_else(world, tmp_path):

@@ -14,6 +14,7 @@ from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.models.architecture import Architecture
 from hacpo_mega.models.layout import layout_problems
+from hacpo_mega.models.megatron_fields import field_problems
 from hacpo_mega.models.public import public_architecture
 
 
@@ -69,5 +70,7 @@ def model_of(agent: AgentConfig) -> Architecture:
 
 def _layout_lines(config: Config, agent: AgentConfig, model: Architecture) -> Iterator[str]:
     yield from table_problems(agent.megatron, agent.vllm)
-    yield from layout_problems(model, agent.layout(config.lanes))
+    layout = agent.layout(config.lanes)
+    yield from layout_problems(model, layout)
+    yield from field_problems(agent.megatron, model, layout, has_adapters=agent.lora is not None)
     yield from position_problems(config, model)
