@@ -18,7 +18,7 @@ quickstart: env
 # shows that a copy works, `test-all` everything, `test-nightly` what that has beyond `test`; tests/support/budgets.py
 # says which tests stay together on a worker and which come first.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
+PYTEST  := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
 test: env
 	$(PYTEST) -n $(WORKERS) -m "not nightly"
 

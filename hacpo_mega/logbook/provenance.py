@@ -8,12 +8,12 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.cluster.environment import place_in_cluster
+from hacpo_mega.cluster.environment import num_threads_set, place_in_cluster
 from hacpo_mega.logbook.json_lines import json_lines
 from hacpo_mega.models.documents import json_file
 from hacpo_mega.models.hub import model_name
@@ -26,7 +26,7 @@ FINISHED = "finished.json"
 
 
 def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> None:
-    """Adds a line for this start: when, after which step, which models, commit, versions, job and nodes."""
+    """Adds a line for this start: when, after which step, which models, commit, versions, threads, job, nodes."""
     start = {
         "time_unix_s": round(time.time(), 3),
         "steps_done": steps_done,
@@ -34,6 +34,7 @@ def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> 
         "commit": source_commit(),
         "python": platform.python_version(),
         "packages": installed_versions(),
+        "threads": num_threads_set(),
         **place_in_cluster(),
     }
     with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
@@ -45,6 +46,14 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     with suppress(FileNotFoundError):
         return [line for _, _, line in json_lines(run_dir / "starts.jsonl", "a start of the run")]
     return []
+
+
+def other_threads(run_dir: Path) -> Iterator[str]:
+    """A line where rank 0 of the last start of this run had another number of threads than this process has."""
+    with suppress(ValueError):  # whoever goes on in that folder says what its files lack
+        before = [start.get("threads") for start in read_starts(run_dir)][-1:]
+        if before and type(before[0]) is int and 0 != before[0] != (now := num_threads_set()) != 0:
+            yield f"OMP_NUM_THREADS was {before[0]}, is {now}: the CPU rounds otherwise with it"
 
 
 def record_end(run_dir: Path, steps_done: int) -> None:
