@@ -122,6 +122,17 @@ def test_whatever_differs_is_found(campaign, tmp_path, harm, found):
     assert any(problem.startswith(found) for problem in problems), problems
 
 
+def test_a_fault_strikes_a_run_that_is_faster_than_was_foreseen_while_steps_are_left(campaign, tmp_path):
+    """It is due in 11 days; after 2 of 5 steps, or a step after the newest one on disk, later faults need what is left."""
+    config = campaign.config.model_copy(update={"run_dir": tmp_path})
+    fast = dataclasses.replace(campaign, config=config)
+    for committed in (0, 3):
+        lines = [{"step": n, "values": {}, "timing": {"time_unix_s": 10.0 + n}} for n in range(max(committed, 1) + 2)]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (tmp_path / f"checkpoints/step_{committed:06d}").mkdir(parents=True)
+        assert not fast._await_moment(Fault(0, "kill-one", 1e6, None, (0,)), [], launched=5.0)
+
+
 def fault(kind: str) -> Fault:
     return Fault(0, kind, 1.0, None, (0,))
 
