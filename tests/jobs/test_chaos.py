@@ -123,7 +123,7 @@ def test_whatever_differs_is_found(campaign, tmp_path, harm, found):
 
 
 def test_a_fault_strikes_a_run_that_is_faster_than_was_foreseen_while_steps_are_left(campaign, tmp_path):
-    """It is due in 11 days; after 2 of 5 steps, or a step after the newest one on disk, later faults need what is left."""
+    """It is due in 11 days. After 2 of 5 steps, or one after the newest on disk, later faults need what is left."""
     config = campaign.config.model_copy(update={"run_dir": tmp_path})
     fast = dataclasses.replace(campaign, config=config)
     for committed in (0, 3):
