@@ -50,10 +50,12 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 def other_threads(run_dir: Path) -> Iterator[str]:
     """A line where rank 0 of the last start of this run had another number of threads than this process has."""
+    starts, now = [], num_threads_set()
     with suppress(ValueError):  # whoever goes on in that folder says what its files lack
-        before = [start.get("threads") for start in read_starts(run_dir)][-1:]
-        if before and type(before[0]) is int and 0 != before[0] != (now := num_threads_set()) != 0:
-            yield f"OMP_NUM_THREADS was {before[0]}, is {now}: the CPU rounds otherwise with it"
+        starts = read_starts(run_dir)
+    before = starts[-1].get("threads") if starts else None
+    if now and before and type(before) is int and before != now:
+        yield f"OMP_NUM_THREADS was {before}, is {now}: the CPU rounds otherwise with it"
 
 
 def record_end(run_dir: Path, steps_done: int) -> None:
