@@ -43,7 +43,7 @@ def campaign(tmp_path_factory) -> Campaign:
     """
     folder = tmp_path_factory.mktemp("chaos")
     agents = [
-        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2, engine_tp=1),
         agent_table(folder, "narrow", "llama", CHARACTERS + PAIRS),
     ]
     rollout = {"rollouts_per_prompt": 4, "max_prompt_tokens": 8, "max_answer_tokens": 12, "one_step_off": True}
