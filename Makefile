@@ -14,11 +14,12 @@ CONFIG ?= configs/quickstart.toml
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
 
-# A worker for two cores, from two to eight; a test that starts processes gives each of them one thread. `test` is what
-# shows that a copy works, `test-all` everything, `test-nightly` what that has beyond `test`; tests/support/budgets.py
-# says which tests stay together on a worker and which come first.
+# A worker for two cores, from two to eight; a process that a test starts gets THREADS threads. `test` is what shows that
+# a copy works, `test-all` everything, `test-nightly` what that has beyond `test`; tests/support/budgets.py says which
+# tests stay together on a worker and which come first.
+THREADS ?= 1
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
+PYTEST  := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
 test: env
 	$(PYTEST) -n $(WORKERS) -m "not nightly"
 

@@ -66,6 +66,9 @@ def chaos(
             say(error)
             raise typer.Exit(1) from None
         verdict = compare(config.run_dir, reference, config)
-        say(write_table(out, campaign.attempts(), config.run_dir, verdict))
+        attempts = campaign.attempts()
+        say(write_table(out, attempts, config.run_dir, verdict))
+        if (struck := sum(len(attempt.struck) for attempt in attempts)) < faults:
+            say(f"the run was over when {struck} of {faults} faults had struck: give it more num_steps")
     if verdict.problems:
         raise typer.Exit(1)

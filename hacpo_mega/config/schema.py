@@ -318,7 +318,7 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     """Trackers and traces."""
     slurm: SlurmConfig = SlurmConfig()
-    """What `hacpo-mega slurm` asks a cluster for; it changes no result."""
+    """What `hacpo-mega slurm` asks a cluster for; it changes no result, but on the CPU cpus_per_rank by rounding."""
 
     @property
     def traced_steps(self) -> tuple[int, ...]:

@@ -39,6 +39,14 @@ class JobServer:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
 
+    def start(self) -> None:
+        """Starts the server, and waits until it has imported what it forks."""
+        with changed_environment(SERVER_ONLY):
+            forkserver.ensure_running()
+        process = self._context.Process(target=int)
+        process.start()
+        process.join()
+
     def run(self, world_size: int, folder: Path, function: Callable[..., None], *arguments: Any) -> list[int | None]:
         """Calls `function(*arguments)`, which must be importable, in `world_size` ranks; their exit statuses, by rank.
 

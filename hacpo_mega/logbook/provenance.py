@@ -8,12 +8,12 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.cluster.environment import place_in_cluster
+from hacpo_mega.cluster.environment import num_threads_set, place_in_cluster
 from hacpo_mega.logbook.json_lines import COUNT, NUMBER, TEXT, bad_line, json_lines, table_of, wrong_field
 from hacpo_mega.models.documents import json_file
 from hacpo_mega.models.hub import model_name
@@ -35,7 +35,7 @@ FIELDS = {
 
 
 def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> None:
-    """Adds a line for this start: when, after which step, which models, commit, versions, job and nodes."""
+    """Adds a line for this start: when, after which step, which models, commit, versions, threads, job, nodes."""
     start = {
         "time_unix_s": round(time.time(), 3),
         "steps_done": steps_done,
@@ -43,6 +43,7 @@ def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> 
         "commit": source_commit(),
         "python": platform.python_version(),
         "packages": installed_versions(),
+        "threads": num_threads_set(),
         **place_in_cluster(),
     }
     with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
@@ -58,6 +59,16 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
                 raise bad_line(path, number, text, LINE, why)
             starts.append(line)
     return starts
+
+
+def other_threads(run_dir: Path) -> Iterator[str]:
+    """A line where rank 0 of the last start of this run had another number of threads than this process has."""
+    starts, now = [], num_threads_set()
+    with suppress(ValueError, OSError):  # whoever goes on in that folder says what its files lack
+        starts = read_starts(run_dir)
+    before = starts[-1].get("threads") if starts else None
+    if now and before and type(before) is int and before != now:
+        yield f"OMP_NUM_THREADS was {before}, is {now}: the CPU rounds otherwise with it"
 
 
 def record_end(run_dir: Path, steps_done: int) -> None:

@@ -12,7 +12,7 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class StreamBeside:
     """For a thread: the device of the thread that made this, and on it a stream that is not the trainer's.
 
     What the thread asks there follows what was asked so far; left, the device has done it, also after an error. On the
-    CPU nothing.
+    CPU it computes with as many threads as whom it follows.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class StreamBeside:
     def follow(self) -> AbstractContextManager[None]:
         """To be entered by the thread; asked by whom it follows."""
         if self._stream is None:
-            return nullcontext()
+            return _computing_with(torch.get_num_threads())
         return self._entered(self._stream, torch.cuda.current_stream().record_event())
 
     @staticmethod
@@ -80,6 +80,17 @@ class StreamBeside:
                 yield
             finally:
                 stream.synchronize()
+
+
+@contextmanager
+def _computing_with(num_threads: int) -> Iterator[None]:
+    """In a new thread, for which OpenMP counts what OMP_NUM_THREADS was when it was loaded: before a fork another.
+
+    torch tells it its own number at its first operation there, in the middle of vLLM's, whose attention then finds
+    another number than its plan was made for.
+    """
+    torch.set_num_threads(num_threads)
+    yield
 
 
 def require_process(tensor_parallel_size: int) -> None:

@@ -30,6 +30,7 @@ from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.provenance import other_threads
 from hacpo_mega.logbook.run_folder import RunFolder
 from hacpo_mega.logbook.run_inputs import input_changes
 from hacpo_mega.logbook.run_lock import RunLock
@@ -111,7 +112,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     names = tuple(agent.name for agent in config.agents)
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
-    _say_begin(console, config, start, is_first=is_first)
+    _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
     _require_named_code(config, place)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in handed.observers])
@@ -194,7 +195,7 @@ def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_d
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
 
 
-def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is_first: bool) -> None:
+def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is_first: bool, on_cpu: bool) -> None:
     """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
     agents = ", ".join(agent.name for agent in config.agents)
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
@@ -207,6 +208,8 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
     if start is not None:
         console.say(f"goes on after step {start.step}, from {start.folder}")
         for change in [*changes(start.config, plain(config)), *(input_changes(start, config) if is_first else ())]:
+            console.say(f"changed since: {change}")
+        for change in other_threads(start.folder.parents[1]) if is_first and on_cpu else ():
             console.say(f"changed since: {change}")
 
 

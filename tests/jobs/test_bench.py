@@ -43,8 +43,8 @@ def test_every_schedule_does_the_work_that_was_asked_for(done):
             tokens = found["generated_per_s"] * schedule["wall_s"]
             assert tokens == pytest.approx(TOKENS * num_answers), (schedule["name"], agent)
             assert found["trained_answers"] in num_trained, (schedule["name"], agent)
-            # a step and its phases are timed apart, and agree to 3 %; in turns they hold waiting
-            assert (found["idle_share"] is None) if schedule["name"] == "in turns" else -0.03 <= found["idle_share"] < 1
+            # a step and its phases are timed apart, by two ranks, and a crowded machine keeps one of them waiting
+            assert (found["idle_share"] is None) if schedule["name"] == "in turns" else found["idle_share"] < 1
             assert found["seconds_per_1000"] == pytest.approx(1000 * schedule["wall_s"] / found["trained_answers"])
 
 

@@ -12,12 +12,13 @@ from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_mega.cli.experiment import train_rank
 from hacpo_mega.config import load_config
+from hacpo_mega.jobs.forked import changed_environment
 from hacpo_mega.lab.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained, opened_since
 from hacpo_mega.lab.chaos.faults import KINDS, Fault, draw_fault
 from hacpo_mega.lab.chaos.table import costs, write_table
 from hacpo_mega.lab.chaos.verdict import compare
 from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import record_start
+from hacpo_mega.logbook.provenance import read_starts, record_start
 
 pytestmark = pytest.mark.nightly
 
@@ -36,20 +37,26 @@ class ByEvents(Campaign):
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory) -> Campaign:
-    """A run that was struck by three faults, tensor parallel 2 beside a single rank, and its twin in peace."""
+    """A run that was struck by three faults, tensor parallel 2 beside a single rank, and its twin in peace.
+
+    Both write the next step's answers meanwhile, with more threads than the server that their ranks are forked from.
+    """
     folder = tmp_path_factory.mktemp("chaos")
     agents = [
-        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2, engine_tp=1),
         agent_table(folder, "narrow", "llama", CHARACTERS + PAIRS),
     ]
-    file = write_config(folder, agents, num_steps=STEPS, checkpoint={"every_steps": 1}, stall_s=120.0)
+    rollout = {"rollouts_per_prompt": 4, "max_prompt_tokens": 8, "max_answer_tokens": 12, "one_step_off": True}
+    tables = {"rollout": rollout, "checkpoint": {"every_steps": 1}}
+    file = write_config(folder, agents, num_steps=STEPS, stall_s=120.0, **tables)
     config = load_config(file, [f"run_dir={folder / 'out' / 'run'}"])
     # The server that all tests fork from: it has imported what the campaign's own would import.
     start_ranks(1, folder, play_command, "--help")[0].join()
     found = ByEvents(config, folder / "out", 3, SEED, ("kill-one", "pause", "disk"), train_rank)
-    found.run_undisturbed(folder / "out" / "undisturbed")
-    for _ in found.run_under_faults():
-        pass
+    with changed_environment({"OMP_NUM_THREADS": "2"}):
+        found.run_undisturbed(folder / "out" / "undisturbed")
+        for _ in found.run_under_faults():
+            pass
     return found
 
 
@@ -62,6 +69,7 @@ def test_a_run_under_faults_ends_with_the_bits_of_the_run_in_peace(campaign):
     struck = [fault.kind for attempt in attempts for fault, _ in attempt.struck]
     assert struck == ["pause", "disk", "kill-one"]
     text = write_table(campaign.out, attempts, run_dir, verdict)
+    assert {start["threads"] for start in read_starts(run_dir)} == {2}
     assert "| pause | 1 | 0 | 0 |" in text and "Equal to the last bit." in text
     record = json.loads((campaign.out / "chaos.json").read_text())
     assert 0.0 < record["training_share"] < 1.0 and len(record["faults"]) == len(struck)
@@ -112,6 +120,17 @@ def test_whatever_differs_is_found(campaign, tmp_path, harm, found):
         answers.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     problems = compare(run, campaign.out / "undisturbed", campaign.config).problems
     assert any(problem.startswith(found) for problem in problems), problems
+
+
+def test_a_fault_strikes_a_run_that_is_faster_than_was_foreseen_while_steps_are_left(campaign, tmp_path):
+    """It is due in 11 days. After 2 of 5 steps, or one after the newest on disk, later faults need what is left."""
+    config = campaign.config.model_copy(update={"run_dir": tmp_path})
+    fast = dataclasses.replace(campaign, config=config)
+    for committed in (0, 3):
+        lines = [{"step": n, "values": {}, "timing": {"time_unix_s": 10.0 + n}} for n in range(max(committed, 1) + 2)]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (tmp_path / f"checkpoints/step_{committed:06d}").mkdir(parents=True)
+        assert not fast._await_moment(Fault(0, "kill-one", 1e6, None, (0,)), [], launched=5.0)
 
 
 def fault(kind: str) -> Fault:

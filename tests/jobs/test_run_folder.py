@@ -224,5 +224,5 @@ def test_a_start_says_what_a_success_is_where_its_method_asks_for_one(tmp_path):
     ):
         console = SimpleNamespace(said=[])
         console.say = console.said.append
-        _say_begin(console, load_unchecked(file, overrides), None, is_first=True)
+        _say_begin(console, load_unchecked(file, overrides), None, is_first=True, on_cpu=True)
         assert [line.startswith(unsaid) for line in console.said] == [False, True][: 1 + is_said]

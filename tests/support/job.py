@@ -51,7 +51,9 @@ ON_CUDA = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if ON_CUDA else "forkserver")
 if not ON_CUDA:
     PROCESSES.set_forkserver_preload(["preloaded"])
-ENVIRONMENT = {**library_settings(on_cuda=ON_CUDA), "OMP_NUM_THREADS": "1"}
+# Threads of every process that a test starts. More than one changes how the CPU rounds, never what a test may ask.
+THREADS = os.environ.get("OMP_NUM_THREADS", "1")
+ENVIRONMENT = {**library_settings(on_cuda=ON_CUDA), "OMP_NUM_THREADS": THREADS}
 
 # The time limit of a test's collectives: long, because a crowded machine is no error.
 TIMEOUT_S = 900.0
@@ -156,7 +158,7 @@ def run_here(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
-    """`hacpo-mega ARGUMENTS` as a user starts it, one thread per rank; `options` are Popen's."""
+    """`hacpo-mega ARGUMENTS` as a user starts it, THREADS per rank; `options` are Popen's."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     python, environment = interpreter()
     return subprocess.Popen([python, "-m", "hacpo_mega.cli", *map(str, arguments)], env=environment, **pipes)
@@ -164,8 +166,8 @@ def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
 
 @functools.cache
 def interpreter() -> tuple[str, dict[str, str]]:
-    """A Python for commands that start heavy processes, and its environment: one thread for each."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    """A Python for commands that start heavy processes, and its environment: THREADS for each."""
+    environment = os.environ | {"OMP_NUM_THREADS": THREADS}
     if ON_CUDA:
         return sys.executable, environment
     _start_server()
@@ -198,7 +200,7 @@ def _play(rank: int, folder: Path, environment: dict[str, str], function: Callab
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     assert ON_CUDA or "preloaded" in sys.modules, "the server could not import tests/support/preloaded.py"
     os.environ.update(environment)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(THREADS))
     torch.save(function(*arguments), folder / f"{rank}.pt")
 
 

@@ -3,10 +3,14 @@
 jobs/test_engine.py runs a real engine in the thread, jobs/test_answers_ahead.py whole runs.
 """
 
+import ctypes
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from recorded_cuda import Memory, RecordedCuda, told
 
 from hacpo_mega.records import Completion, Prompt, Stop
@@ -51,6 +55,19 @@ def test_a_call_that_is_stopped_hears_of_it_and_has_ended():
     thread.begin(generate)
     thread.stop()
     assert ended.is_set()
+
+
+def test_a_call_computes_with_as_many_threads_as_its_caller():
+    """OpenMP is asked as vLLM's kernels ask it: of a new thread it knows what it was told when it was loaded."""
+    last = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    openmp = ctypes.CDLL(next(path for path in last if re.search(r"/lib[gi]?omp[^/]*$", path)))
+    before, thread = torch.get_num_threads(), EngineThread()
+    torch.set_num_threads(before + 1)
+    try:
+        thread.begin(lambda is_unwanted: openmp.omp_get_max_threads())
+        assert thread.finish() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dies", [False, True])

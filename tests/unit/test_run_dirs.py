@@ -15,7 +15,7 @@ from hacpo_mega.config.run_dirs import is_run
 from hacpo_mega.logbook.metrics import require_readable_metrics
 from hacpo_mega.logbook.missing_logs import missing_logs
 from hacpo_mega.logbook.older_runs import move_aside
-from hacpo_mega.logbook.provenance import read_starts, record_start
+from hacpo_mega.logbook.provenance import other_threads, read_starts, record_start
 
 METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
 
@@ -217,6 +217,19 @@ def test_a_start_that_is_none_is_named(tmp_path):
         file.write("\x00garbage\n")
     with pytest.raises(ValueError, match=r"starts\.jsonl, line 2: not a start of the run"):
         read_starts(tmp_path)
+
+
+def test_another_number_of_threads_than_at_the_last_start_is_said(tmp_path, monkeypatch):
+    assert list(other_threads(tmp_path)) == [], "no start"
+    for before, now, said in (("1", "1", None), ("1", "2", "OMP_NUM_THREADS was 1, is 2"), ("", "2", None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+        record_start(tmp_path, 0, {})
+        monkeypatch.setenv("OMP_NUM_THREADS", now)
+        assert [line.partition(":")[0] for line in other_threads(tmp_path)] == ([said] if said else [])
+    for foreign in ('{"steps_done": 0}', '{"threads": "1"}', '{"threads": [1]}', "garbage"):
+        with (tmp_path / "starts.jsonl").open("a") as file:
+            file.write(foreign + "\n")
+        assert list(other_threads(tmp_path)) == []
 
 
 def test_logs_that_have_vanished_are_said(tmp_path):

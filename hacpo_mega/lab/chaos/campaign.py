@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from multiprocessing import connection
@@ -40,6 +40,7 @@ PEACE = "undisturbed_ranks"
 # Of a start and of a step, before any has been seen.
 START_S, STEP_S = 20.0, 2.0
 LONGER = 1.5
+LOOK_S = 0.1  # between two looks at how far the run is
 RECENT = 5  # steps that say how fast the machine is at present
 # Beyond stall_s, until a rank that was stopped for good must have been named: else the job has not noticed.
 NOTICE_S = 120.0
@@ -105,7 +106,9 @@ class Campaign:
 
     @cached_property
     def _server(self) -> JobServer:
-        return JobServer(PRELOAD)
+        server = JobServer(PRELOAD)
+        server.start()  # else the first start would seem to take as long as the server's imports
+        return server
 
     @property
     def world_size(self) -> int:
@@ -152,13 +155,14 @@ class Campaign:
         folder = self.out / "attempts" / f"{len(before):04d}"
         shutil.rmtree(folder, ignore_errors=True)  # of a start that the campaign itself did not survive
         number = sum(len(attempt.struck) for attempt in before)
+        ranks = self._ranks(folder, self.config)
         safe, launched = self._on_disk()[0], time.time()
         struck: list[tuple[Fault, float]] = []
         unnoticed = False
-        with self._ranks(folder, self.config) as processes:
+        with ranks as processes:
             while number < self.num_faults:
                 fault = self._draw(number, before, is_running=bool(struck))
-                if _wait(processes, fault.moment_s):
+                if self._await_moment(fault, processes, launched):
                     break
                 struck.append((fault, time.time()))
                 number += 1
@@ -204,6 +208,18 @@ class Campaign:
             stall_s=self.config.stall_s,
         )
 
+    def _await_moment(self, fault: Fault, processes: list[BaseProcess], launched: float) -> bool:
+        """Waits until the fault is due; whether the run has ended before.
+
+        It is due earlier where the run is so fast that it would leave less than a step to each of the later faults.
+        """
+        end = time.monotonic() + fault.moment_s
+        latest = max(self._on_disk()[0] + 1, self.config.num_steps - (self.num_faults - fault.number))
+        while (wait_s := end - time.monotonic()) > 0.0 and self._logged(since=launched) < latest:
+            if _wait(processes, min(wait_s, LOOK_S)):
+                return True
+        return _wait(processes, 0.0)
+
     def _pace(self, before: list[Attempt]) -> tuple[float, float]:
         """Seconds of a start and of a step, as the last ones were: a machine that others use is not always as fast."""
         start_s = self._first_start_s()
@@ -222,9 +238,14 @@ class Campaign:
 
     def _on_disk(self) -> tuple[int, int]:
         """(the newest committed step, the last step in metrics.jsonl) of the run; 0 where there is none."""
-        metrics = self.config.run_dir / "metrics.jsonl"
-        logged = max(read_metrics(metrics), default=0) if metrics.exists() else 0
-        return max(committed_steps(self.config.run_dir), default=0), logged
+        return max(committed_steps(self.config.run_dir), default=0), self._logged(since=0.0)
+
+    def _logged(self, since: float) -> int:
+        """The last step that was written to metrics.jsonl after `since`; 0 where none was."""
+        with suppress(FileNotFoundError):  # none yet, or a start moves the folder aside at this moment
+            steps = read_metrics(self.config.run_dir / "metrics.jsonl").items()
+            return max((step for step, of_step in steps if of_step.timing["time_unix_s"] > since), default=0)
+        return 0
 
     def _suffer(self, fault: Fault, processes: list[BaseProcess]) -> tuple[bool, bool]:
         """Strikes, and waits until the fault is over: (whether the job has ended, whether it had to be ended)."""
@@ -241,10 +262,11 @@ class Campaign:
         return True, True
 
     def _ranks(self, folder: Path, config: Config) -> AbstractContextManager[list[BaseProcess]]:
+        server = self._server
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "config.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
-        return self._server.ranks(self.world_size, folder, self.train_rank, str(file))
+        return server.ranks(self.world_size, folder, self.train_rank, str(file))
 
 
 def opened_since(run_dir: Path, launched: float) -> tuple[float, int] | tuple[None, None]:
