@@ -31,6 +31,7 @@ while kill -0 $child 2>/dev/null; do # a trap ends `wait` early
   status=$?
 done
 echo "$SLURM_PROCID $status $(date +%s%N) $SLURMD_NODENAME" >"$name.ended"
+[[ $status != 2 ]] || : >"$logs/refused" # the job script ends the others, who may be waiting for this one
 if [[ $SLURM_PROCID == 0 ]]; then # the last lines are still on their way
   exec >&- 2>&-
   for _ in {1..20}; do kill -0 $tee 2>/dev/null && sleep 0.1; done

@@ -65,6 +65,7 @@ NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JO
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
 PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
+ENDS_NOTED = "HACPO_MEGA_ENDS_NOTED"  # set by launch/slurm.sbatch, which writes how each of its attempts ends
 LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by jobs/local.py for the ranks it starts
 
 
@@ -231,6 +232,11 @@ def attempt_of_job() -> tuple[str, int] | None:
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}", 1 + restarts
     return None
+
+
+def ends_are_noted() -> bool:
+    """Whether the job script that started this process notes how an attempt ends, unless Slurm ends it."""
+    return ENDS_NOTED in os.environ
 
 
 def place_in_cluster() -> dict[str, str]:

@@ -25,7 +25,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
-from hacpo_mega.jobs.slurm_queue import job_name, jobs_of, partitions, spoken
+from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, ask, job_name, jobs_of, partitions, spoken
 from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.run_lock import RunLock
@@ -36,7 +36,7 @@ TEMPLATE = LAUNCH / "slurm.sbatch"
 ODD = '%"\\'  # in a directive: a number of the job, the end of the value, an escape
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
-MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|unable to contact|limit")
+MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|limit")
 # File systems in the memory of one machine. Of others nothing is known here: the head node of a cluster may export its
 # own disk; a node that does not see the folder says so when the job starts.
 NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
@@ -112,7 +112,11 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster; --dry-run shows the script")
-    others = jobs_of(job.run_dir) or []
+    others = jobs_of(job.run_dir, CONTROLLER_S)
+    if others is None:
+        raise ValueError(
+            f"squeue does not answer: whether a job of {job.run_dir} runs or waits is not known; try later"
+        )
     if fresh and others:
         numbers = " ".join(other.number for other in others)
         raise ValueError(f"--fresh: {spoken(others)} of {job.run_dir}: wait for it, or end it first: scancel {numbers}")
@@ -123,7 +127,7 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
             job.run_dir.mkdir(parents=True, exist_ok=True)
             lock.enter(aside)  # else what marks the lock would stay in the folder that has moved
     script = _write(job)
-    done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
+    done = ask([sbatch, "--parsable", str(script)])
     if done.returncode:
         raise ValueError(f"Slurm refuses {script}: {_words(done.stderr)}")
     number = done.stdout.strip().partition(";")[0]
@@ -136,8 +140,7 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
 
 def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
     """ValueError, before anything is written, in Slurm's words, for an account, qos or option that it does not know."""
-    command = [sbatch, "--test-only", "--output=/dev/null"]
-    done = subprocess.run(command, input=job.script(1), capture_output=True, text=True)
+    done = ask([sbatch, "--test-only", "--output=/dev/null"], script=job.script(1))
     if done.returncode and not MAY_CHANGE.search(done.stderr):
         raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.jobs.attempts import record_told
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.run_folder import RunFolder
@@ -105,6 +107,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     names = tuple(agent.name for agent in config.agents)
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
+    place.when_told(partial(record_told, config.run_dir))
     _say_begin(console, config, start, is_first=is_first)
     require_named_functions(config)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
