@@ -214,9 +214,14 @@ def test_only_another_state_is_the_end_that_slurm_makes(tmp_path, state):
     told = ended(143, 143, then="os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)")
     attempt = Attempt(tmp_path, told, variables={"STATE": state, "AWAY": "1"})
     assert attempt.status == 143 and attempt.ends == [] and "requeue 7" not in attempt.asked
-    assert "told to end (SIGTERM)" in attempt.said
-    assert f"does not queue again: Slurm ends this job ({state})" in attempt.said
+    assert "told to end (SIGTERM)" in attempt.said and "ended first" not in attempt.said
+    assert f"Slurm ends this attempt ({state})" in attempt.said
     assert (attempt.run_dir / "logs/attempt_1/ended").read_text().count("\n") == 2
+
+
+def test_a_cancelled_job_is_said_to_be_one(tmp_path):
+    attempt = Attempt(tmp_path, ended(9), variables={"STATE": "CANCELLED"})
+    assert attempt.status == 9 and "does not queue again: Slurm ends this job (CANCELLED)" in attempt.said
 
 
 @pytest.mark.parametrize(("state", "ends"), [("DOWN*", ["died", "lost"]), ("IDLE", ["died"])])
