@@ -219,6 +219,13 @@ def test_only_another_state_is_the_end_that_slurm_makes(tmp_path, state):
     assert (attempt.run_dir / "logs/attempt_1/ended").read_text().count("\n") == 2
 
 
+def test_a_job_that_slurm_ends_at_its_limit_queues_again(tmp_path):
+    """As when the controller was away at the signal, and back after the limit."""
+    told = ended(75, 75, then="os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)")
+    attempt = Attempt(tmp_path, told, variables={"STATE": "COMPLETING Reason=TimeLimit"})
+    assert attempt.status == 0 and attempt.asked[-1] == "requeue 7" and attempt.ends == ["told"]
+
+
 def test_a_cancelled_job_is_said_to_be_one(tmp_path):
     attempt = Attempt(tmp_path, ended(9), variables={"STATE": "CANCELLED"})
     assert attempt.status == 9 and "does not queue again: Slurm ends this job (CANCELLED)" in attempt.said
