@@ -154,7 +154,8 @@ def test_where_nothing_may_queue_again_the_user_is_told_how(slurm, config):
     kept = 'slurm.sbatch_options=["--no-requeue", "--export=NONE"]'
     said, job = end_of(slurm, *submit(slurm, config, "never", "75", kept))
     assert job["JobState"] == "FAILED"
-    assert f"cannot queue again; by hand: sbatch {config.parent}/never/slurm/job.1.sbatch" in said
+    assert "cannot queue again (" in said and "disabled for job" in said
+    assert f"); by hand: sbatch {config.parent}/never/slurm/job.1.sbatch" in said
 
 
 def test_a_run_that_gets_nowhere_is_stopped_with_the_reason(slurm, going):
