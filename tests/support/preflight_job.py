@@ -22,7 +22,7 @@ def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
     fault = faults.get(rank, "")
     if fault == "never comes":
         return
-    while fault == "late" and not list(config.parent.glob("run/logs/preflight.*.early")):
+    while fault == "late" and not (config.parent / "1.err").read_text():  # until the other has given up
         time.sleep(0.1)
     overrides = ["agents.B.model=nowhere"] if fault == "no model" else []
     if fault in FAULTS:
