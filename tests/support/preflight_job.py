@@ -22,7 +22,8 @@ def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
     fault = faults.get(rank, "")
     if fault == "never comes":
         return
-    while fault == "late" and not (config.parent / "1.err").read_text():  # until the other has given up
+    while fault == "late" and not any(file.stat().st_size for file in config.parent.glob("1.err")):
+        # the other has not said that it gives up
         time.sleep(0.1)
     overrides = ["agents.B.model=nowhere"] if fault == "no model" else []
     if fault in FAULTS:
