@@ -36,6 +36,7 @@ if [[ $status == 137 ]] && (($(memory_kills "") > killed_before)); then
   echo "rank $SLURM_PROCID was killed by the kernel: out of memory (its counter oom_kill says so). Give it more (slurm.mem)"
 fi
 echo "$SLURM_PROCID $status $(date +%s%N) $SLURMD_NODENAME" >"$name.ended"
+[[ $status != 2 ]] || : >"$logs/refused" # the job script ends the others, who may be waiting for this one
 if [[ $SLURM_PROCID == 0 ]]; then # the last lines are still on their way
   exec >&- 2>&-
   for _ in {1..20}; do kill -0 $tee 2>/dev/null && sleep 0.1; done

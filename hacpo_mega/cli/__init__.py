@@ -1,5 +1,37 @@
 """The command line: one file per family of commands. `main` is the entry point."""
 
-from hacpo_mega.cli.app import main
+import atexit
+import os
+import sys
+from contextlib import suppress
+
+from hacpo_mega.cli import app
+
+
+def main() -> None:
+    """Runs the command line in a process of its own, which ends without taking its libraries down.
+
+    That takes seconds, and what Triton and vLLM print of it would bury the line that says why. Threads are waited for
+    and what was registered to be done at the end is done, as ever: this is the last of it.
+    """
+    status, process = 1, os.getpid()
+
+    def end() -> None:
+        if os.getpid() != process:  # forked from it, with an end of its own
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # whoever read it may be gone
+                stream.flush()
+        os._exit(status)
+
+    atexit.register(end)
+    try:
+        app.main()
+        status = 0
+    except SystemExit as error:
+        if not isinstance(error.code, str):  # which is printed, and a failure
+            status = error.code or 0
+        raise
+
 
 __all__ = ["main"]

@@ -39,6 +39,7 @@ from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.environment import (
     inside_a_job,
     is_first_of_its_node,
+    is_first_of_the_job,
     prepare_environment,
 )
 from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
@@ -47,6 +48,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config import Config
 from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
+from hacpo_mega.jobs.attempts import record_told
 from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.visible import say
 
@@ -183,6 +185,8 @@ def train(
     with Trainer(config, **how) as trainer:
         is_done = trainer.fit()
     if not is_done:
+        if is_first_of_the_job():
+            record_told(config.run_dir)
         raise typer.Exit(RESUMABLE)
 
 
@@ -271,7 +275,7 @@ def main() -> None:
     except Unreachable as error:
         if str(error):  # else another rank says it
             say(error, file=sys.stderr)
-        os._exit(FAILED)  # of a rank: what its libraries print when they are taken down would bury the line
+        sys.exit(FAILED)
     except Exception as error:  # a fault of ours may quote foreign text, which a terminal would obey
         say(_of_a_full_disk(error) or "".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
         sys.exit(1)

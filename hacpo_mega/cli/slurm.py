@@ -123,7 +123,7 @@ def _show(run_dir: Path) -> int:
 def begin_attempt(run_dir: Path) -> None:
     """Notes which attempt of its job this process is in, where a launcher starts jobs again; rank 0 writes and says it.
 
-    Exit 3 on every rank when the last attempts all began after the step that this one begins after.
+    Exit 3 on every rank when attempts enough have died after the step that this one begins after.
     """
     if (found := attempt_of_job()) is None:
         return
@@ -132,8 +132,8 @@ def begin_attempt(run_dir: Path) -> None:
     if goes_in_circles(run_dir, job, attempt, step):
         if is_first:
             say(
-                f"{run_dir} does not get past step {step}: the last {MOST_IN_VAIN} attempts of this job all began "
-                "after it and committed no other. Their logs say why; mend it and start again",
+                f"{run_dir} does not get past step {step}: {MOST_IN_VAIN} attempts of this job began after it, "
+                "committed no other and died. Their logs say why; mend it and start again",
                 file=sys.stderr,
             )
         raise typer.Exit(3)

@@ -4,14 +4,13 @@ Imports of what is heavy are inside functions, as in app.py.
 """
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -145,22 +144,11 @@ def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
         return True
     from hacpo_mega.jobs.local import run_on_this_machine
 
-    forks = may_fork_ranks()
-    imports = partial(_import_for_good, door, work) if forks else None
+    imports = partial(_import_for_good, door, work) if may_fork_ranks() else None
     code = run_on_this_machine(sys.argv[1:], world_size, imports=imports)
-    if forks:
-        _end_at_once(code)
     if code:
         raise typer.Exit(code)
     return False
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Ends this process as it is: to take down what was only imported takes seconds, and Triton would print of it."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # whoever read it may be gone
-            stream.flush()
-    os._exit(code)
 
 
 def _import_for_good(door: str, work: str) -> None:

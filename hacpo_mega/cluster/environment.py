@@ -77,6 +77,7 @@ NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JO
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
 PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
+ENDS_NOTED = "HACPO_MEGA_ENDS_NOTED"  # set by launch/slurm.sbatch, which writes how each of its attempts ends
 LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by jobs/local.py for the ranks it starts
 
 
@@ -300,6 +301,11 @@ def _slurm_job() -> str | None:
     The shell of salloc is on another machine: it has the job's variables and no SLURM_PROCID.
     """
     return os.environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in os.environ else None
+
+
+def ends_are_noted() -> bool:
+    """Whether the job script that started this process notes how an attempt ends, unless Slurm ends it."""
+    return ENDS_NOTED in os.environ
 
 
 def place_in_cluster() -> dict[str, str]:

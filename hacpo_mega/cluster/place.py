@@ -228,6 +228,10 @@ class Place:
         """Has `action` done last where this process ends at once."""
         self._watchdog.at_end = lambda: (self._sockets.remove(), action())
 
+    def when_told(self, action: Callable[[], None]) -> None:
+        """Has `action` done by rank 0 where a signal ends the job at once."""
+        self._watchdog.when_told = action
+
     def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
         with self._waiting("what all ranks gather"):

@@ -70,6 +70,7 @@ class Watchdog:
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
     progress   what its main thread is at
     before_end, at_end   what is done before its last words, and last, where this process ends at once
+    when_told  what rank 0 does where the job ends at once by a signal
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Watchdog:
         self.told, self.is_leaving = 0, False
         self.before_end: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
+        self.when_told: Callable[[], None] = lambda: None
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
@@ -283,6 +285,8 @@ class Watchdog:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
         elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
             _write(f"{cause}{self._outlook}\n")
+            with suppress(OSError):  # the disk may be full, or away
+                self.when_told()
         # else the reason has been said, and who found it does not matter
         self.at_end()
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return

@@ -1,9 +1,14 @@
 """The attempts of a job that a launcher starts again and again (Slurm, torchrun with restarts), and when to stop it.
 
-logs/attempts.jsonl   one line per attempt: which job, which number, and the step that it begins after
+logs/attempts.jsonl   a line when an attempt begins: which job, which number, the step that it begins after
+                      a line when it ends, by whoever knows how: launch/slurm.sbatch, or a process that is told to end
 
-A job whose attempts all begin after the same step dies of something that starting again does not mend.
-Not here: which attempt this process is in (environment.py).
+    died   a process failed, was killed or hung
+    told   to end, from outside: a signal, the time limit, a preemption
+    lost   a node went down
+
+A job whose attempts die after the same step dies of something that starting again does not mend; the others may end as
+often as they like. Not here: which attempt this process is in (environment.py).
 """
 
 import json
@@ -11,49 +16,78 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.cluster.environment import attempt_of_job, ends_are_noted
 from hacpo_mega.models.documents import parse_json, short
 
 LATEST_S = 1e11  # later times have no date
-MOST_IN_VAIN = 3  # attempts in a row that commit no further step
+MOST_IN_VAIN = 3  # attempts that die after the same step
+DIED, TOLD, LOST = "died", "told", "lost"
+BEGIN = {"time_unix_s": (int, float), "job": str, "attempt": int, "step": int}
+END = {"time_unix_s": (int, float), "job": str, "attempt": int, "ended": str}
 
 
 def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
     """Notes that an attempt begins, after a committed step (0: none). Written before anything that can fail."""
+    # A job script that notes every end of its own: without such a line Slurm has ended the attempt.
+    _append(run_dir, {"job": job, "attempt": attempt, "step": step, "ended": TOLD if ends_are_noted() else DIED})
+
+
+def record_told(run_dir: Path) -> None:
+    """Notes that the attempt which this process is in was told to end, where a launcher starts jobs again."""
+    if (found := attempt_of_job()) is not None:
+        _append(run_dir, {"job": found[0], "attempt": found[1], "ended": TOLD})
+
+
+def _append(run_dir: Path, line: dict[str, Any]) -> None:
     path = run_dir / "logs" / "attempts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = {"time_unix_s": round(time.time(), 3), "job": job, "attempt": attempt, "step": step}
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps({"time_unix_s": round(time.time(), 3)} | line) + "\n")
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`."""
+    """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`, and how it `ended`, or would."""
     path = run_dir / "logs" / "attempts.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     attempts = []
     for number, line in enumerate(lines, start=1):
         try:
-            attempts.append(_attempt(parse_json(line)))
+            found = _attempt(parse_json(line))
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not a line of an attempt ({error}); move the file away"
             ) from error
+        if "step" in found:
+            attempts.append({"ended": DIED} | found)
+            continue
+        same = (other for other in reversed(attempts) if all(other[key] == found[key] for key in ("job", "attempt")))
+        if (begun := next(same, None)) is not None:  # else it ended before rank 0 began
+            begun["ended"] = found["ended"]
     return attempts
 
 
 def _attempt(line: Any) -> dict[str, Any]:
-    """What a line says. ValueError where it is not as `record_attempt` writes it."""
+    """What a line says. ValueError where it is neither of a begin nor of an end."""
     if not isinstance(line, dict):
         raise ValueError("no object")
-    kinds = {"time_unix_s": (int, float), "job": str, "attempt": int, "step": int}
+    kinds = BEGIN if "step" in line or "ended" not in line else END
     if wrong := [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]:
         raise ValueError(f"{wrong[0]} is {short(line.get(wrong[0]))}")
     if not 0 <= line["time_unix_s"] < LATEST_S:  # nan is neither
         raise ValueError(f"time_unix_s is {short(line['time_unix_s'])}")
+    if line.get("ended", DIED) not in (DIED, TOLD, LOST):
+        raise ValueError(f"ended is {short(line['ended'])}")
     return line
 
 
 def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
-    """Whether the last attempts of this job all began where this one does. What this attempt notes is not looked at."""
-    begun = {line["attempt"]: line["step"] for line in read_attempts(run_dir) if line["job"] == job}
-    return all(begun.get(attempt - back) == step for back in range(1, MOST_IN_VAIN + 1))
+    """Whether attempts of this job have died after the step that this one begins after. What this one notes is left
+    out, and attempts that were told to end or lost a node do not count."""
+    num_died = 0
+    for line in reversed(read_attempts(run_dir)):
+        if line["job"] == job and line["attempt"] < attempt:
+            if line["step"] != step:
+                break
+            attempt = line["attempt"]  # torchrun's jobs may have had the same name before, and larger numbers
+            num_died += line["ended"] == DIED
+    return num_died >= MOST_IN_VAIN

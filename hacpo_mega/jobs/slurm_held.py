@@ -11,7 +11,7 @@ import signal
 import subprocess
 from dataclasses import replace
 
-from hacpo_mega.jobs.slurm_queue import jobs_of
+from hacpo_mega.jobs.slurm_queue import ask, jobs_of
 from hacpo_mega.jobs.slurm_script import Job, require_no_job, write
 
 TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -63,4 +63,4 @@ def _nodes_of(number: str, excluded: str | None) -> list[str]:
 
 
 def _scontrol(*words: str) -> str:
-    return subprocess.run(["scontrol", *words], capture_output=True, text=True).stdout
+    return ask(["scontrol", *words]).stdout

@@ -101,7 +101,11 @@ class Plan:
         rows = [("...", "", "") if number < 0 else self._row(number) for number in shown]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{node:{widths[0]}}  {ranks:{widths[1]}}  {who}".rstrip() for node, ranks, who in rows]
-        return "\n".join([f"{self.rank_map.world_size} ranks on {len(self.nodes)} nodes", *lines, *self._reasons()])
+        ranks, nodes = (
+            f"{number} {word}{'' if number == 1 else 's'}"
+            for number, word in ((self.rank_map.world_size, "rank"), (len(self.nodes), "node"))
+        )
+        return "\n".join([f"{ranks} on {nodes}", *lines, *self._reasons()])
 
     def node_of(self, rank: int) -> int:
         """The number of the node that a global rank runs on."""

@@ -9,11 +9,20 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hacpo_mega.models.visible import one_line, say
+
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
+# Who submits waits so long for one that is away (a restart, a failover), and asks again so often.
+CONTROLLER_S, AGAIN_S = 300.0, 5.0
+AWAY = re.compile(
+    "(?i)contact|connect|timed out|standby|communication|transmi|temporarily|unexpected|munge|authentication"
+)
 JOB_FIELDS = ("%i", "%T", "%r", "%M", "%L", "%N", "%o")  # the last one may have anything in it
 PARTITION_FIELDS = ("%P", "%D", "%c", "%G", "%m")
 
@@ -56,9 +65,10 @@ def job_name(run_dir: Path) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', os.path.basename(folder))[:40]}-{digest}"
 
 
-def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
+def jobs_of(run_dir: Path, patience_s: float = 0.0) -> list[QueuedJob] | None:
     """The jobs of a run that run, and then those that wait, anybody's; None where squeue does not answer."""
-    said = _ask("squeue", "--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
+    options = ("--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
+    said = _ask("squeue", *options, patience_s=patience_s)
     if said is None:
         return None
     lines = [line.split("|", len(JOB_FIELDS) - 1) for line in said.splitlines()]
@@ -69,7 +79,8 @@ def jobs_of(run_dir: Path) -> list[QueuedJob] | None:
 def partitions() -> dict[str, list[NodeGroup]]:
     """The nodes of every partition; the default one also by the name "". Empty where sinfo cannot be asked."""
     found: dict[str, list[NodeGroup]] = {}
-    for line in (_ask("sinfo", "--noheader", "--exact", f"--format={'|'.join(PARTITION_FIELDS)}") or "").splitlines():
+    options = ("--noheader", "--exact", f"--format={'|'.join(PARTITION_FIELDS)}")
+    for line in (_ask("sinfo", *options, patience_s=CONTROLLER_S) or "").splitlines():
         name, num_nodes, cpus, gres, memory = (line.split("|") + [""] * 5)[:5]
         if not (num_nodes.isdigit() and cpus.isdigit()):
             continue
@@ -84,13 +95,31 @@ def num_gpus(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
 
 
-def _ask(program: str, *options: str) -> str | None:
+def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = "") -> subprocess.CompletedProcess:
+    """How a program of Slurm's ends; asked again for `patience_s` while the controller is away, which is said once."""
+    end = time.monotonic() + patience_s
+    is_said = False
+    while True:
+        try:
+            done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=QUEUE_S)
+        except subprocess.TimeoutExpired:
+            done = subprocess.CompletedProcess(command, 1, "", f"timed out after {QUEUE_S:.0f} s")
+        if done.returncode == 0 or not AWAY.search(done.stderr) or time.monotonic() >= end:
+            return done
+        if not is_said:
+            words = one_line(done.stderr.strip().splitlines()[-1])
+            say(f"Slurm does not answer ({words}): asking again, for {patience_s:.0f} s at most", file=sys.stderr)
+            is_said = True
+        time.sleep(AGAIN_S)
+
+
+def _ask(program: str, *options: str, patience_s: float) -> str | None:
     """What a program of Slurm's says; None without it, when it fails, or does not answer in time."""
     if shutil.which(program) is None:
         return None
     try:
-        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=QUEUE_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = ask([program, *options], patience_s)
+    except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
 

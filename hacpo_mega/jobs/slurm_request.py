@@ -39,7 +39,8 @@ class Request:
         memory = " or ".join(words.get(mem, f"{mem} of memory") for mem in dict.fromkeys(self.mem))
         memory += f" ({self.why_mem})" if self.why_mem else ""
         whole = ", whole nodes" if self.takes_whole_nodes else ""
-        return f"each process: {self.cpus} processors ({self.why}); each node: {memory}{whole}"
+        cpus = "1 processor" if self.cpus == 1 else f"{self.cpus} processors"
+        return f"each process: {cpus} ({self.why}); each node: {memory}{whole}"
 
 
 def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[NodeGroup]]) -> Request:
@@ -132,7 +133,8 @@ def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[i
     if whole:
         return max(1, least.cpus // max(part.counts)), f"{least.cpus} of a node, shared by {max(part.counts)}"
     places = max(part.kind.ranks, least.gpus if part.kind.gpus else 0)
-    return max(1, least.cpus // places), f"{least.cpus} of a node, for each of {places} places"
+    why = f"{least.cpus} of a node, for each of {places} places" if places > 1 else f"{least.cpus} of a node"
+    return max(1, least.cpus // places), why
 
 
 def _fitting(part: Component, groups: Sequence[NodeGroup]) -> Sequence[NodeGroup]:

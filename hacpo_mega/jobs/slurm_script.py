@@ -25,7 +25,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
-from hacpo_mega.jobs.slurm_queue import QueuedJob, job_name, jobs_of, partitions, spoken
+from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken
 from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.run_lock import RunLock
@@ -37,7 +37,7 @@ ODD = '%"\\'  # in a directive: a number of the job, the end of the value, an es
 ODD_IN_MOUNTS = ',:"$`'  # pyxis cuts at the first two; enroot's shell reads the others
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
-MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|unable to contact|limit")
+MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|limit")
 # All that an allocation does that stays: what runs in it is told when the time is nearly over.
 HOLD = """\
 #!/bin/bash
@@ -126,11 +126,15 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster; --dry-run shows the script")
-    others = jobs_of(job.run_dir) or []
+    others = jobs_of(job.run_dir, CONTROLLER_S)
+    if others is None:
+        raise ValueError(
+            f"squeue does not answer: whether a job of {job.run_dir} runs or waits is not known; try later"
+        )
     require_no_job(job, others, fresh=fresh)
     _refuse_if_slurm_would(sbatch, job)
     script = write(job, fresh=fresh)
-    done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
+    done = ask([sbatch, "--parsable", str(script)])
     if done.returncode:
         raise ValueError(f"Slurm refuses {script}: {_words(done.stderr)}")
     number = done.stdout.strip().partition(";")[0]
@@ -152,7 +156,7 @@ def hold(job: Job) -> Iterator[str]:
     held = replace(job, held=True)
     folder = _own_folder(job)
     text = HOLD.replace("@directives@", "\n".join(_directives(held)))
-    done = subprocess.run([sbatch, "--parsable"], input=text, capture_output=True, text=True)
+    done = ask([sbatch, "--parsable"], script=text)
     if done.returncode:
         raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
     number = done.stdout.strip().partition(";")[0]
@@ -170,8 +174,7 @@ def require_no_job(job: Job, others: Sequence[QueuedJob], *, fresh: bool) -> Non
 
 def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
     """ValueError, before anything is written, in Slurm's words, for an account, qos or option that it does not know."""
-    command = [sbatch, "--test-only", "--output=/dev/null"]
-    done = subprocess.run(command, input=job.script(1), capture_output=True, text=True)
+    done = ask([sbatch, "--test-only", "--output=/dev/null"], script=job.script(1))
     if done.returncode and not MAY_CHANGE.search(done.stderr):
         raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
 

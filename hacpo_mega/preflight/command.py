@@ -24,6 +24,7 @@ from typing import Any
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import own_address
 from hacpo_mega.cluster.seat import Seat, Unreachable
+from hacpo_mega.cluster.secret import Secret
 from hacpo_mega.models.visible import say
 from hacpo_mega.preflight.meeting import (
     Door,
@@ -56,13 +57,14 @@ class Preflight:
         self._logs = None if run_dir is None else run_dir.absolute() / "logs"
         self._outcome = Outcome()
         self._ending = threading.Lock()
-        self._started_s = time.monotonic()
+        self._started_s, self._came_s = time.monotonic(), time.time()
 
     def run(self) -> int:
         """The exit code, equal on all ranks that came to the meeting. Ends within a few times `patience_s`."""
         before = _changed(self._logs)
         try:
             self._meeting = Meeting(self._seat, self._patience_s)
+            self._came_s = time.time()  # of rank 0: from here on the others reach it
             self._token = self._meeting.token()
             with Door(self._seat.node, self._meeting.secret) as door:
                 code = self._arrive(door.port) or self._look() or self._groups()
@@ -90,7 +92,7 @@ class Preflight:
         outcome = self._outcome
         outcome.words = dict(self._meeting.hear("arrive", range(seat.world_size)))
         outcome.missing = [rank for rank in range(seat.world_size) if rank not in outcome.words]
-        outcome.findings += missing_findings(outcome, seat)
+        outcome.findings += missing_findings(outcome, seat, self._gave_up())
         outcome.findings += report_findings(outcome.reports)
         if outcome.missing or not all(report.in_job for report in outcome.reports):
             return self._conclude("arrive")
@@ -225,12 +227,33 @@ class Preflight:
         if seat.is_first_of_node:
             where = f"rank 0 at {seat.address} port {seat.port}"
             say(f"node {seat.node} does not reach {where}: {error}", file=sys.stderr)
+            if (note := self._note()) is not None:
+                with suppress(OSError), note.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([seat.node, time.time(), time.monotonic() - self._started_s]) + "\n")
         time.sleep(self._patience_s)
         if self._logs is not None and seat.is_first_of_node and seat.rank != 0 and _changed(self._logs) == before:
             finding = Finding(seat.address, f"rank 0's node; {seat.node} does not reach its port {seat.port}")
             with suppress(OSError):
                 _write(self._logs, record(Outcome(findings=[finding]), time.monotonic() - self._started_s))
         return NODE_BAD
+
+    def _note(self) -> Path | None:
+        """The file of those who came to this meeting, and gave up before rank 0 did; nobody else knows its name."""
+        if self._logs is None:
+            return None
+        return self._logs / f"preflight.{Secret.of_job(self._seat).proof('node', 'gave up', b'').hex()[:16]}.early"
+
+    def _gave_up(self) -> dict[str, float]:
+        """Seconds that nodes had waited for rank 0 when they gave up, all before it came; on rank 0."""
+        waited_s = {}
+        if (note := self._note()) is not None:
+            with suppress(OSError, ValueError):
+                for line in note.read_text(encoding="utf-8").splitlines():
+                    node, gave_up_s, seconds = json.loads(line)
+                    if gave_up_s < self._came_s:
+                        waited_s[str(node)] = float(seconds)
+                note.unlink()
+        return waited_s
 
 
 def _changed(logs: Path | None) -> int | None:

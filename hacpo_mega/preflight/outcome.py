@@ -55,9 +55,10 @@ class Outcome:
         return list(dict.fromkeys(finding.node for finding in self.findings))
 
 
-def missing_findings(outcome: Outcome, seat: Seat) -> list[Finding]:
+def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float]) -> list[Finding]:
     """The nodes that have not come, or not with all their processes, as far as the launcher or the others name them.
 
+    Nodes that had waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late.
     If nobody has come but rank 0's own node, of at least three, then it is that one which cannot be reached.
     """
     if not outcome.missing:
@@ -65,7 +66,12 @@ def missing_findings(outcome: Outcome, seat: Seat) -> list[Finding]:
     counts: dict[str, int] = {}
     for word in outcome.words.values():
         counts[word["node"]] = counts.get(word["node"], 0) + 1
-    absent = [node for node in seat.nodes if node not in counts]
+    early = {node: seconds for node, seconds in gave_up.items() if node not in counts}
+    absent = [node for node in seat.nodes if node not in counts and node not in early]
+    if early:
+        node, seconds = min(early.items())
+        late = [Finding(seat.node, f"rank 0 came when {node} had given up, after {seconds:.0f} s")]
+        return late + [Finding(node, "did not come") for node in absent]
     if len(absent) > 1 and list(counts) == [seat.node]:
         return [Finding(seat.node, f"rank 0 is here, and none of the {len(absent)} other nodes reaches it")]
     found = [Finding(node, "did not come") for node in absent]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.jobs.attempts import record_told
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.metrics import Metrics
 from hacpo_mega.logbook.provenance import other_threads
@@ -163,8 +165,9 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
 
 def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """That of the run's folder, which rank 0 gives up also where it is ended at once."""
+    """That of the run's folder, which rank 0 gives up also where it is ended at once; a signal's end it notes before."""
     lock = stack.enter_context(RunLock(config.run_dir))
+    place.when_told(partial(record_told, config.run_dir))
     place.at_end(lock.leave)
     return lock
 

@@ -26,11 +26,14 @@ def models(tmp_path_factory) -> list[dict]:
 
 
 class Visit:
-    """A preflight of four nodes; once it is over exit statuses, what they wrote, and the record for programs."""
+    """A preflight of some nodes; once it is over exit statuses, what they wrote, and the record for programs."""
 
-    def __init__(self, folder: Path, models: list[dict], faults: dict[int, str], wait_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, folder: Path, models: list[dict], faults: dict[int, str], wait_s: float = PATIENCE_S, num: int = 4
+    ) -> None:
         config = write_config(folder, models, run_dir="run")
-        self.folder, self.ranks = folder, start_ranks(4, folder, preflight_job.visit, config, faults, wait_s)
+        (folder / "run/logs").mkdir(parents=True, exist_ok=True)
+        self.folder, self.ranks = folder, start_ranks(num, folder, preflight_job.visit, config, faults, wait_s)
 
     def over(self) -> "Visit":
         """Itself, when all ranks have ended."""
@@ -38,8 +41,8 @@ class Visit:
         for rank in self.ranks:
             rank.join()
         self.statuses = [rank.exitcode for rank in self.ranks]
-        self.outputs = [(folder / f"{rank}.out").read_text() for rank in range(4)]
-        self.errors = [(folder / f"{rank}.err").read_text() for rank in range(4)]
+        self.outputs = [(folder / f"{rank}.out").read_text() for rank in range(len(self.ranks))]
+        self.errors = [(folder / f"{rank}.err").read_text() for rank in range(len(self.ranks))]
         record = folder / "run/logs/preflight.json"
         self.record = json.loads(record.read_text()) if record.exists() else {}
         self.left = sorted(path.name for path in record.parent.glob("*"))
@@ -134,6 +137,16 @@ def test_a_first_node_that_never_comes_is_named(waiting):
     for rank in (1, 2, 3):
         line, _, rest = visit.errors[rank].partition("\n")
         assert line.startswith(f"node n{rank} does not reach rank 0 at 127.0.0.1 port ") and rest == ""
+
+
+@pytest.mark.nightly
+def test_of_two_nodes_the_late_one_is_named(tmp_path, models):
+    """The other has given up by then, and cannot be seen any more."""
+    visit = Visit(tmp_path, models[:1], {0: "late"}, wait_s=4.0, num=2).over()
+    assert visit.statuses == [NODE_BAD, NODE_BAD], (visit.outputs, visit.errors)
+    ((node, (text,)),) = visit.texts().items()
+    assert node == "n0" and text.startswith("rank 0 came when n1 had given up, after "), text
+    assert visit.record["exclude"] == "--exclude=n0" and visit.left == ["preflight.json"]
 
 
 @pytest.mark.nightly

@@ -152,6 +152,17 @@ class Cluster:
         os.kill(self._first.pop(node), signal.SIGKILL)
         self._doors.pop(node).wait()
 
+    def controller_off(self) -> None:
+        """Slurm's controller ends, as for a restart; nodes and jobs go on."""
+        number = (self.root / "slurmctld.pid").read_text().strip()
+        self.on(CONTROL, "kill", number)
+        self.wait(lambda: self.on(CONTROL, "kill", "-0", number, check=False).returncode != 0, "the controller's end")
+
+    def controller_on(self) -> None:
+        """And begins again with what it knew."""
+        self.on(CONTROL, "slurmctld")
+        self.wait(lambda: bool(self.states()), "the controller")
+
     def link(self, node: str, state: str) -> None:
         """Pulls a node's cable (`down`) or puts it back (`up`); its processes live on."""
         self._run(CONTROL, "n", "ip", "link", "set", f"v-{node}", state)

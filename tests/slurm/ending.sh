@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Stands before the command of a rank, lets the preflight be, and ends as the word of $ENDINGS for this attempt of the job says:
-#   STATUS        all ranks end with it            RANK:STATUS   this one does, having said why; the others end with 1
+#   STATUS        all ranks end with it            RANK:STATUS   this one does, having said why; the others end with 1 after $WAIT (1) seconds
 #   RANK:gone     this one is killed, with the shell that would note how it ended
+#   later:STATUS  as soon as $RUN/slurm/gate.<attempt> is there
 #   deaf          nobody heeds a signal            begun         rank 0 is killed when its command has noted the attempt
 [[ $* == *" preflight "* ]] && exec "$@"
 read -ra words <<<"$ENDINGS"
@@ -19,11 +20,15 @@ case $word in
     [[ $SLURM_PROCID == 0 ]] || exit 1
     "$@" &
     while kill -0 $! 2>/dev/null; do
-      [[ $(grep -c . "$RUN/logs/attempts.jsonl" 2>/dev/null) -gt $attempt ]] && kill -KILL $!
+      [[ $(grep -c '"step"' "$RUN/logs/attempts.jsonl" 2>/dev/null) -gt $attempt ]] && kill -KILL $!
       sleep 0.1
     done
     wait $!
     exit $?
+    ;;
+  later:*)
+    until [[ -e $RUN/slurm/gate.$attempt ]]; do sleep 0.1; done
+    exit "${word#*:}"
     ;;
   "$SLURM_PROCID":gone) kill -KILL $PPID $$ ;;
   "$SLURM_PROCID":*)
@@ -31,7 +36,7 @@ case $word in
     exit "${word#*:}"
     ;;
   *:*)
-    sleep 1
+    sleep "${WAIT:-1}"
     exit 1
     ;;
   *) exit "$word" ;;

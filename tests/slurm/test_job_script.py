@@ -46,15 +46,15 @@ def going(slurm, config, python, tmp_path_factory) -> Iterator[dict[str, tuple[s
         slurm.cluster.on("node1", "umount", model)
 
 
-def submit(slurm, config: Path, name: str, endings: str, *overrides: str) -> tuple[str, Path]:
+def submit(slurm, config: Path, name: str, endings: str, *overrides: str, wait_s: int = 1) -> tuple[str, Path]:
     """A job whose attempts end like that: its number and its log."""
-    number = slurm.submit(config, *told(config, name, endings), *overrides)
+    number = slurm.submit(config, *told(config, name, endings, wait_s), *overrides)
     return number, config.parent / name / "slurm" / f"{number}.log"
 
 
-def told(config: Path, name: str, endings: str) -> tuple[str, ...]:
+def told(config: Path, name: str, endings: str, wait_s: int = 1) -> tuple[str, ...]:
     run_dir = config.parent / name
-    variables = f'{{ENDINGS = "{endings}", RUN = "{run_dir}"}}'
+    variables = f'{{ENDINGS = "{endings}", RUN = "{run_dir}", WAIT = "{wait_s}"}}'
     return f"run_dir={run_dir}", f"slurm.environment={variables}", f"slurm.run_with={ENDING}"
 
 
@@ -133,6 +133,24 @@ def assert_told_afresh(run_dir: Path, num_attempts: int) -> None:
     assert not any(secret in written for secret in secrets)
 
 
+def test_a_controller_that_is_away_when_attempts_end_costs_nothing(slurm, config):
+    """After the signal of the time limit, and after ranks that have failed."""
+    number, log = submit(slurm, config, "away", "later:75 later:9 0")
+    for attempt in (0, 1):
+        end_while_the_controller_is_away(slurm.cluster, config.parent / "away", attempt, log)
+    said, job = end_of(slurm, number, log)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), said
+    assert said.count("] queues again\n") == 2 and "Slurm ends this job" not in said
+
+
+def end_while_the_controller_is_away(cluster, run_dir: Path, attempt: int, log: Path) -> None:
+    cluster.wait(lambda: (run_dir / f"slurm/told/{attempt}.2").exists(), f"the ranks, see {log}")
+    cluster.controller_off()
+    (run_dir / f"slurm/gate.{attempt}").touch()
+    cluster.wait(lambda: log.read_text().count("Slurm does not answer") == attempt + 1, f"a question, see {log}")
+    cluster.controller_on()
+
+
 def test_attempts_have_an_end(slurm, config):
     said, job = end_of(slurm, *submit(slurm, config, "once", "0:gone", "slurm.max_attempts=1"))
     assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
@@ -145,14 +163,15 @@ def test_where_nothing_may_queue_again_the_user_is_told_how(slurm, config):
     kept = 'slurm.sbatch_options=["--no-requeue", "--export=NONE"]'
     said, job = end_of(slurm, *submit(slurm, config, "never", "75", kept))
     assert job["JobState"] == "FAILED"
-    assert f"cannot queue again; by hand: sbatch {config.parent}/never/slurm/job.1.sbatch" in said
+    assert "cannot queue again (" in said and "disabled for job" in said
+    assert f"); by hand: sbatch {config.parent}/never/slurm/job.1.sbatch" in said
 
 
 def test_a_run_that_gets_nowhere_is_stopped_with_the_reason(slurm, going):
     """Three attempts are killed as soon as they have begun; the fourth does not begin."""
     said, job = end_of(slurm, *going["circle"])
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "3")
-    assert "does not get past step 0: the last 3 attempts of this job all began after it" in said
+    assert "does not get past step 0: 3 attempts of this job began after it, committed no other and died" in said
     assert said.count("begins after step 0; ") == 3 and said.count("MASTER_ADDR=node1 ") == 3
 
 
@@ -186,6 +205,30 @@ def test_configurations_go_one_after_the_other_on_nodes_that_stay(slurm, config)
         slurm.cluster.on(CONTROL, "scancel", number)
     gone = slurm.run(config, "--job", number, *told(config, "few", "0"))
     assert gone.returncode == 2 and f"--job {number}: it is " in gone.stderr, gone.stderr
+
+
+def test_a_node_that_the_job_cannot_do_without_is_tried_again(slurm, python, tmp_path):
+    """Without it Slurm would let the job wait for ever."""
+    config, cluster = configure(tmp_path), slurm.cluster
+    cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "wide"))
+    try:
+        needs = ("slurm.nodelist=node[1-2]", "slurm.preflight=true", f"slurm.python={python}")
+        number, log = submit(slurm, config, "few", "0 0", *needs)
+        cluster.wait(lambda: log.exists() and "queues again" in log.read_text(), f"the preflight, see {log}")
+    finally:
+        cluster.on("node2", "umount", str(tmp_path / "wide"))
+    cluster.wait(lambda: cluster.job(number)["JobState"] == "PENDING", "the job to wait")
+    cluster.wait(lambda: cluster.job(number).get("Reason") == "BeginTime", "Slurm's reason to wait")
+    cluster.on(CONTROL, "scontrol", "update", f"JobId={number}", "StartTime=now")
+    said, job = end_of(slurm, number, log)
+    assert (job["JobState"], job["Restarts"], job["ExcNodeList"]) == ("COMPLETED", "1", "(null)"), said
+    assert "too few nodes would remain without node2" in said and "queues again in 10 minutes, with node2" in said
+
+
+def test_a_rank_that_refuses_its_input_is_not_waited_for(slurm, config):
+    """The others would take an hour."""
+    said, job = end_of(slurm, *submit(slurm, config, "refused", "2:2", wait_s=3600))
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0") and "rank 2 on node2 ended first" in said, said
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ Two agents of unequal size and layout: tensor parallel 2 on one node, one rank o
 """
 
 import functools
-import json
 import os
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.cluster.seat import expand_nodes
+from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.logbook.metrics import read_metrics
 from hacpo_mega.logbook.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.rollout_log import read_rollouts
@@ -24,6 +27,7 @@ from hacpo_mega.logbook.rollout_log import read_rollouts
 pytestmark = pytest.mark.nightly
 
 NUM_STEPS = 4
+AWAY_S = 60  # of a controller: longer than its programs wait for it
 SIGNAL_S = 600  # long before the limit: a crowded machine must have the time to leave by itself
 # Judges as graders.py does, but a step's answers only when the file beside the run names at least that step: so a
 # run waits in the middle of a step for what happens to it there.
@@ -86,7 +90,8 @@ def reference(slurm, config, python) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(slurm, config) -> tuple[Path, str]:
-    """A run that reaches its limit of time in the middle of a step: its folder and the number of its job."""
+    """A run that reaches its limit of time in the middle of a step, and then loses a process; the controller is away
+    both times when the attempt ends. Its folder and the number of its job."""
     run_dir, cluster = config.parent / "limited", slurm.cluster
     gate = Gate(run_dir, last_step=1)
     number = slurm.submit(config, f"run_dir={run_dir}", gate.override)
@@ -96,12 +101,55 @@ def limited(slurm, config) -> tuple[Path, str]:
     minutes = elapsed_minutes(cluster.job(number)["RunTime"]) + SIGNAL_S // 60
     cluster.on(CONTROL, "scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
     cluster.wait(lambda: "the time limit is near" in log.read_text(), f"the signal, see {log}")
-    gate.open(2)
+    with _controller_away(cluster, log):
+        gate.open(2)
     cluster.wait(lambda: int(cluster.job(number)["Restarts"]) == 1, f"attempt 2, see {log}")
     cluster.on(CONTROL, "scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    gate.open(3)
+    cluster.wait(lambda: committed_steps(run_dir)[-1:] == [3], f"step 3, see {log}")
+    with _controller_away(cluster, log):
+        kill_rank(run_dir, 1)
     gate.open(NUM_STEPS)
     assert slurm.wait_for_end(number, log) == "COMPLETED", log.read_text()
     return run_dir, number
+
+
+@contextmanager
+def _controller_away(cluster, log: Path) -> Iterator[None]:
+    """Inside, until the job script asks it something, and for a minute."""
+    asked, end = log.read_text().count("Slurm does not answer"), time.monotonic() + AWAY_S
+    cluster.controller_off()
+    yield
+    cluster.wait(lambda: log.read_text().count("Slurm does not answer") > asked, f"a question, see {log}")
+    time.sleep(max(0.0, end - time.monotonic()))
+    cluster.controller_on()
+
+
+def kill_rank(run_dir: Path, rank: int) -> None:
+    for number in processes_of(run_dir):
+        variables = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+        if b"SLURM_PROCID=%d" % rank in variables and not words[0].endswith(b"bash"):
+            os.kill(number, signal.SIGKILL)
+
+
+def has_begun(run_dir: Path, num_attempts: int) -> bool:
+    return len(read_attempts(run_dir)) == num_attempts
+
+
+@pytest.fixture(scope="module")
+def preempted(slurm, config) -> tuple[Path, str]:
+    """A run that is queued again from outside three times before it has committed a step."""
+    run_dir, cluster = config.parent / "preempted", slurm.cluster
+    gate = Gate(run_dir, last_step=0)
+    number = slurm.submit(config, f"run_dir={run_dir}", gate.override)
+    log = run_dir / "slurm" / f"{number}.log"
+    for attempt in (1, 2, 3):
+        cluster.wait(functools.partial(has_begun, run_dir, attempt), f"attempt {attempt}, see {log}")
+        cluster.on(CONTROL, "scontrol", "requeue", number)
+    gate.open(NUM_STEPS)
+    assert slurm.wait_for_end(number, log) == "COMPLETED", log.read_text()
+    return run_dir, log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -215,16 +263,26 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     assert exported_steps(run_dir) == NUM_STEPS
 
 
-def test_two_attempts_are_one_run(limited, reference):
+def test_three_attempts_are_one_run(limited, reference):
     run_dir, number = limited
     assert_same_run(run_dir, reference)
-    assert len(read_starts(run_dir)) == 2
+    assert len(read_starts(run_dir)) == 3
     said = (run_dir / "slurm" / f"{number}.log").read_text()
-    assert [said.count(line) for line in ("the time limit is near", "queues again", "] done")] == [1, 1, 1]
-    for attempt in (1, 2):
+    assert [said.count(line) for line in ("the time limit is near", "queues again", "] done")] == [1, 2, 1]
+    assert [attempt["ended"] for attempt in read_attempts(run_dir)[:2]] == ["told", "died"]
+    for attempt in (1, 2, 3):
         nodes = [node_of(run_dir, attempt, rank) for rank in range(3)]
         assert nodes[0] == nodes[1] != nodes[2], "a tensor parallel group on one node"
-    assert [exit_codes(run_dir, attempt) for attempt in (1, 2)] == [["75"] * 3, ["0"] * 3]
+    assert [exit_codes(run_dir, attempt) for attempt in (1, 3)] == [["75"] * 3, ["0"] * 3]
+    assert exit_codes(run_dir, 2)[1] == "137"
+
+
+def test_three_preemptions_before_a_step_end_no_run(preempted, reference):
+    run_dir, said = preempted
+    assert_same_run(run_dir, reference)
+    attempts = read_attempts(run_dir)
+    assert [(attempt["step"], attempt["ended"]) for attempt in attempts] == [(0, "told")] * 4
+    assert "does not get past" not in said and said.count("] done") == 1
 
 
 def test_a_cancelled_job_leaves_a_step_and_no_process(disturbed):
@@ -243,7 +301,7 @@ def test_a_lost_node_costs_no_committed_step(disturbed, reference):
     assert [set(expand_nodes(start["nodes"])) for start in starts] == nodes
     log = (run_dir / "slurm" / f"{disturbed['second']}.log").read_text()
     assert "waiting for a sign" not in log, "rank 0 was ended by the watchdog, and has given its locks up"
-    attempts = [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
+    attempts = read_attempts(run_dir)
     seconds = [moment["time_unix_s"] - disturbed["lost_at"] for moment in (attempts[2], starts[2])]
     print(f"the node was lost; rank 0 began again after {seconds[0]:.0f} s, and was loaded after {seconds[1]:.0f} s")
 

@@ -15,12 +15,16 @@ import hacpo_mega.preflight.meeting
 def visit(config: Path, faults: dict[int, str], wait_s: float) -> None:
     """`hacpo-mega preflight CONFIG` on node n<rank>; ends with its exit status."""
     rank = int(os.environ["RANK"])
-    os.environ.update(SLURMD_NODENAME=f"n{rank}", SLURM_STEP_NODELIST="n[0-3]", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    nodes = f"n[0-{int(os.environ['WORLD_SIZE']) - 1}]"
+    os.environ.update(SLURMD_NODENAME=f"n{rank}", SLURM_STEP_NODELIST=nodes, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     del os.environ["HACPO_MEGA_STORE"]  # nodes share no file
     os.chdir(config.parent)
     fault = faults.get(rank, "")
     if fault == "never comes":
         return
+    while fault == "late" and not any(file.stat().st_size for file in config.parent.glob("1.err")):
+        # the other has not said that it gives up
+        time.sleep(0.1)
     overrides = ["agents.B.model=nowhere"] if fault == "no model" else []
     if fault in FAULTS:
         FAULTS[fault](config.parent)

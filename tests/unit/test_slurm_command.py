@@ -16,7 +16,8 @@ from hacpo_mega.cli.slurm import begin_attempt
 from hacpo_mega.cluster.environment import attempt_of_job, from_slurm
 from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.config import load_config
-from hacpo_mega.jobs.attempts import goes_in_circles, record_attempt
+from hacpo_mega.jobs import slurm_queue
+from hacpo_mega.jobs.attempts import goes_in_circles, read_attempts, record_attempt, record_told
 from hacpo_mega.logbook.older_runs import move_aside
 from hacpo_mega.logbook.provenance import read_starts, record_start
 
@@ -210,12 +211,38 @@ def test_three_attempts_after_the_same_step_are_a_circle(tmp_path):
     assert not goes_in_circles(tmp_path, "slurm 10", 1, 4), "a new job may try again"
 
 
+def test_only_attempts_that_died_count(tmp_path, monkeypatch):
+    """Under a job script that notes ends, one without a note was ended by Slurm: preempted, say, or with its node."""
+    monkeypatch.setenv("HACPO_MEGA_ENDS_NOTED", "1")
+    for attempt, how in enumerate(("", "told", "died", "lost", "", "died", "died"), start=1):
+        assert not goes_in_circles(tmp_path, "slurm 9", attempt, 0)
+        record_attempt(tmp_path, "slurm 9", attempt, 0)
+        line = {"time_unix_s": 1, "job": "slurm 9", "attempt": attempt, "ended": how}
+        with (tmp_path / "logs" / "attempts.jsonl").open("a") as file:
+            file.write(f"{json.dumps(line)}\n" if how else "")
+    assert goes_in_circles(tmp_path, "slurm 9", 8, 0) and not goes_in_circles(tmp_path, "slurm 9", 8, 1)
+    found = [(line["attempt"], line["step"], line["ended"]) for line in read_attempts(tmp_path)]
+    assert found[1:4] == [(2, 0, "told"), (3, 0, "died"), (4, 0, "lost")] and len(found) == 7
+
+
+def test_a_file_of_before_is_read(tmp_path):
+    """Its lines say nothing of ends, and all of them count."""
+    (tmp_path / "logs").mkdir()
+    lines = [{"time_unix_s": 1.5, "job": "slurm 9", "attempt": number, "step": 4} for number in (1, 2, 3)]
+    (tmp_path / "logs" / "attempts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert goes_in_circles(tmp_path, "slurm 9", 4, 4)
+
+
 NO_TIME = json.dumps({"time_unix_s": math.nan, "job": "x", "attempt": 1, "step": 1})
 
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[1]", '{"time_unix_s": 1, "job": "x", "attempt": 1}', '{"step": 1e400}', "[" * 10_000, NO_TIME],
+    [
+        *("{", "[1]", '{"time_unix_s": 1, "job": "x", "attempt": 1}', '{"step": 1e400}', "[" * 10_000, NO_TIME),
+        '{"time_unix_s": 1, "job": "x", "attempt": 1, "ended": "well"}',
+        '{"time_unix_s": 1, "job": "x", "attempt": 1, "ended": 1}',
+    ],
 )
 def test_a_line_that_is_no_attempt_is_named(tmp_path, line):
     record_attempt(tmp_path, "slurm 9", 1, 0)
@@ -233,13 +260,55 @@ def test_restarts_of_torchrun_are_attempts_too(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         begin_attempt(tmp_path)
         assert f"attempt {restarts + 1} of job torchrun x begins after step 0" in capsys.readouterr().out
+        if restarts == 1:
+            record_told(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    begin_attempt(tmp_path)  # one of three was told to end
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
     with pytest.raises(typer.Exit) as end:
         begin_attempt(tmp_path)
     assert end.value.exit_code == 3 and "does not get past step 0" in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     begin_attempt(tmp_path)
-    assert (tmp_path / "logs" / "attempts.jsonl").read_text().count("\n") == 3
+    assert (tmp_path / "logs" / "attempts.jsonl").read_text().count('"step"') == 4
+
+
+def test_who_submits_asks_again_while_the_controller_is_away(tmp_path, monkeypatch, capsys):
+    """And without an answer --fresh takes no folder away that a job may be using."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"""#!/bin/bash
+    echo x >>{tmp_path}/asked
+    (($(wc -l <{tmp_path}/asked) > 3)) && echo '7|RUNNING|None|1:00|2:00|node1|job.sbatch' && exit
+    echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2
+    exit 1
+    """)
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_queue, "AGAIN_S", 0.01)
+    assert slurm_queue.jobs_of(tmp_path) is None and capsys.readouterr().err == "", "a status is shown at once"
+    (job,) = slurm_queue.jobs_of(tmp_path, patience_s=600.0)
+    assert job.number == "7" and capsys.readouterr().err.count("Slurm does not answer (slurm_load_jobs error: ") == 1
+
+
+def test_a_process_ends_without_taking_its_libraries_down():
+    """What is registered for the end is done; what Python would do after it, where Triton and vLLM print, is not."""
+    code = """if True:
+        import atexit, sys
+        from hacpo_mega import cli
+        class Library:
+            def __del__(self):
+                print("leaked")
+        def run():
+            cli.library = sys.library = Library()
+            atexit.register(print, "registered")
+            sys.exit({status})
+        cli.app.main = run
+        cli.main()
+    """
+    for status, code_of_it in (("2", 2), ("None", 0), ("'words'", 1)):
+        command = [sys.executable, "-c", code.format(status=status)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stdout) == (code_of_it, "registered\n"), done
 
 
 def test_a_run_is_moved_aside_and_the_logs_of_its_job_are_not(tmp_path):

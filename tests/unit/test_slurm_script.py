@@ -1,5 +1,6 @@
 """launch/slurm.sbatch in real bash, with programs that stand in for Slurm's: what it says, and how it ends."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,15 +11,35 @@ from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.config import load_config
+from hacpo_mega.jobs import slurm_script
 from hacpo_mega.jobs.slurm_script import prepare
 
-# Knows one job, which may be queued again; srun plays the ranks by $PLAY and notes what it was told.
+# Knows one job, which may be queued again, and whose controller is away the first $AWAY times; srun plays the ranks by
+# $PLAY and notes what it was told.
 SCONTROL = """#!/bin/bash
+folder=$(dirname "$NOTES")
 case "$*" in
-  *hostnames*) printf 'node1\\nnode2\\n' ;;
-  *"show job"*) echo "JobId=7 JobState=RUNNING ExcNodeList=(null)" ;;
-  requeue*) echo "requeued" ;;
+  *hostnames*\\[1-2\\]) printf 'node1\\nnode2\\n' && exit ;;
+  *hostnames*) echo "${*: -1}" | tr , '\\n' && exit ;;
 esac
+echo "$*" >>"$folder/asked"
+if [[ "$*" == *${AWAY_FOR:-}* ]] && (($(grep -c "${AWAY_FOR:-}" "$folder/asked") <= ${AWAY:-0})); then
+  echo "scontrol error: Unable to contact slurm controller (connect failure)" >&2 && exit 1
+fi
+case "$*" in
+  *"show job"*) echo "JobId=7 JobState=${STATE:-RUNNING} ReqNodeList=(null) ExcNodeList=${EXCLUDED:-(null)} X=" ;;
+  *"show node"*) echo "NodeName=node2 State=${NODE:-IDLE} SlurmdStartTime=2020-01-01T00:00:00 X=" ;;
+esac
+"""
+# The job may do without $SPARE nodes.
+SBATCH = """#!/bin/bash
+excluded=$(sed -n 's/^#SBATCH --exclude=//p' | tail -n1 | tr , '\\n' | grep -c .)
+((excluded <= ${SPARE:-9})) && exit
+echo "allocation failure: Requested node configuration is not available" >&2
+exit 1
+"""
+SLEEP = """#!/bin/bash
+exec /bin/sleep 0.05
 """
 SRUN = """#!/bin/bash
 echo "$*" >>"$(dirname "$NOTES")/steps"
@@ -29,14 +50,14 @@ if [[ "$*" == *node.sh* ]]; then # what is to be done on a node is done here
 fi
 while [[ $1 != */rank.sh ]]; do echo "$1" >>"$NOTES"; shift; done
 echo "secret $HACPO_MEGA_SECRET export $SLURM_EXPORT_ENV" >>"$NOTES"
-logs=$2 python3 -c "$PLAY"
+logs=$2 exec python3 -c "$PLAY"
 """
 # Knows the containers that its files name.
 ENROOT = """#!/bin/bash
 cd "$(dirname "$0")/containers"
 case "$1" in
   list) ls ;;
-  remove) [[ $2 == -f ]] && rm "$3" ;;
+  remove) [[ $2 == -f ]] && rm "$3" && echo "enroot $*" >>../asked ;;
 esac
 """
 # Says which jobs of the user run.
@@ -57,16 +78,28 @@ os._exit(2)
 
 
 class Attempt:
-    """The script of a small run, run once."""
+    """The script of a small run, run once, where Slurm has the given `variables`."""
 
-    def __init__(self, folder: Path, play: str = "", num_ranks: int | None = None, **slurm) -> None:
+    def __init__(
+        self, folder: Path, play: str = "", num_ranks: int | None = None, variables: dict | None = None, **slurm
+    ) -> None:
         agents = [agent_table(folder, name, "qwen3", CHARACTERS) for name in ("a", "b")]
         config = write_config(folder, agents, slurm={"gpus_per_node": 1, "preflight": False} | slurm)
         self.run_dir = folder / "run"
         text = prepare(load_config(config)).script(1)
         if num_ranks is not None:
             text = text.replace("num_ranks=2\n", f"num_ranks={num_ranks}\n")
-        for name, content in (("scontrol", SCONTROL), ("srun", SRUN), ("enroot", ENROOT), ("squeue", SQUEUE)):
+        (self.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "slurm" / "job.1.sbatch").write_text(text)
+        programs = {
+            "scontrol": SCONTROL,
+            "srun": SRUN,
+            "enroot": ENROOT,
+            "squeue": SQUEUE,
+            "sbatch": SBATCH,
+            "sleep": SLEEP,
+        }
+        for name, content in programs.items():
             (folder / name).write_text(content)
             (folder / name).chmod(0o755)
         job = {
@@ -76,10 +109,30 @@ class Attempt:
             "PLAY": play,
             "NOTES": str(folder / "notes"),
         }
-        environment = os.environ | job | {"PATH": f"{folder}:{os.environ['PATH']}"}
+        environment = os.environ | job | {"PATH": f"{folder}:{os.environ['PATH']}"} | (variables or {})
         done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, cwd=ROOT)
         self.status, self.said, self.script = done.returncode, done.stdout + done.stderr, text
         self.notes = (folder / "notes").read_text().splitlines() if (folder / "notes").exists() else []
+        self.asked = (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
+
+    @property
+    def ends(self) -> list[str]:
+        """How the script has noted that attempts ended."""
+        path = self.run_dir / "logs" / "attempts.jsonl"
+        return [json.loads(line)["ended"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ended(*statuses: int, then: str = "") -> str:
+    """What the ranks do that end with these statuses, the first of them first."""
+    return f"""
+import os, signal, sys, time
+for rank, status in enumerate({statuses}):
+    with open(os.environ['logs'] + f'/rank_{{rank}}.ended', 'w') as file:
+        print(rank, status, 10**18 + rank, f'node{{rank + 1}}', file=file)
+    open(os.environ['logs'] + f'/rank_{{rank}}.log', 'w').write(f'rank {{rank}} of 2 on node{{rank + 1}}, process 1\\n')
+{then}
+sys.exit({max(statuses, default=0)})
+"""
 
 
 def test_the_ranks_of_a_large_job_are_all_heard(tmp_path):
@@ -94,7 +147,7 @@ def test_the_ranks_of_a_large_job_are_all_heard(tmp_path):
 def test_the_silent_are_named_and_not_all_of_a_large_job(tmp_path):
     attempt = Attempt(tmp_path, "import os; os._exit(9)", 100)
     assert "no word from the ranks 0 1 2 " in attempt.said and " 31 and 68 more: their node is gone" in attempt.said
-    assert "requeued" in attempt.said and attempt.status == 0
+    assert "requeue 7" in attempt.asked and attempt.status == 0
 
 
 @pytest.mark.parametrize("line", ["module load cuda", "cd /nonexistent", "false | false"])
@@ -183,8 +236,8 @@ def test_no_container_stays_behind(tmp_path, play):
     attempt = Attempt(tmp_path, unpack + play, **IMAGE)
     assert sorted(path.name for path in (tmp_path / "containers").iterdir()) == sorted(stays), attempt.said
     assert attempt.said.count("removed the container pyxis_hacpo-mega-7") == 2, "before it begins, and at its end"
-    said = attempt.said
-    assert "requeued" not in said or said.rindex("removed the container") < said.index("requeued"), "steps end there"
+    ends = [line for line in attempt.asked if line.startswith(("enroot", "requeue"))]
+    assert ends[-1] == "requeue 7" if attempt.status == 0 and play else "requeue 7" not in ends, "steps end there"
 
 
 @pytest.mark.parametrize("sign", [",", ":", "$"])
@@ -250,6 +303,108 @@ def test_limits_are_raised_and_a_low_one_is_said(tmp_path):
     assert said == (
         "warning: node1 allows 64 KiB of locked memory (ulimit -Hl); InfiniBand wants it unlimited\n100\n"
     ), said
+
+
+AWAY = "Slurm does not answer (scontrol error: Unable to contact slurm controller (connect failure)): asking again"
+
+
+@pytest.mark.parametrize(("question", "status", "how"), [("show job", 137, "died"), ("requeue", 75, "told")])
+def test_a_controller_that_is_away_is_asked_again(tmp_path, question, status, how):
+    """As when it restarts at the end of an attempt, after a killed rank or the signal of the time limit."""
+    attempt = Attempt(tmp_path, ended(status, 1), variables={"AWAY": "4", "AWAY_FOR": question})
+    assert attempt.status == 0 and attempt.said.count(AWAY) == 1, attempt.said
+    assert "for 60 minutes at most" in attempt.said and "] queues again\n" in attempt.said
+    assert sum(question in line for line in attempt.asked) == 5 and attempt.asked[-1] == "requeue 7"
+    assert attempt.ends == [how]
+
+
+def test_a_controller_that_stays_away_ends_the_job_with_the_truth(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_script, "TEMPLATE", tmp_path / "impatient")
+    template = (ROOT / "launch/slurm.sbatch").read_text()
+    (tmp_path / "impatient").write_text(template.replace("controller_wait_s=3600", "controller_wait_s=0"))
+    attempt = Attempt(tmp_path, ended(75, 75), variables={"AWAY": "999"})
+    assert attempt.status == 75 and "requeue 7" not in attempt.asked
+    said = f"does not queue again: Slurm has not answered for 0 minutes; by hand: sbatch {attempt.run_dir}/slurm/job.1"
+    assert said in attempt.said and "Slurm ends this job" not in attempt.said
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "PENDING"])
+def test_only_another_state_is_the_end_that_slurm_makes(tmp_path, state):
+    """The script is told to end as its processes are, and says so: their words are collected all the same."""
+    told = ended(143, 143, then="os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)")
+    attempt = Attempt(tmp_path, told, variables={"STATE": state, "AWAY": "1"})
+    assert attempt.status == 143 and attempt.ends == [] and "requeue 7" not in attempt.asked
+    assert "told to end (SIGTERM)" in attempt.said and "ended first" not in attempt.said
+    assert f"Slurm ends this attempt ({state})" in attempt.said
+    assert (attempt.run_dir / "logs/attempt_1/ended").read_text().count("\n") == 2
+
+
+def test_a_job_that_slurm_ends_at_its_limit_queues_again(tmp_path):
+    """As when the controller was away at the signal, and back after the limit."""
+    told = ended(75, 75, then="os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)")
+    attempt = Attempt(tmp_path, told, variables={"STATE": "COMPLETING Reason=TimeLimit"})
+    assert attempt.status == 0 and attempt.asked[-1] == "requeue 7" and attempt.ends == ["told"]
+
+
+def test_a_cancelled_job_is_said_to_be_one(tmp_path):
+    attempt = Attempt(tmp_path, ended(9), variables={"STATE": "CANCELLED"})
+    assert attempt.status == 9 and "does not queue again: Slurm ends this job (CANCELLED)" in attempt.said
+
+
+@pytest.mark.parametrize(("state", "ends"), [("DOWN*", ["died", "lost"]), ("IDLE", ["died"])])
+def test_a_lost_node_is_noted_when_slurm_knows(tmp_path, state, ends):
+    first = Attempt(tmp_path, ended(1, then="os.remove(os.environ['logs'] + '/rank_0.ended')"))
+    assert "no word from the ranks 0 1: " in first.said and first.ends == ["died"]
+    second = Attempt(tmp_path, ended(0, 0), variables={"SLURM_RESTART_COUNT": "1", "NODE": state})
+    assert second.status == 0 and second.ends == ends and "-o show node node1" in second.asked
+
+
+def test_nodes_come_back_where_too_few_would_remain(tmp_path):
+    """Those that this job has excluded, never those that others have."""
+    found = {"exclude": "--exclude=node2"}
+    bad = ended(5, 5, then=f"open(os.environ['logs'] + '/../preflight.json', 'w').write({json.dumps(found)!r})")
+    attempts = []
+    for name, spare in (("plenty", 3), ("one", 2), ("none", 1)):
+        logs = tmp_path / name / "run" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "attempts.left_out.7").write_text("node9\n")
+        variables = {"SPARE": str(spare), "EXCLUDED": "node8,node9"}
+        attempts.append(Attempt(tmp_path / name, bad, variables=variables, preflight=True))
+    assert all(attempt.status == 0 for attempt in attempts), [attempt.said for attempt in attempts]
+    plenty, one, none = attempts
+    assert "too few" not in plenty.said and "queues again without node2\n" in plenty.said
+    assert plenty.asked[-1] == "update JobId=7 ExcNodeList=node9,node2,node8"
+    assert "too few nodes would remain without node9\n" in one.said and "queues again without node2\n" in one.said
+    assert one.asked[-1] == "update JobId=7 ExcNodeList=node2,node8"
+    assert "too few nodes would remain without node9,node2\n" in none.said
+    assert "queues again in 10 minutes, with node2\n" in none.said
+    assert none.asked[-2:] == ["update JobId=7 ExcNodeList=node8", "update JobId=7 StartTime=now+600"]
+
+
+def test_what_another_launcher_has_told_the_shell_that_submits_is_dropped(tmp_path, monkeypatch):
+    """And what the user sets for the processes is kept."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    for name in names:
+        monkeypatch.setenv(name, "stale")
+    play = "import os; open(os.environ['NOTES'], 'a').write(''.join(f'{n}={v}\\n' for n, v in os.environ.items()))"
+    notes = Attempt(tmp_path, play, environment={"MASTER_PORT": "4711"}).notes
+    assert [line for line in notes if line.partition("=")[0] in names] == ["MASTER_PORT=4711"]
+
+
+def test_nobody_waits_for_a_rank_that_refuses_its_input(tmp_path):
+    """rank.sh says that it has, and the script ends those who wait for it in vain."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    job = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node2"}
+    for status, refused in ((1, False), (2, True)):
+        command = ["bash", ROOT / "launch/rank.sh", logs, "bash", "-c", f"exit {status}"]
+        assert subprocess.run(command, env=os.environ | job).returncode == status
+        assert (logs / "refused").exists() is refused
+    waits = ended(2, then="open(os.environ['logs'] + '/refused', 'w').close(); time.sleep(3600)")
+    for preflight in (False, True):
+        (tmp_path / str(preflight)).mkdir()
+        attempt = Attempt(tmp_path / str(preflight), waits, preflight=preflight)
+        assert attempt.status == 2 and "starting again would change nothing" in attempt.said, attempt.said
 
 
 def test_a_template_of_ones_own_has_the_same_placeholders(tmp_path):
