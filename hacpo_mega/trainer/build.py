@@ -165,7 +165,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
 
 def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """The lock of the run: rank 0 gives it up where it is ended at once, too, and notes before that a signal ended it."""
+    """The lock of the run. Rank 0 gives it up also where it is ended at once, and notes before that a signal did so."""
     lock = stack.enter_context(RunLock(config.run_dir))
     place.when_told(partial(record_told, config.run_dir))
     place.at_end(lock.leave)
