@@ -153,8 +153,9 @@ def config_file(tmp_path_factory) -> Path:
 def record(run_dir: Path, config: Config, agents: tuple[str, ...] = ("one", "two"), num_tokens: int = 3) -> Path:
     """The rollout log of a step, as a run writes it; answer g of agent n has n + g more tokens, only g = 1 is right."""
     lines = [
-        {"prompt_index": p, "answers": [
-            {"agent": agent, "rollout": g, "num_tokens": num_tokens + n + g, "reward": float(g == 1)}
+        {"step": 1, "lane": 0, "prompt_index": p, "id": f"{p}", "skill": "", "prompt": "1+1=", "gold": "2", "answers": [
+            {"agent": agent, "rollout": g, "text": "2", "num_tokens": num_tokens + n + g, "reward": float(g == 1),
+             "verdict": "correct", "stop": "eos", "advantage": {}, "ratio": {}}
             for n, agent in enumerate(agents) for g in range(2)]}
         for p in range(config.training.prompts_per_step)
     ]  # fmt: skip
