@@ -9,6 +9,7 @@ import difflib
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +105,10 @@ class FieldType:
     module: "SourceModule"
 
     def __str__(self) -> str:
-        """The type as the source writes it; of a name that stands for another type, that one."""
+        """The type as the source writes it; for a name that stands for another type, that one; values one by one."""
         meaning = self.module.alias(_last_name(self.annotation)) if _last_name(self.annotation) else None
-        return ast.unparse(self.annotation if meaning is None else meaning.annotation)
+        text = ast.unparse(self.annotation if meaning is None else meaning.annotation)
+        return re.sub(r"^Literal\[(.*)\]$", r"one of \1", text)
 
     def accepts(self, value: Any) -> bool:
         """Whether a value from a TOML file fits."""

@@ -2,7 +2,6 @@
 # Stands before the command of a rank, lets the preflight be, and ends as the word of $ENDINGS for this attempt of the job says:
 #   STATUS        all ranks end with it            RANK:STATUS   this one does, having said why; the others end with 1 after $WAIT (1) seconds
 #   RANK:gone     this one is killed, with the shell that would note how it ended
-#   later:STATUS  as soon as $RUN/slurm/gate.<attempt> is there
 #   deaf          nobody heeds a signal            begun         rank 0 is killed when its command has noted the attempt
 [[ $* == *" preflight "* ]] && exec "$@"
 read -ra words <<<"$ENDINGS"
@@ -25,10 +24,6 @@ case $word in
     done
     wait $!
     exit $?
-    ;;
-  later:*)
-    until [[ -e $RUN/slurm/gate.$attempt ]]; do sleep 0.1; done
-    exit "${word#*:}"
     ;;
   "$SLURM_PROCID":gone) kill -KILL $PPID $$ ;;
   "$SLURM_PROCID":*)

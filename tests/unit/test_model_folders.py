@@ -367,7 +367,7 @@ def test_an_adapter_without_its_base_names_the_base(one_file):
         ({"megatron": {"params_dtype": "bf16"}}, "megatron.params_dtype is decided by this project"),
         ({"vllm": {"max_num_seq": 4}}, "vLLM's EngineArgs has no such field; did you mean 'max_num_seqs'?"),
         ({"vllm": {"gpu_memory_utilization": "half"}}, "vllm.gpu_memory_utilization must be float, found 'half'"),
-        ({"vllm": {"kv_cache_dtype": "fp99"}}, "vllm.kv_cache_dtype must be CacheDType, found 'fp99'"),
+        ({"vllm": {"kv_cache_dtype": "fp99"}}, "vllm.kv_cache_dtype must be one of 'auto', 'float16', "),
         ({"vllm": {"max_num_seqs": True}}, "vllm.max_num_seqs must be int | None, found True"),
         ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size is decided by this project"),
         ({"vllm": {"hf_overrides": {"rope_theta": 1.0}}}, "vllm.hf_overrides is decided by this project"),

@@ -34,7 +34,7 @@ esac
 # The job may do without $SPARE nodes.
 SBATCH = """#!/bin/bash
 excluded=$(sed -n 's/^#SBATCH --exclude=//p' | tail -n1 | tr , '\\n' | grep -c .)
-((excluded <= ${SPARE:-9})) && exit
+((excluded <= ${SPARE:-9})) && [[ -z ${SLURM_HOSTFILE:-} ]] && exit
 echo "allocation failure: Requested node configuration is not available" >&2
 exit 1
 """
