@@ -27,8 +27,8 @@ LAST_STEPS = 10  # over which the seconds of a step are the median
 # What the job script, the ranks and Python say of trouble; of a job that queues again this line is no trouble yet.
 TROUBLE = re.compile(
     r"ended first|no word from|stops:|ends with status|cannot queue again|does not queue again|no checkpoint in time|"
-    r"slurm\.setup|the preflight failed|too few nodes|does not answer|does not get past|warning: |[A-Z]\w*(?:Error|Exception)\b|"
-    r"^srun: error|BAD$|CANCELLED"
+    r"slurm\.setup|the preflight failed|too few nodes|does not answer|does not get past|warning: |"
+    r"[A-Z]\w*(?:Error|Exception)\b|^srun: error|BAD$|CANCELLED"
 )
 
 # What the job script says of the rank that ended first, and where an attempt of it begins.
