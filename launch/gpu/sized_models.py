@@ -1,4 +1,4 @@
-"""Hugging Face folders of a public model's sizes, with random weights: what a measurement needs where no model can be fetched.
+"""Hugging Face folders of a public model's sizes with random weights, for measuring where no model can be fetched.
 
     python launch/gpu/sized_models.py Qwen/Qwen3-1.7B-Base runs/models/qwen-1b7
 
