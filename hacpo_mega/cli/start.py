@@ -35,8 +35,9 @@ from hacpo_mega.models.hub import not_cached
 
 ENGINE = "hacpo_mega.rollout.engine"
 # What vLLM and transformers import where it is installed, for sounds and for boxes in pictures; and what vLLM corrects
-# in torch's compiler. A fifth of all imports.
-UNUSED, COMPILER = ("scipy",), "torch._inductor.lowering"
+# in torch's compiler. A fifth of all imports. scikit-learn, which no lock names, goes with scipy: transformers imports
+# it where it finds it, and it cannot be without.
+UNUSED, COMPILER = ("scipy", "sklearn"), "torch._inductor.lowering"
 # The flag by which code that lies beside a model may run.
 Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's configuration names; follow its links.")]
 

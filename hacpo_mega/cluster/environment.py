@@ -63,6 +63,7 @@ ON_CPU = {
 ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
     "VLLM_LOGGING_LEVEL": "WARNING",  # what it says there explains a slow or a failed start
+    "FLASHINFER_LOGGING_LEVEL": "warning",
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }

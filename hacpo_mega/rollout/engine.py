@@ -52,13 +52,13 @@ from hacpo_mega.rollout.expert_weights import converts_experts
 from hacpo_mega.rollout.flat_logprobs import written_at_once
 from hacpo_mega.rollout.held_weights import HeldPart, held_parts
 from hacpo_mega.rollout.host_process import (
-    environment_untouched,
     free_memory_unmeasured,
     has_expandable_segments,
     joined_to_default_group,
     keeping_default_group,
     quiet,
     require_process,
+    starting_vllm,
     without_message_queue,
 )
 from hacpo_mega.rollout.quantized_weights import Quantizing
@@ -142,7 +142,7 @@ class Engine:
             enable_sleep_mode=self._on_cuda,
             **{**PLAIN_READING, **defaults, **options},
         )
-        with environment_untouched(), joined_to_default_group(ExecutorWithExternalLauncher):
+        with starting_vllm(), joined_to_default_group(ExecutorWithExternalLauncher):
             self._door = EngineDoor(start)
         self._on_progress, self._running = on_progress, None
         with self._door.open() as llm:

@@ -197,11 +197,13 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def environment_untouched() -> Iterator[None]:
-    """Around vLLM's start, which on CPU adds to LD_PRELOAD: that would reach the processes that judge answers."""
+def starting_vllm() -> Iterator[None]:
+    """Around vLLM's start: on a CPU it adds to LD_PRELOAD, which would reach the processes that judge answers, and
+    without a tokenizer its renderer warns, with a traceback, that it cannot warm up a chat template."""
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        yield
+        with quiet(logging.getLogger("vllm.renderers.base")):
+            yield
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)

@@ -86,6 +86,7 @@ def _fold_chunks(
             grad_hidden_NH[chunk] = product(gradient_CV, vocabulary_VH, dtype)
         if wants_weight:
             add_product(grad_weight_VH[: head.num_columns], gradient_CV.t(), hidden_CH)
+        del gradient_CV  # before the next chunk is made: else two of them are alive, each up to 2.5 GB
     if wants_hidden and reduces:
         dist.all_reduce(grad_hidden_NH, group=head.group)
         grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)

@@ -30,7 +30,7 @@ def world(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.06), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "family, sizes",
     [
@@ -44,7 +44,8 @@ def world(tmp_path_factory):
         ("gemma3_text", {"window": 9}),
     ],
 )
-def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtype: torch.dtype, tolerance: float):
+def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtype: torch.dtype):
+    """In half precision an error is judged by the one that Hugging Face's own has, against float32 of equal weights."""
     folder = make_model(tmp_path, family, hidden_size=256, num_heads=4, head_dim=64, dtype=dtype, **sizes)
     model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=256, overrides=APART)
     load_hf_weights(model, folder)
@@ -54,13 +55,23 @@ def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtyp
     hidden_TH = forward_packed(model, *pack)
     with torch.no_grad():
         assert torch.equal(forward_packed(model, *pack), hidden_TH)
-    # Half precision is judged against Hugging Face in fp32 on the same rounded weights.
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    expected_TV = torch.cat([exact(sequence[None]).logits[0] for sequence in tokens_T.cuda().split(LENGTHS)])
-    logits_TV = (hidden_TH @ lm_head_weight(model).T)[:, :131].float()
-    torch.testing.assert_close(logits_TV, expected_TV, atol=tolerance, rtol=0.03 if dtype is torch.bfloat16 else 0)
+    exact_TV, rounded_TV = (hugging_face_logits(folder, tokens_T, as_) for as_ in (torch.float32, torch.bfloat16))
+    error_TV = ((hidden_TH @ lm_head_weight(model).T)[:, :131].float() - exact_TV).abs()
+    if dtype is torch.float32:
+        assert error_TV.max() < 1e-4
+    else:
+        usual_TV = (rounded_TV - exact_TV).abs()
+        assert error_TV.mean() < 1.5 * usual_TV.mean()
+        assert error_TV.max() < 2 * usual_TV.max()
     hidden_TH.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@torch.no_grad()
+def hugging_face_logits(folder: Path, tokens_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[T, 131] in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda()
+    return torch.cat([model(sequence[None]).logits[0].float() for sequence in tokens_T.cuda().split(LENGTHS)])
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.06), (torch.float32, 1e-4)])

@@ -2,7 +2,7 @@
 
 Numbers 9 to 14, which compare runs with runs, are in test_kernel_repeats.py.
 
-The numbers and threads name who was bitten. What only real hardware shows (offsets past 2^31 elements, speed, no host
+The numbers and threads name who was bitten. What only real hardware shows (offsets past 2^31 elements, memory, no host
 synchronisation) is in tests/gpu/.
 
 Equal bits are asked for where our code decides them. On a CPU a matrix product is the host's BLAS, whose bits depend
@@ -11,6 +11,7 @@ on the processor and on a row's place: there the same is asked of heads of whole
 
 import ast
 import importlib
+import weakref
 from pathlib import Path
 
 import hacpo_kernels
@@ -120,6 +121,24 @@ def test_04_gradient_error_does_not_grow_with_the_number_of_chunks(backend, monk
     for several in weight_grads[1:]:
         # 512 roundings in either sum; the logit gradients' own rounding to bf16 makes each term up to 2^-7 larger
         assert_within(several, weight_grads[0], 2 * 512 * UNIT[torch.float32] * (1 + 2**-7) * sizes_VH)
+
+
+def test_04_one_chunk_of_the_logits_gradient_is_alive_at_a_time(monkeypatch):
+    """On an H200 a step at T 32,768 needed 5.2 GB where one chunk is 2.5: the last chunk lived on beside the next."""
+    made = []
+
+    def logit_gradient(*arguments):
+        assert all(chunk() is None for chunk in made)
+        gradient = backends.reference.logit_gradient(*arguments)
+        made.append(weakref.ref(gradient))
+        return gradient
+
+    fixed = {**vars(backends.REFERENCE), "logit_gradient": logit_gradient, "chunk_rows": lambda columns: 8}
+    monkeypatch.setattr(backends, "REFERENCE", backends.Backend(**fixed))
+    head = make_head(32, 8, 40)
+    hidden, weight = head.leaves()
+    linear_logprob(hidden, weight, head.target, backend="reference").sum().backward()
+    assert len(made) == 4
 
 
 @each_backend

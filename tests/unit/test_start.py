@@ -1,5 +1,6 @@
 """A rank that is forked begins as a fresh interpreter does; the parts of a start add up to what was spent."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hacpo_mega.cli.start import absent
+from hacpo_mega.cli.start import UNUSED, absent
 from hacpo_mega.cluster.environment import LAUNCHER_PID, used_since_begin
 from hacpo_mega.cluster.spans import Spans
 from hacpo_mega.jobs.forked_rank import ForkedRank
@@ -167,3 +168,13 @@ def test_an_absent_library_is_there_again_afterwards():
     import colorsys
 
     assert colorsys.rgb_to_hsv(0.0, 0.0, 1.0)[2] == 1.0
+
+
+def test_what_needs_scipy_is_absent_with_it(tmp_path, monkeypatch):
+    """transformers imports scikit-learn where it finds it, which ended a start where that was installed."""
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").write_text("import scipy.sparse\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.util.find_spec("sklearn").origin.startswith(str(tmp_path))
+    with absent(UNUSED):
+        assert importlib.util.find_spec("sklearn") is None
