@@ -16,21 +16,20 @@ def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bo
     """The most that they take, every one of a rank's `tokens` being trained; a number has so many bytes."""
     columns, mixed = padded_vocab_size(a.vocab_size, tp) // tp, number < FLOAT32
     rows, row = min(tokens, logit_rows(columns, triton=triton)), a.hidden_size
-    last_rows = (tokens - 1) % rows + 1
     weight = columns * row * number
     # Summed over the ranks in float32, then cast.
     gradient = tokens * row * (FLOAT32 if tp > 1 else number)
     cast = tokens * row * number if tp > 1 and mixed else 0
     logit = number if triton else FLOAT32
     operand = columns * row * FLOAT32 if mixed and not triton else 0
-    # A chunk of logits, while the one before it is still there; their rows of hidden, and a product: the gradient of
-    # these, or, in float32, a part of the weight's, before it is added.
+    # A chunk of logits; its rows of hidden, and a product: the gradient of these, or, in float32, a part of the
+    # weight's, before it is added.
     part = 0 if triton or mixed else min(columns * row, ADDED_ELEMENTS)
-    in_chunk = rows * (columns * logit * (1 if rows == tokens else 2) + row * number) + max(rows * row, part) * FLOAT32
+    in_chunk = rows * (columns * logit + row * number) + max(rows * row, part) * FLOAT32
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.
     placeholder, own = (weight, 0) if mixed else (0, weight)
-    at_end = last_rows * columns * logit + max(gradient + cast, (cast or gradient) + placeholder)
+    at_end = max(gradient + cast, (cast or gradient) + placeholder)
     return operand + own + max(gradient + in_chunk, at_end)
 
 

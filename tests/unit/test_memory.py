@@ -65,11 +65,11 @@ def test_every_pair_of_the_paper_fits_with_room(pair):
 
 
 def test_a_pair_that_would_die_in_its_second_update():
-    (line,) = complaints(f"{LARGE}.recompute=none", "device_memory_gib=73")
-    assert line.startswith(f"{LARGE}: the phase 'learn' needs 73.13 GiB of a device that has 73.00 (device_memory_gib)")
-    assert line.endswith("Nearest: recompute = 'mlp' (70.23 GiB)")
+    (line,) = complaints(f"{LARGE}.recompute=none", "device_memory_gib=72")
+    assert line.startswith(f"{LARGE}: the phase 'learn' needs 72.79 GiB of a device that has 72.00 (device_memory_gib)")
+    assert line.endswith("Nearest: recompute = 'mlp' (69.63 GiB)")
     terms = [float(term) for term in re.findall(r" (\d+\.\d+)(?= \+|\. Nearest)", line)]
-    assert sum(terms) == pytest.approx(73.13, abs=0.01 * len(terms))
+    assert sum(terms) == pytest.approx(72.79, abs=0.01 * len(terms))
     # It would live through the first: the moments were not there yet.
     budget = budgets_of(PAIR)["qwen-8b-base"]
     assert budget.phases["learn"] - budget.phases["learn, first update"] == budget.parts["moments"]
@@ -137,7 +137,7 @@ def test_the_table_adds_up(capsys, monkeypatch):
 
 # Overrides that do not fit, and how the advice begins.
 TOO_MUCH = [
-    ((f"{LARGE}.recompute=none", "device_memory_gib=73"), "recompute = 'mlp'"),
+    ((f"{LARGE}.recompute=none", "device_memory_gib=72"), "recompute = 'mlp'"),
     ((f"{LARGE}.vllm.gpu_memory_utilization=0.5",), "vllm.gpu_memory_utilization = "),
     (("device_memory_gib=64",), "vllm.gpu_memory_utilization = "),
     (("device_memory_gib=58",), "tp = 4"),
