@@ -45,7 +45,7 @@ from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.engine_defaults import cpu_attention, engine_defaults, free_options
-from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
+from hacpo_mega.rollout.engine_door import EngineDoor, finish_steps, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
 from hacpo_mega.rollout.expert_weights import converts_experts
@@ -342,7 +342,9 @@ class Engine:
 
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return llm.generate(requests, sampling, use_tqdm=False) if requests else []
+    outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
+    finish_steps(llm)
+    return outputs
 
 
 # For good, since it also runs when an engine that nobody closed is collected.
