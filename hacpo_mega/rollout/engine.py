@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing, logger
+from vllm.utils import jit_monitor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
@@ -351,4 +352,7 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
 parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
 aux_output_connector.get_tp_group = on_every_rank
+# It takes what Triton compiles after the engine's start, in the whole process, for the engine's: warnings of the
+# trainer's own kernels, and errors of them with `jit_monitor_mode = "error"`.
+jit_monitor.activate = lambda **_how: None
 LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)

@@ -130,6 +130,15 @@ def test_sleep_frees_the_device_and_publishing_wakes_it(engine, folders):
     assert_scores(engine, folders[0])
 
 
+def test_the_trainers_kernels_are_not_watched(engine):
+    """vLLM warns of what is compiled after its start."""
+    from triton import knobs
+    from vllm.utils import jit_monitor
+
+    assert not jit_monitor.is_active()
+    assert knobs.runtime.jit_post_compile_hook is None and not knobs.autotuning.print
+
+
 def in_flight(engine) -> int:
     with engine._door.open() as llm:
         queue = llm.llm_engine.engine_core.engine_core.batch_queue
@@ -154,6 +163,8 @@ def routed_twice(folder: Path, _place, _ranks) -> list:
     options = {"gpu_memory_utilization": 0.2, "enforce_eager": True, "enable_return_routed_experts": True}
     asked = {"max_model_len": MAX_MODEL_LEN, "dtype": torch.bfloat16, "eos_ids": MANY_ENDS}
     engine, seen = Engine(folder, options=options, **asked), []
+    with engine._door.open() as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 512
     prompts = [tokens[:100] for tokens in sequences()]
     for _ in range(2):
         answers = engine.generate(prompts, [11, 12, 13, 14], max_tokens=60, return_logprobs=True)

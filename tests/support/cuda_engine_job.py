@@ -28,6 +28,7 @@ from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import Platform
+from vllm.utils import jit_monitor
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -294,6 +295,14 @@ def steps_in_flight(folder: Path) -> list[tuple[int, int]]:
     return found
 
 
+def watches_compilation() -> bool:
+    """Whether vLLM's worker, warm, watches what this process compiles."""
+    monitor = SimpleNamespace(jit_monitor_mode="warn", jit_monitor_verbose=False)
+    warm = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=True))
+    Worker._maybe_activate_jit_monitor(SimpleNamespace(vllm_config=warm, observability_config=monitor))
+    return jit_monitor.is_active()
+
+
 def done(result: object) -> Future:
     future: Future = Future()
     future.set_result(result)
@@ -314,6 +323,7 @@ def visit(folder: Path) -> dict[str, object]:
         "shared": error_of(lambda: fall_asleep(2 * GIB, measured=True)),
         "shared, unmeasured": error_of(lambda: fall_asleep(2 * GIB, measured=False)),
         "graphs": what_graphs_do(folder),
+        "watches": watches_compilation(),
         "in flight": steps_in_flight(folder),
         "fused": CompilationConfig(**defaults(1)["compilation_config"]).pass_config.fuse_allreduce_rms,
     }
