@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sysconfig
 import time
 import warnings
 from collections.abc import Mapping
@@ -176,6 +177,16 @@ def _is_blackwell() -> bool:
     except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
         return False
     return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
+
+
+def compiler_problems() -> list[str]:
+    """What Triton lacks here to compile the launcher of a kernel, which it does at run time on CUDA."""
+    scheme = sysconfig.get_default_scheme()
+    # As Triton: Debian's own scheme has a folder that nothing installs headers to.
+    header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    missing = {"a C compiler (gcc, clang or CC)": found, f"{header} (python3-dev)": header.is_file()}
+    return [f"Triton needs {name} at run time, and there is none" for name, there in missing.items() if not there]
 
 
 def compiles() -> bool:

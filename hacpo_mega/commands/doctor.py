@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.agent.agent import Agent
+from hacpo_mega.cluster.environment import compiler_problems
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of, table, worst_of
@@ -38,7 +39,10 @@ def examine(config: Config, tolerance: float | None = None) -> bool:
     `tolerance` bounds the difference of SHARE_WITHIN of the tokens' log-probs (nats); None takes TOLERANCES of the
     actor's dtype.
     Collective over the job: call it in every process of one that fits the configuration.
+    ValueError on a GPU node that lacks what Triton compiles with.
     """
+    if torch.cuda.is_available() and (problems := compiler_problems()):
+        raise ValueError("; ".join(problems))
     with Place.join(RankMap.of(config), config.wait_s, config.stall_s) as place:
         place.enter_phase("doctor", "before any step")
         mine = json.dumps([asdict(found) for found in diagnose(config, place, tolerance)]).encode()

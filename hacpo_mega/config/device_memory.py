@@ -35,7 +35,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 512,
     "enable_chunked_prefill": False,
 }
-CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_num_seqs": 512}
 APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
 
 

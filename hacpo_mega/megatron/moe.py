@@ -173,7 +173,7 @@ class _Combine(torch.autograd.Function):
         grad_shares_nk = torch.empty_like(shares_nk)
         for number in range(shares_nk.shape[1]):
             grad_nkH[:, number] = grad_nH * shares_nk[:, number, None]
-            grad_shares_nk[:, number] = (grad_nH * rows_nkH[:, number]).sum(dim=-1, dtype=torch.float32)
+            grad_shares_nk[:, number] = (grad_nH.float() * rows_nkH[:, number]).sum(dim=-1)
         return grad_nkH.flatten(0, 1).index_select(0, order), None, grad_shares_nk
 
 
@@ -334,4 +334,9 @@ class _Grouped(torch.autograd.Function):
             return no_rows, None if rows_RK is None else torch.zeros_like(weight_eNK), None
         grad_RN = grad_RN.contiguous()
         grad_rows = torch._grouped_mm(grad_RN, weight_eNK, offs=ends_e)
-        return grad_rows, None if rows_RK is None else torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e), None
+        if rows_RK is None:
+            return grad_rows, None, None
+        grad_weight = torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e)
+        has_none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
+        # Of an expert without rows the kernel leaves on Blackwell what was in the memory before.
+        return grad_rows, grad_weight.masked_fill_(has_none_e[:, None, None], 0.0), None

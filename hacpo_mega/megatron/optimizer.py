@@ -88,8 +88,8 @@ class ActorOptimizer:
         # apply it, is not used.
         for group in self.megatron.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            if self.kernels == "torch" and not torch.cuda.is_available():
-                group["fused"] = True  # one pass over the state; by itself torch takes a dozen on the CPU
+            if self.kernels == "torch":
+                group["fused"] = True  # one pass over the state; by itself torch takes several, with temporaries
         if leaves != "nothing":
             self.make_moments()  # so that the host's memory is taken now, not in the first step
         self.offload = Offload(self._own_state() if leaves != "nothing" else ())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER, free_bytes
-from hacpo_mega.cluster.environment import cores_of_a_process, num_threads_set, visible_devices
+from hacpo_mega.cluster.environment import compiler_problems, cores_of_a_process, num_threads_set, visible_devices
 from hacpo_mega.cluster.machine_limits import free_memory_bytes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
@@ -61,6 +61,7 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
     """This node's report, made by its first process; `versions` are those of the installed packages."""
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
+    problems += compiler_problems() if gpus else []
     facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}
     facts |= {f"{name}'s version": version for name, version in versions.items()}
     model_bytes = checkpoint_bytes = 0

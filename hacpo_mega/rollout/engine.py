@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing, logger
+from vllm.utils import jit_monitor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
@@ -45,7 +46,7 @@ from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.engine_defaults import cpu_attention, engine_defaults, free_options
-from hacpo_mega.rollout.engine_door import EngineDoor, worker_of
+from hacpo_mega.rollout.engine_door import EngineDoor, finish_steps, worker_of
 from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
 from hacpo_mega.rollout.expert_weights import converts_experts
@@ -342,11 +343,16 @@ class Engine:
 
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return llm.generate(requests, sampling, use_tqdm=False) if requests else []
+    outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
+    finish_steps(llm)
+    return outputs
 
 
 # For good, since it also runs when an engine that nobody closed is collected.
 parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
 parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
 aux_output_connector.get_tp_group = on_every_rank
+# It takes what Triton compiles after the engine's start, in the whole process, for the engine's: warnings of the
+# trainer's own kernels, and errors of them with `jit_monitor_mode = "error"`.
+jit_monitor.activate = lambda **_how: None
 LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)

@@ -39,6 +39,8 @@ def engine_defaults(
         return CPU_DEFAULTS | waits
     defaults = waits | {
         "gpu_memory_utilization": CUDA_DEFAULTS["gpu_memory_utilization"] / agents_on_device,
+        # vLLM's 1024 of large devices is more than it captures graphs for, and takes 4 bytes x vocabulary for each.
+        "max_num_seqs": CUDA_DEFAULTS["max_num_seqs"],
         # vLLM would fuse it on Hopper and later where nvcc and ninja are on PATH, by compiling at the start: what an
         # engine computes would depend on the shell that started it.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},

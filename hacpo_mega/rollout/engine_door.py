@@ -63,3 +63,13 @@ class EngineDoor:
 def worker_of(llm: Any) -> Any:
     """The one that drives this process's device."""
     return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def finish_steps(llm: Any) -> None:
+    """Runs until nothing is in flight. On CUDA vLLM begins a step ahead, also behind the end of the last answer.
+
+    Such a step would meet what comes next: prefixes that are forgotten, a routing of the step before.
+    """
+    core = llm.llm_engine.engine_core.engine_core
+    while core.batch_queue:  # None where there is no step ahead
+        core.step_fn()

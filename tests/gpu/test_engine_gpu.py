@@ -7,18 +7,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from job import run_job
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.records import Stop
 from hacpo_mega.rollout.engine_door import worker_of
 from hacpo_mega.rollout.engine_thread import EngineThread
+from hacpo_mega.samples.routing import unknown
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 EOS = 7
 MAX_MODEL_LEN = 256
+MANY_ENDS = range(64)  # about half of the vocabulary: answers end by themselves, after a token or a few
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +128,62 @@ def test_sleep_frees_the_device_and_publishing_wakes_it(engine, folders):
     assert torch.cuda.mem_get_info()[0] > free_awake + 0.1 * total, "the cache is still asleep"
     engine.wake()
     assert_scores(engine, folders[0])
+
+
+def test_the_trainers_kernels_are_not_watched(engine):
+    """vLLM warns of what is compiled after its start."""
+    from triton import knobs
+    from vllm.utils import jit_monitor
+
+    assert not jit_monitor.is_active()
+    assert knobs.runtime.jit_post_compile_hook is None and not knobs.autotuning.print
+
+
+def in_flight(engine) -> int:
+    with engine._door.open() as llm:
+        queue = llm.llm_engine.engine_core.engine_core.batch_queue
+    assert queue is not None, "vLLM begins no step ahead here: this tests nothing"
+    return len(queue)
+
+
+def test_nothing_is_in_flight_after_the_last_answer(engine, monkeypatch):
+    monkeypatch.setattr(engine, "eos_ids", tuple(MANY_ENDS))
+    prompts = [tokens[:100] for tokens in sequences()]
+    answers = engine.generate(prompts, [11, 12, 13, 14], max_tokens=60)
+    assert {answer.stop for answer in answers} == {Stop.EOS}
+    assert in_flight(engine) == 0
+    engine.logprobs(prompts)
+    assert in_flight(engine) == 0
+
+
+def routed_twice(folder: Path, _place, _ranks) -> list:
+    """Answers with their routing, before and after weights were published, and the steps in flight after each."""
+    from hacpo_mega.rollout.engine import Engine
+
+    options = {"gpu_memory_utilization": 0.2, "enforce_eager": True, "enable_return_routed_experts": True}
+    asked = {"max_model_len": MAX_MODEL_LEN, "dtype": torch.bfloat16, "eos_ids": MANY_ENDS}
+    engine, seen = Engine(folder, options=options, **asked), []
+    with engine._door.open() as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 512
+    prompts = [tokens[:100] for tokens in sequences()]
+    for _ in range(2):
+        answers = engine.generate(prompts, [11, 12, 13, 14], max_tokens=60, return_logprobs=True)
+        told = [(len(answer.token_ids), int(answer.stop), answer.routing) for answer in answers]
+        seen.append((told, in_flight(engine)))
+        engine.load(load_file(folder / "model.safetensors").items())
+    engine.close()
+    return seen
+
+
+def test_experts_say_their_routing_again_after_publishing(tmp_path):
+    """Router replay over two steps. A process of its own: vLLM lets one engine of a process sleep."""
+    sizes = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "ffn_size": 128, "dtype": torch.bfloat16}
+    folder = make_model(tmp_path / "experts", "qwen3_moe", tied=False, **sizes)
+    (seen,) = run_job(RankMap(1, (AgentShape("experts"),)), partial(routed_twice, folder))
+    prompts = [tokens[:100] for tokens in sequences()]
+    for told, num_in_flight in seen:
+        assert num_in_flight == 0
+        for prompt, (length, stop, routing) in zip(prompts, told, strict=True):
+            assert Stop(stop) is Stop.EOS
+            assert routing.shape == (len(prompt) + length - 1, 2, 2), "tokens that were read, layers, experts"
+            assert (routing < 4).all(), f"of each it is known ({unknown(routing.dtype)}: it is not)"

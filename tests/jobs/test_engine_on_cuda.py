@@ -49,6 +49,15 @@ def test_graphs_leave_the_device_with_the_engine_asleep(saw):
     assert is_told and "cudagraph" in kept and "weights" not in kept
 
 
+def test_the_trainers_kernels_are_compiled_unwatched(saw):
+    assert saw["watches"] is False
+
+
+def test_nothing_is_in_flight_after_the_last_answer(saw):
+    """Whether it was cut by its length or ended by itself, vLLM returns with a step ahead."""
+    assert saw["in flight"] == [(1, 0), (1, 0)]
+
+
 def test_a_model_of_garbage_is_whole_after_publishing(saw):
     """Level-2 sleep keeps buffers alone: after publishing, log-probs and answers are those of before, bit for bit."""
     seen = saw["level 2"]

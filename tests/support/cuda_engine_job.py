@@ -5,10 +5,13 @@
 
 import math
 import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,18 +22,25 @@ import torch
 import torch.distributed as dist
 from engine_streams import through_the_engine
 from safetensors.torch import load_file
-from vllm import device_allocator
+from vllm import SamplingParams, device_allocator
 from vllm.config import CompilationConfig
 from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import Platform
+from vllm.utils import jit_monitor
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.engine_defaults import engine_defaults
-from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.engine_door import finish_steps, worker_of
 from hacpo_mega.rollout.engine_memory import take_memory
 from hacpo_mega.rollout.engine_thread import EngineThread
 from hacpo_mega.rollout.engine_weights import EngineWeights, noted
@@ -38,6 +48,7 @@ from hacpo_mega.rollout.host_process import free_memory_unmeasured
 
 GIB = 2**30
 TOTAL, ACTOR = 80 * GIB, 3 * GIB
+EOS = 7
 
 
 class CudaNumbers(Platform):
@@ -237,6 +248,67 @@ def wake_on_a_full_device(room: int) -> tuple[str, list[str]]:
     return said, sorted(mapped)
 
 
+def steps_in_flight(folder: Path) -> list[tuple[int, int]]:
+    """vLLM's own queue of steps and its scheduler for it around a model that draws token 5, or 7, which ends an answer.
+
+    What is in flight when the last answer has ended, by its length and by its own end, and after `finish_steps`.
+    """
+    arguments = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    config = EngineArgs(model=str(folder), **arguments).create_engine_config()
+    config.scheduler_config.async_scheduling, config.cache_config.num_gpu_blocks = True, 64
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    core = EngineCore.__new__(EngineCore)
+    core.vllm_config, core.log_stats, core.is_pooling_model, core.is_mm_encoder_only = config, False, False, False
+    core.check_for_draft_tokens, core.use_spec_decode, core._weight_version = False, False, None
+    core.batch_queue_size, core.batch_queue, core.aborts_queue = 2, deque(maxlen=2), SimpleQueue()
+    core.scheduler = AsyncScheduler(
+        vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
+        block_size=16, hash_block_size=16, log_stats=False,
+    )  # fmt: skip
+    core.step_fn, drawn, begun = core.step_with_batch_queue, Counter(), []
+
+    def execute_model(step, non_block: bool) -> Future:
+        begun.append(step)
+        return done(EMPTY_MODEL_RUNNER_OUTPUT)
+
+    def sample_tokens(_grammar, non_block: bool) -> Future:
+        names = list(begun[-1].num_scheduled_tokens)
+        drawn.update(names)
+        tokens = [[EOS if drawn[name] == int(name) else 5] for name in names]
+        return done(ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens))
+
+    core.model_executor = SimpleNamespace(execute_model=execute_model, sample_tokens=sample_tokens)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
+    found = []
+    for names in (["3", "99"], ["4", "5"]):
+        left = set(names)
+        for name in names:
+            sampling = SamplingParams(max_tokens=8, stop_token_ids=[EOS])
+            core.scheduler.add_request(Request(name, list(range(8, 28)), sampling, None))
+        while left:  # as vLLM, until all have ended
+            outputs, _ = core.step_fn()
+            left -= {one.request_id for mine in (outputs or {}).values() for one in mine.outputs if one.finished}
+        in_flight = len(core.batch_queue)
+        finish_steps(llm)
+        found.append((in_flight, len(core.batch_queue)))
+    return found
+
+
+def watches_compilation() -> bool:
+    """Whether vLLM's worker, warm, watches what this process compiles."""
+    monitor = SimpleNamespace(jit_monitor_mode="warn", jit_monitor_verbose=False)
+    warm = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=True))
+    Worker._maybe_activate_jit_monitor(SimpleNamespace(vllm_config=warm, observability_config=monitor))
+    return jit_monitor.is_active()
+
+
+def done(result: object) -> Future:
+    future: Future = Future()
+    future.set_result(result)
+    return future
+
+
 def visit(folder: Path) -> dict[str, object]:
     level_two, streams = sleep_at_level_two(folder), engine_streams.visit()
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
@@ -251,5 +323,7 @@ def visit(folder: Path) -> dict[str, object]:
         "shared": error_of(lambda: fall_asleep(2 * GIB, measured=True)),
         "shared, unmeasured": error_of(lambda: fall_asleep(2 * GIB, measured=False)),
         "graphs": what_graphs_do(folder),
+        "watches": watches_compilation(),
+        "in flight": steps_in_flight(folder),
         "fused": CompilationConfig(**defaults(1)["compilation_config"]).pass_config.fuse_allreduce_rms,
     }

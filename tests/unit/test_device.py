@@ -10,6 +10,7 @@ import torch
 from device_table import DeviceTable
 
 from hacpo_mega.cluster.device import rank_device
+from hacpo_mega.cluster.environment import compiler_problems
 from hacpo_mega.cluster.visible_gpus import visible_gpus
 from hacpo_mega.jobs.forked import SERVER_ONLY, changed_environment
 from hacpo_mega.preflight.node_report import _device_facts
@@ -113,3 +114,15 @@ def test_what_a_node_says_of_its_gpus(script, facts, problems, tmp_path: Path, m
     gpus, found = visible_gpus(None)
     assert _device_facts(gpus) == facts
     assert found == problems
+
+
+def test_a_node_without_a_compiler_or_headers_says_so(monkeypatch, tmp_path):
+    """Triton would after minutes of start: "Failed to find C compiler"."""
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compiler, header = compiler_problems()
+    assert "a C compiler" in compiler and f"{tmp_path}/Python.h" in header
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "clang").touch(mode=0o755)
+    assert compiler_problems() == []

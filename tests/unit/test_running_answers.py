@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hacpo_mega.records import Stop
+from hacpo_mega.rollout.engine_door import finish_steps
 from hacpo_mega.rollout.running_answers import RunningAnswers
 
 
@@ -46,3 +47,12 @@ def test_how_an_answer_ended_by_itself(reason, stop):
     llm = SimpleNamespace(request_counter=SimpleNamespace(counter=0))
     answers = RunningAnswers(llm, 1, None, "abort", None)
     assert answers.completion(ended(0, reason)).stop is stop
+
+
+@pytest.mark.parametrize("in_flight", [None, [], [1, 2]])
+def test_steps_are_taken_until_none_is_in_flight(in_flight):
+    """vLLM has no queue of steps on the CPU."""
+    taken = []
+    core = SimpleNamespace(batch_queue=in_flight, step_fn=lambda: taken.append(in_flight.pop()))
+    finish_steps(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))))
+    assert not in_flight and len(taken) in (0, 2)

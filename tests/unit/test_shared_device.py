@@ -192,5 +192,9 @@ def test_custom_all_reduce_and_growing_segments_exclude_each_other():
     assert [defaults.get("disable_custom_all_reduce", False) for defaults in found] == [False, True]
 
 
+def test_an_engine_runs_as_many_answers_as_graphs_are_captured_for():
+    assert on_cuda()["max_num_seqs"] == 512
+
+
 def test_the_shell_does_not_decide_what_is_fused():
     assert on_cuda()["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
