@@ -13,34 +13,38 @@ from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read
 
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
-    "hacpo_mega/cluster/device.py",
-    "hacpo_mega/cluster/environment.py",
-    "hacpo_mega/grading/model_judge.py",  # the key of a server, by the name that the configuration gives
+    "hacpo_mega/cluster/machine/device.py",
+    "hacpo_mega/cluster/machine/environment.py",
+    "hacpo_mega/grading/graders/model_judge.py",  # the key of a server, by the name that the configuration gives
     "hacpo_mega/jobs/forked.py",
     "hacpo_mega/jobs/forked_rank.py",
     "hacpo_mega/jobs/local.py",
     "hacpo_mega/jobs/slurm_held.py",
-    "hacpo_mega/cluster/machine_limits.py",  # what Slurm gave to the job
+    "hacpo_mega/cluster/machine/machine_limits.py",  # what Slurm gave to the job
     "hacpo_mega/cluster/place.py",
-    "hacpo_mega/cluster/private_folder.py",
+    "hacpo_mega/cluster/security/private_folder.py",
     "hacpo_mega/cluster/rank_map.py",
     "hacpo_mega/cluster/rendezvous.py",
     "hacpo_mega/cluster/seat.py",
-    "hacpo_mega/cluster/secret.py",
+    "hacpo_mega/cluster/security/secret.py",
     "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",
     "hacpo_mega/rollout/engine.py",
-    "hacpo_mega/rollout/host_process.py",
+    "hacpo_mega/rollout/vllm/host_process.py",
 )
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 550
 # Where `say` is, and what speaks to the process that started it alone.
 PRINTS = (
-    *("hacpo_mega/models/visible.py", "hacpo_mega/models/chat_template.py", "hacpo_mega/grading/sandbox.py"),
+    *(
+        "hacpo_mega/models/files/visible.py",
+        "hacpo_mega/models/files/chat_template.py",
+        "hacpo_mega/grading/workers/sandbox.py",
+    ),
     "kernels/hacpo_kernels/",
 )
 # The one place that is given pickles, and reads them without calling anything.
-READS_PICKLES = ("hacpo_mega/cluster/plain_pickle.py",)
+READS_PICKLES = ("hacpo_mega/cluster/security/plain_pickle.py",)
 # Modules that run what they read, or say pickles to others. Of torch's checkpoints only `save` and `load` do.
 RUNS_WHAT_IT_READS = (
     *("pickle.", "_pickle.", "pickletools.", "cloudpickle.", "dill.", "joblib.", "marshal.", "shelve.", "copyreg."),
@@ -99,7 +103,7 @@ def text_is_made_visible(sources: Sources) -> Complaints:
         for node in ast.walk(source.tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("print", "typer.echo") and not source.lies_in(PRINTS):
-                yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/visible.py has say()"
+                yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/files/visible.py has say()"
 
 
 def environment_is_read_at_the_start(sources: Sources) -> Complaints:

@@ -23,21 +23,21 @@ from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import GradientProducts, mean_logprobs
-from hacpo_mega.cluster.device import actor_dtype
-from hacpo_mega.cluster.spans import Spans
-from hacpo_mega.cluster.tree import share_bytes
+from hacpo_mega.cluster.groups.spans import Spans
+from hacpo_mega.cluster.groups.tree import share_bytes
+from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
-from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
-from hacpo_mega.megatron.expert_load import ExpertCounts
-from hacpo_mega.megatron.installed import VERSION
-from hacpo_mega.megatron.lora import adapters_off, attach_adapters
-from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
-from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer, Leaves
-from hacpo_mega.megatron.overlap import finish_gather, start_gather
+from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, save_state
+from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum_rows
+from hacpo_mega.megatron.model.installed import VERSION
+from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
-from hacpo_mega.megatron.reshard import full_tensors, save_hf
-from hacpo_mega.megatron.schedule import (
+from hacpo_mega.megatron.train.expert_load import ExpertCounts
+from hacpo_mega.megatron.train.micro_batches import Told, on_device, places, update_stats
+from hacpo_mega.megatron.train.optimizer import ActorOptimizer, Leaves
+from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
+from hacpo_mega.megatron.train.schedule import (
     DATA_PARALLEL,
     NO_TOKEN_COUNT,
     LastStage,
@@ -48,12 +48,12 @@ from hacpo_mega.megatron.schedule import (
     sum_over_cells,
     tensor_from_last_stage,
 )
-from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
-from hacpo_mega.megatron.te_layers import chosen_transformer
-from hacpo_mega.megatron.weights import load_hf_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.lora import Lora
+from hacpo_mega.megatron.weights.lora import adapters_off, attach_adapters
+from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
+from hacpo_mega.megatron.weights.weights import load_hf_weights
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.lora import Lora
 from hacpo_mega.records import MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 

@@ -7,7 +7,7 @@ from bf16_cases import make_folder
 from fused_job import UPDATES, update
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.fused_optimizer import THERE
+from hacpo_mega.megatron.train.fused_optimizer import THERE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

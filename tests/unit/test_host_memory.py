@@ -17,7 +17,7 @@ from repository import ROOT
 
 from hacpo_mega.cluster import host_memory
 from hacpo_mega.cluster.host_memory import require_host_memory
-from hacpo_mega.cluster.machine_limits import free_memory, num_memory_kills
+from hacpo_mega.cluster.machine.machine_limits import free_memory, num_memory_kills
 
 MIB = 1 << 20
 V1 = "12:devices:/a\n4:cpu,memory:/slurm/uid_0/job_5/step_0\n0::/\n"

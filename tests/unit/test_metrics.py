@@ -22,11 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hacpo_mega.cluster.place import gather_bytes
 from hacpo_mega.config import load_config
-from hacpo_mega.config.chat_messages import messages_text
+from hacpo_mega.config.tables.chat_messages import messages_text
 from hacpo_mega.jobs import from_python
 from hacpo_mega.logbook.console import Console, StepLine, phase_seconds
-from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
-from hacpo_mega.logbook.rollout_log import (
+from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
+from hacpo_mega.logbook.files.rollout_log import (
     AnswerNotes,
     AnswerTokens,
     RolloutLog,

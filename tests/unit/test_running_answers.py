@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.running_answers import RunningAnswers
+from hacpo_mega.rollout.vllm.running_answers import RunningAnswers
 
 
 def ended(request_id: int, reason: str) -> SimpleNamespace:
