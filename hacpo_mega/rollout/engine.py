@@ -44,10 +44,10 @@ from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.cpu.flat_logprobs import written_at_once
 from hacpo_mega.rollout.vllm.engine_defaults import cpu_attention, engine_defaults, free_options
 from hacpo_mega.rollout.vllm.engine_door import EngineDoor, worker_of
 from hacpo_mega.rollout.vllm.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
+from hacpo_mega.rollout.vllm.flat_logprobs import written_at_once
 from hacpo_mega.rollout.vllm.host_process import (
     environment_untouched,
     free_memory_unmeasured,

@@ -203,7 +203,7 @@ def test_a_rank_that_the_kernel_killed_is_said_to_have_had_no_memory(narrow, tmp
         *inside,
         sys.executable,
         "-c",
-        "from hacpo_mega.cluster import machine_limits as m; print(*m.free_memory())",
+        "from hacpo_mega.cluster.machine import machine_limits as m; print(*m.free_memory())",
     ]
     left, _, who = subprocess.run(shown, capture_output=True, text=True, cwd=ROOT, check=True).stdout.partition(" ")
     assert 0 < int(left) < 200 * MIB and str(narrow) in who
