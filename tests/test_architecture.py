@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_sources
+from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_limits, read_sources
 
 # A folder of hacpo_mega is a room; these are the two files of the lobby.
 LOBBY = {"records.py": "records", "__init__.py": "cli"}
@@ -148,6 +148,41 @@ def folders_are_small(sources: Sources) -> Complaints:
             yield f"{folder}: {count} files, more than {MAX_FILES}; give it folders of its own"
 
 
+def rooms_keep_their_net_lines(sources: Sources) -> Complaints:
+    """A room grows only where its number in tests/limits.toml is raised in the same commit."""
+    net: collections.Counter[str] = collections.Counter()
+    for source in sources:
+        net[room_of(source.path) or source.path.split("/")[1]] += source.net_lines()
+    beside_lab = net.total() - net["lab"] - net["hacpo_kernels"]
+    for room, lines in net.items():
+        if lines > (most := read_limits().net_lines.get(room, 0)):
+            yield f"room {room!r}: {lines} net lines, more than {most}; hacpo_mega beside the lab has {beside_lab}"
+
+
+def a_file_has_more_than_one_importer(sources: Sources) -> Complaints:
+    """A part of one thought stands in the file that has the thought. A module read by nobody else is no door."""
+    for path, importer in sorted(with_one_importer(sources).items()):
+        if path not in read_limits().one_importer:
+            yield f"{path}: only {importer}, of its own room, imports it; it belongs into that file"
+
+
+def with_one_importer(sources: Sources) -> dict[str, str]:
+    """By file of the product, the file that alone imports it, where that is a file of the same room.
+
+    A room's __init__.py says what others may have of it, and cli/app.py only registers the commands.
+    """
+    importers: dict[str, set[str]] = {}
+    for source, _, _, target in own_imports(sources):
+        if source.path != target.path and target.path.startswith("hacpo_mega/"):
+            importers.setdefault(target.path, set()).add(source.path)
+    found = {}
+    for path, (importer, *others) in importers.items():
+        is_face = path.endswith("__init__.py") or importer.endswith("__init__.py") or importer == f"{CLI}app.py"
+        if not others and not is_face and room_of(path) == room_of(importer):
+            found[path] = importer
+    return found
+
+
 def kernels_know_nothing_of_us(sources: Sources) -> Complaints:
     for source in sources:
         for line, name in source.imports():
@@ -204,6 +239,8 @@ RULES: tuple[Rule, ...] = (
     imports_have_no_circle,
     parts_of_a_room_have_no_circle,
     folders_are_small,
+    rooms_keep_their_net_lines,
+    a_file_has_more_than_one_importer,
     kernels_know_nothing_of_us,
     one_door_per_library,
     collectives_have_few_suspects,
@@ -239,6 +276,11 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
             "hacpo_mega/data/a/w.py": "",
         },
     ),
+    (rooms_keep_their_net_lines, {"hacpo_mega/records.py": "x = 1\n" * 999}),
+    (
+        a_file_has_more_than_one_importer,
+        {"hacpo_mega/data/x.py": "from hacpo_mega.data.y import z", "hacpo_mega/data/y.py": "z = 1"},
+    ),
     (folders_are_small, {f"hacpo_mega/data/x{number}.py": "" for number in range(MAX_FILES + 1)}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
@@ -268,6 +310,20 @@ def test_the_house_is_not_a_tower() -> None:
 
 def test_every_rule_is_shown_to_catch_something() -> None:
     assert {rule for rule, _ in BAD} == set(RULES)
+
+
+def test_every_exception_is_still_needed() -> None:
+    limits, alone = read_limits(), with_one_importer(read_sources())
+    assert sorted(set(limits.one_importer) - alone.keys()) == []
+    assert limits.one_importer == sorted(set(limits.one_importer))
+    assert limits.net_lines.keys() == {room_of(s.path) or s.path.split("/")[1] for s in read_sources()}
+
+
+def test_net_lines_are_those_that_compute() -> None:
+    text = '"""Of\n\nk."""\n\nimport json\nfrom a import (\n    b,\n)\n\n# why\n'
+    text += "x = (\n    1,  # one\n\n    # two\n    2,\n)\n"
+    text += 'def f():\n    """Of j."""\n    return """a\n\n    # b"""\n'
+    assert Source("hacpo_mega/data/x.py", text).net_lines() == 4 + 3
 
 
 def test_rules_accept_a_file_that_keeps_them() -> None:

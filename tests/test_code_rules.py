@@ -5,11 +5,12 @@ import whom is in test_architecture.py.
 """
 
 import ast
+import collections
 import re
 from pathlib import PurePosixPath
 
 import pytest
-from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_sources
+from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_limits, read_sources
 
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
@@ -154,6 +155,23 @@ def names_say_something(sources: Sources) -> Complaints:
                 yield f"{source.path}:{line}: {name}: {', '.join(empty)} says nothing"
 
 
+def class_names_are_unique(sources: Sources) -> Complaints:
+    """One word, one meaning: whoever searches for a class finds one."""
+    for name, places in class_places(sources).items():
+        if len(places) > read_limits().class_names.get(name, 1):
+            yield f"{', '.join(places)}: class {name} stands {len(places)} times; give each its own name"
+
+
+def class_places(sources: Sources) -> dict[str, list[str]]:
+    """By name of a public class of the product, the files that define one."""
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(source.path)
+    return places
+
+
 def files_say_what_they_are(sources: Sources) -> Complaints:
     for source in sources:
         if source.text.strip() and not ast.get_docstring(source.tree):
@@ -183,6 +201,7 @@ RULES: tuple[Rule, ...] = (
     files_and_functions_are_small,
     functions_take_records,
     names_say_something,
+    class_names_are_unique,
     files_say_what_they_are,
     public_things_are_described,
 )
@@ -249,6 +268,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (names_say_something, {"hacpo_mega/data/utils.py": ""}),
     (names_say_something, {A: "class WeightManager:\n    pass"}),
     (names_say_something, {A: "def load_helper():\n    pass"}),
+    (class_names_are_unique, {A: "class X:\n    pass", "hacpo_mega/data/x.py": "class X:\n    pass"}),
     (files_say_what_they_are, {A: "x = 1"}),
     (public_things_are_described, {A: "def roll_out():\n    pass"}),
 )
@@ -261,6 +281,11 @@ def test_a_rule_catches_what_breaks_it(rule: Rule, files: dict[str, str]) -> Non
 
 def test_every_rule_is_shown_to_catch_something() -> None:
     assert {rule for rule, _ in BAD} == set(RULES)
+
+
+def test_every_exception_is_still_needed() -> None:
+    counts = {name: len(places) for name, places in class_places(read_sources()).items()}
+    assert {name: counts.get(name, 0) for name in read_limits().class_names} == read_limits().class_names
 
 
 def test_rules_accept_a_file_that_keeps_them() -> None:
