@@ -2,7 +2,7 @@
 
 Every method is called by all ranks of a cell with the same samples, and `learn` by all cells of the agent together.
 Its heart is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: what scores an answer is,
-bit for bit, what the first update of a step sees again. The scaling of gradients is in schedule.py, Adam in
+bit for bit, what the first update of a step sees again. The scaling of gradients is in train/schedule.py, Adam in
 optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), and sampling (the engine).
 Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens and N trained rows that this rank of cp
 has of it.
@@ -95,10 +95,11 @@ class Actor:
         `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1).
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
         `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
-        (optimizer.py), with `lora` adapters alone are trained (lora.py), `transformer` is whose layers it has (auto,
-        local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
-        Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every collective of its
-        groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss function reports.
+        (optimizer.py), with `lora` adapters alone are trained (weights/lora.py), `transformer` is whose layers it has
+        (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
+        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
+        collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
+        function reports.
         Weights are of `dtype`, else `actor_dtype`. Raises ValueError for a layout or a folder the model cannot have.
         """
         self.architecture = Architecture.from_folder(folder)
@@ -206,8 +207,8 @@ class Actor:
         """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
 
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
-        over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
-        update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
+        over micro-batches and cells and divided by nothing (train/schedule.py), so it must divide by a count of the
+        whole update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
         micro-batches; by default own answers are packed apart from others', as `score` packs them; `pack` does not.
         """
         batches = (packing or self._pack_update)(samples)

@@ -106,7 +106,7 @@ class Engine:
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration); with
-                         enable_return_routed_experts log-probs come with a routing (routing.py)
+                         enable_return_routed_experts log-probs come with a routing (vllm/routing.py)
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """

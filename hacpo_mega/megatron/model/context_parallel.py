@@ -15,7 +15,7 @@ of them on every rank (`sum_rows`), so every rank holds L itself, not a share of
 and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. An all-to-all is a
 permutation of numbers over ranks, whose transpose is the all-to-all back, so a hidden state gets its whole gradient on
 the rank that has its token, from rows on any rank. What rank r adds to the gradient of w is then that of the uses of w
-for its own tokens, and the plain sum over dp x cp that schedule.py asks of Megatron is dL/dw.
+for its own tokens, and the plain sum over dp x cp that train/schedule.py asks of Megatron is dL/dw.
 
 Not here: which layouts a model can have (models/sharding/layout.py). Megatron's own context parallelism, which cuts
 every sequence into 2 cp parts, is not used: its layers are told cp 1. Shapes: T tokens of a micro-batch and t = T / cp

@@ -46,8 +46,8 @@ class HiddenStateModel(GPTModel):
     ) -> None:
         """`chunks` has the layers of all chunks of the pipeline; `fuses_norms`: a norm is a part of what follows.
 
-        `later` are the chunks of this rank after this one, its first; each is forwarded by itself (schedule.py), but
-        they have their parameters, gradients and state together.
+        `later` are the chunks of this rank after this one, its first; each is forwarded by itself (train/schedule.py),
+        but they have their parameters, gradients and state together.
         """
         super().__init__(position_embedding_type="none", **options)
         self.architecture, self.chunks, self.fuses_norms = architecture, chunks, fuses_norms
@@ -209,7 +209,7 @@ def transformer_config(
     config = TransformerConfig(
         **{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)}
     )
-    config.variable_seq_lengths = layout.vpp == 1  # schedule.py says why
+    config.variable_seq_lengths = layout.vpp == 1  # train/schedule.py says why
     return config
 
 

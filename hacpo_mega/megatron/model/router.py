@@ -139,7 +139,7 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad_nk, torch.ones((), dtype=ctx.dtype, device=grad_nk.device)  # the law of schedule.py: no scale
+        return grad_nk, torch.ones((), dtype=ctx.dtype, device=grad_nk.device)  # the law of train/schedule.py: no scale
 
 
 class _Logits(torch.autograd.Function):
